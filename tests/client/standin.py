@@ -117,6 +117,8 @@ class Pool(httpx2.BaseTransport):
                 return self._submit(json.loads(body), "wait" in request.url.params)
             case "GET", ["tasks"]:
                 return self._listed(request.url.params)
+            case "GET", ["queue"]:
+                return self._queue(int(request.url.params["limit"]))
             case "GET", ["tasks", id_] if id_ in self.tasks:
                 return httpx2.Response(200, json=document_of(self.tasks[id_]))
             case "DELETE", ["tasks", id_] if id_ in self.tasks:
@@ -159,6 +161,14 @@ class Pool(httpx2.BaseTransport):
                 )
             case _:
                 return problem(404, "not_found", f"nothing at {path}")
+
+    def _queue(self, limit: int) -> httpx2.Response:
+        waiting = [task for task in self.tasks.values() if task["status"] == "queued"]
+        why = {"status": "queued", "sentence": self.sentence}
+        items = [{"task": task, "explain": {"id": task["id"], **why}} for task in waiting[:limit]]
+        held = [task for task in self.tasks.values() if task["status"] in ("leased", "running")]
+        page = {"items": items, "next": None, "waiting": len(waiting), "running": held}
+        return httpx2.Response(200, json=page)
 
     def _bytes(self, content: bytes, request: httpx2.Request) -> httpx2.Response:
         start = int(request.headers.get("range", "bytes=0-")[6:].rstrip("-"))

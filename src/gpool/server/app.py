@@ -18,20 +18,7 @@ from gpool.core.scheduler.order.orders import Policy
 from gpool.server.actions.operators import policy as operating
 from gpool.server.actions.operators import quotas
 from gpool.server.actions.tasks import submit
-from gpool.server.api import channel, openapi, problems
-from gpool.server.api.fast_paths import Shortcuts
-from gpool.server.api.rate_limits import Limits
-from gpool.server.api.routes import (
-    accounts,
-    artifacts,
-    health,
-    keys_and_audit,
-    nodes,
-    tasks,
-    teams,
-    users,
-)
-from gpool.server.api.routes import operators as operating_routes
+from gpool.server.api import routing
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock, MonotonicClock, SystemClock, system_ids
 from gpool.server.gpu_verification.verifier import GpuVerifier, VerificationSettings
@@ -184,13 +171,7 @@ def make_app(server: Server) -> FastAPI:
         telemetry=NO_TELEMETRY,
     )
     app.state.server = server
-    problems.install(app)
-    people = (accounts, teams, users, keys_and_audit, operating_routes)
-    for module in (tasks, nodes, artifacts, *people, health, channel):
-        app.include_router(module.router)
-    openapi.describe(app, VERSION)
-    app.add_middleware(Shortcuts)
-    app.add_middleware(Limits, guard=server.guard)  # runs before Shortcuts
+    routing.install(app, server.guard, VERSION)
     return app
 
 

@@ -312,6 +312,22 @@ class ExplainDocument(Answer):
     suggestions: list[SuggestionDocument] = []
 
 
+class QueueEntry(Answer):
+    """A waiting task with its position, expected start and reason; `explain` holds no suggestions here."""
+
+    task: TaskDocument
+    explain: ExplainDocument
+
+
+class QueuePage(Answer):
+    """Waiting tasks, oldest first. `running`: leased and running tasks, on the first page only."""
+
+    items: list[QueueEntry]
+    next: str | None = None
+    waiting: int  # number of waiting tasks, counted up to a limit
+    running: list[TaskDocument] = []
+
+
 class LogDocument(Answer):
     """Chunk of output. `data` (base64): its bytes if they are not UTF-8 `text`: binary output, or a character
     split by the end of the chunk, which `text` has where it is complete.

@@ -277,7 +277,7 @@ class MemberPatch(Document):
     role: RoleName
 
 
-class MemberDocument(Answer):
+class TeamMemberDocument(Answer):
     user: str
     name: str
     role: RoleName
@@ -285,7 +285,7 @@ class MemberDocument(Answer):
 
 
 class MemberPage(Answer):
-    items: list[MemberDocument]
+    items: list[TeamMemberDocument]
     next: str | None = None
 
 

@@ -104,7 +104,7 @@ async def test_what_cannot_be_is_refused_with_what_to_change(
     ("members", "said"),
     [
         ({"recipe": {"python": "3.12"}}, "wants Python 3.12 and the function was made with 3.11"),
-        ({"checkpoint": "state/"}, "'checkpoint' belongs to a command"),
+        ({"checkpoint": "state/"}, "'checkpoint' applies to commands"),
     ],
 )
 async def test_what_a_function_cannot_have_is_refused(

@@ -12,7 +12,7 @@ import pytest
 from gpool.core.ids import decode
 from gpool.core.model import Permission
 from gpool.server.actions.operators.quotas import set_quota
-from gpool.server.actions.tasks.artifacts import Upload
+from gpool.server.actions.tasks.artifacts import ArtifactUpload
 from gpool.server.actions.tasks.artifacts import put as put_by
 from gpool.server.store.identity_values import GivenQuota
 from gpool.server.store.operations.identity import users
@@ -91,7 +91,7 @@ async def test_a_node_never_stores_more_than_the_task_s_owner_may(desk: Desk) ->
     async def body() -> object:
         yield b"x" * 101
 
-    upload = Upload("0" * 64, None, Hold(decode("task", task), 1))
+    upload = ArtifactUpload("0" * 64, None, Hold(decode("task", task), 1))
     with pytest.raises(Exception, match="may store only 100 more"):
         await put_by(desk.server, agent.credentials, upload, body())  # type: ignore[arg-type]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpool.server.api.fast_paths import Shortcuts
+from gpool.server.api.fast_paths import FastPaths
 from gpool.server.identity.throttle import CLASS_RATES, RouteClass
 from tests.server.server_desk import Desk
 
@@ -80,5 +80,5 @@ async def test_what_has_no_short_way_takes_the_long_one() -> None:
         {"type": "http", "method": "POST", "path": SHORT, "query_string": b"wait=1"},
         {"type": "http", "method": "POST", "path": "/submit_task", "query_string": b""},
     ):
-        await Shortcuts(app)(scope, None, None)  # type: ignore[arg-type]
+        await FastPaths(app)(scope, None, None)  # type: ignore[arg-type]
     assert len(taken) == 5

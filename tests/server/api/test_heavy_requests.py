@@ -41,7 +41,7 @@ def test_ten_thousand_of_the_worst_names_are_checked_quickly(kind: str) -> None:
 @pytest.mark.parametrize("names", [("a", "a/b"), ("a-b", "a/b", "A"), ("x", "a/b/c/d", "a/b")])
 def test_a_file_that_is_also_a_folder_is_refused(names: tuple[str, ...]) -> None:
     inputs = [InputDocument(path=name, sha256="0" * 64, size_bytes=1) for name in names]
-    with pytest.raises(GpoolError, match="is a file and the folder of"):
+    with pytest.raises(GpoolError, match="is a file and also the folder of"):
         spec_of(TaskRequest(command=["true"], inputs=inputs))
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from gpool.core.ids import NodeId, decode, encode
 from gpool.core.model import Permission
-from gpool.server.actions.tasks.documents import ResultLine
-from gpool.server.actions.tasks.id_text import spell
+from gpool.server.actions.tasks.documents import ResultLine, encode_many
 from gpool.server.app import ensure_operator
 from gpool.server.scheduling.loops import ExpireNodes, PruneStore
 from gpool.wire.documents import ResultDocument
@@ -424,6 +423,6 @@ def test_fast_documents_say_what_the_slow_ones_do() -> None:
 
 def test_many_ids_are_spelled_as_one_is() -> None:
     numbers = [0, 1, 1023, 1024, 1025, (1 << 62) + 12345, (1 << 63) - 1]
-    spelled = spell("task", numbers)
+    spelled = encode_many("task", numbers)
     assert spelled == [encode("task", number) for number in numbers]
     assert [decode("task", text) for text in spelled] == numbers

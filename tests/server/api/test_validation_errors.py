@@ -77,7 +77,7 @@ def said(text: str) -> str:
         ('{"labels": ["a", "b", "c"]}', "'labels' must have at most 2 members, not 3"),
         ('{"inner": 3}', "'inner' must be an object, not 3"),
         ('{"inner": {}}', "'inner.size' is required"),
-        ('{"colour": "red"}', "'colour' is not a field here; check its spelling"),
+        ('{"colour": "red"}', "'colour' is not a field of this document; check its spelling"),
         ('{"python": "2.7"}', "'python' must have the form ^3\\.\\d+$, not \"2.7\""),
         ('{"calls": [3]}', "'calls.0' must be text (and 1 more)"),
         ("[]", "the body must be an object"),

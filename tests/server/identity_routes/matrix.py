@@ -1,16 +1,23 @@
-"""The matrix of routes, objects and askers: what each cell must answer, from a table of its own.
+"""The matrix of routes, objects and callers: the expected answer of each cell.
 
-The table repeats nothing of `core.permissions`: it says in plain words who gets what, and a cell is right when the real
-route agrees. An asker stands to an object in one or several of these ways: `self` (made it, and may still act for it),
-`owner`, `member`, `viewer` (of the team it belongs to), `operator`, `user` (is signed in at all).
+Its skeleton is derived: one row for every declared endpoint, with the callers that `core.permissions` allows for the
+declared action. Written by hand in `CASES` are request bodies, queries, further rows of one route (variants), and the
+rows whose answer is not that of the one action. A cell is right when the real route answers as the row says.
+
+A caller relates to an object in one or several of these ways: `self` (created it, and may still act for it), `owner`,
+`member`, `viewer` (of the team it belongs to), `operator`, `user` (is signed in at all).
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from gpool.core.permissions import RULES, Action, ObjectKind, PermissionRule, Relation
+from gpool.server.api.endpoints import Endpoint
+from gpool.server.api.routing import endpoints
 
 OK, UNKNOWN, REFUSED, HIDDEN = "ok", 401, 403, 404
 CONTENT = b"anybody may upload this"
@@ -33,7 +40,7 @@ EVERYTHING = frozenset({"consumer", "provider"})
 
 @dataclass(frozen=True)
 class Asker:
-    """`stands`: how they stand to the objects, by name; `scopes` None: signed in, not by a key."""
+    """`stands`: relations to the objects, by name; `scopes` None: signed in, not by a key."""
 
     name: str
     kind: str = "person"  # person | machine | unknown
@@ -46,7 +53,7 @@ class Asker:
 
 @dataclass(frozen=True)
 class Row:
-    """One route. `scope` None: no API key may. `sees`: who is told 403 instead of 404."""
+    """Expected answers of one route. `scope` None: no API key may. `sees`: callers who get 403 instead of 404."""
 
     may: frozenset[str]
     scope: str | None = None
@@ -54,265 +61,220 @@ class Row:
     needs: str | None = None
     objects: tuple[str, ...] = ("-",)
     machine: int | str = REFUSED
-    own_account: bool = (
-        False  # acts for the asker's own account: a team's key has no business there
-    )
+    own_account: bool = False  # acts on the caller's own account, which a team's key may not
     open: int | None = None  # the status everybody gets, signed in or not
     body: Callable[[dict[str, str]], Any] | Any = None
     query: str = ""
 
 
-def _words(text: str) -> frozenset[str]:
+# ---- the derived skeleton
+
+_WORDS = {
+    Relation.SIGNED_IN: "user",
+    Relation.SELF: "self",
+    Relation.TEAM_OWNER: "owner",
+    Relation.TEAM_MEMBER: "member",
+    Relation.TEAM_VIEWER: "viewer",
+    Relation.OPERATOR: "operator",
+}
+_OBJECTS = {
+    ObjectKind.TASK: ("task:p", "task:t", "task:o", "task:-"),
+    ObjectKind.BATCH: ("batch:p", "batch:t", "batch:o", "batch:-"),
+    ObjectKind.TEAM: ("team:t", "team:-"),
+    ObjectKind.ARTIFACT: ("artifact:p", "artifact:t", "artifact:-"),
+    ObjectKind.NODE: ("node:p", "node:-"),
+    ObjectKind.GPU: ("gpu:p", "gpu:-"),
+    ObjectKind.KEY: ("key:p", "key:-"),
+    ObjectKind.SESSION: ("session:p", "session:-"),
+}
+TEAM_KEY_TOO = {Action.ME_READ, Action.ARTIFACT_UPLOAD}
+"""Actions on the caller's own account that a key for one team may do."""
+
+
+def derived(action: Action) -> Row:
+    """The row of a route that does this one action to an object of its kind."""
+    rule = RULES[action]
+    may = _words(rule.may)
+    if rule.kind is ObjectKind.TEAM:  # belongs to nobody but itself
+        may -= {"self"}
+    is_own = rule.kind is ObjectKind.ACCOUNT and Relation.SELF in rule.may
+    if is_own:  # the object is the caller's account: everybody has one
+        may = frozenset({"user"})
+    return Row(
+        may,
+        None if rule.scope is None else rule.scope.value,
+        _seen_by(rule) - may if not is_own else frozenset(),
+        None if rule.needs is None else rule.needs.value,
+        _OBJECTS.get(rule.kind, ("-",)),
+        HIDDEN if Relation.HOLDER in rule.may else REFUSED,
+        own_account=is_own and action not in TEAM_KEY_TOO,
+    )
+
+
+def _words(standings: Collection[Relation]) -> frozenset[str]:
+    return frozenset(_WORDS[each] for each in standings if each in _WORDS)
+
+
+def _seen_by(rule: PermissionRule) -> frozenset[str]:
+    """Callers who know of objects of this kind, because some action on them is theirs."""
+    if rule.kind is ObjectKind.SERVER:
+        return frozenset({"user"})
+    known = (other.may for other in RULES.values() if other.kind is rule.kind)
+    return _words({each for may in known for each in may}) - {"user"}
+
+
+# ---- what is written by hand
+
+Cell = dict[str, Any]
+_TEAM = {"objects": ("team:t", "team:-")}
+_MEMBER = {"objects": ("member:t", "member:-")}
+_USER = {"objects": ("user:p", "user:-")}
+_WALLET = {"objects": ("wallet:p", "wallet:-")}
+_RESOURCE = {"objects": ("gpu:p", "gpu:-", "node:p", "node:-")}
+_SIGNATURE = {"message": "x", "signature": "0x"}
+_COMMAND = {"command": ["true"]}
+_NODE: Cell = {"machine": OK, "body": {"name": "another", "cpu_milli": 1000}}
+
+
+def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-def row(scope: str | None, may: str, sees: str = "", **more: Any) -> Row:
-    return Row(_words(may), scope, _words(sees), **more)
-
-
-def is_open(status: int, **more: Any) -> Row:
-    return Row(frozenset(), open=status, **more)
-
-
-TEAM = "self owner member viewer"
-READ_TASK: dict[str, Any] = {"objects": ("task:p", "task:t", "task:o", "task:-")}
-_READS_TASK = row("tasks:read", f"{TEAM} operator", **READ_TASK)
-_BATCHES = ("batch:p", "batch:t", "batch:o", "batch:-")
-_TEAMS = ("team:t", "team:-")
-_OUTPUT = {"command": ["true"]}
-_NODE = {"name": "another", "cpu_milli": 1000}
-
-# ("METHOD", path, variant): variants are further rows of one route, for another body or query
-TABLE: dict[tuple[str, str, str], Row] = {
-    ("GET", "/healthz", ""): is_open(200),
-    ("GET", "/readyz", ""): is_open(200),
-    ("GET", "/.well-known/jwks.json", ""): is_open(200),
-    ("POST", "/v1/users", ""): is_open(201, body={"name": "new", "password": "long enough 1"}),
-    ("POST", "/v1/auth/password", ""): is_open(
-        200, body={"name": "ada", "password": "a long enough password"}
-    ),
-    ("POST", "/v1/auth/wallet/nonce", ""): is_open(200),
-    ("POST", "/v1/auth/wallet", ""): is_open(400, body={"message": "x", "signature": "0x"}),
-    ("GET", "/v1/auth/oidc/start", ""): is_open(404, query="?redirect_uri=http://127.0.0.1/"),
-    ("POST", "/v1/auth/oidc/finish", ""): is_open(401, body={"state": "x", "code": "x"}),
-    ("POST", "/v1/auth/refresh", ""): is_open(401, body={"refresh_token": "x"}),
-    ("POST", "/v1/auth/logout", ""): row(None, "user", body={}),
-    ("GET", "/metrics", ""): row("nodes:read", "user"),
-    # one's account
-    ("GET", "/v1/me", ""): row("account:read", "user"),
-    ("PUT", "/v1/me/password", ""): row(None, "user", own_account=True, body={"new": "short"}),
-    ("GET", "/v1/sessions", ""): row(None, "user", own_account=True),
-    ("DELETE", "/v1/sessions/{id}", ""): row(
-        None, "self operator", objects=("session:p", "session:-")
-    ),
-    ("GET", "/v1/wallets", ""): row("account:read", "user"),
-    ("POST", "/v1/wallets", ""): row(
-        None, "user", own_account=True, body={"message": "x", "signature": "0x"}
-    ),
-    ("PATCH", "/v1/wallets/{address}", ""): row(
-        None, "self", needs="provider", objects=("wallet:p", "wallet:-"), body={"payout": True}
-    ),
-    ("DELETE", "/v1/wallets/{address}", ""): row(
-        None,
-        "user",
-        own_account=True,
-        objects=("wallet:p", "wallet:-"),
-        body={"message": "x", "signature": "0x"},
-    ),
-    ("GET", "/v1/keys", ""): row("account:read", "user", own_account=True),
-    ("POST", "/v1/keys", ""): row(None, "user", own_account=True, body={"name": "one more"}),
-    ("DELETE", "/v1/keys/{id}", ""): row(None, "self operator", objects=("key:p", "key:-")),
+CASES: dict[tuple[str, str, str], Cell] = {
+    # ("METHOD", path, variant): members of the row; `action` where it is not the first one declared
+    ("POST", "/v1/users", ""): {"open": 201, "body": {"name": "new", "password": "long enough 1"}},
+    ("POST", "/v1/auth/password", ""): {
+        "body": {"name": "ada", "password": "a long enough password"}
+    },
+    ("POST", "/v1/auth/wallet", ""): {"open": 400, "body": _SIGNATURE},
+    ("GET", "/v1/auth/oidc/start", ""): {
+        "open": 404,
+        "query": "?redirect_uri=http://127.0.0.1/",
+    },
+    ("POST", "/v1/auth/oidc/finish", ""): {"open": 401, "body": {"state": "x", "code": "x"}},
+    ("POST", "/v1/auth/refresh", ""): {"open": 401, "body": {"refresh_token": "x"}},
+    ("POST", "/v1/auth/logout", ""): {  # the caller's own session
+        "may": words("user"),
+        "sees": words(""),
+        "objects": ("-",),
+        "body": {},
+    },
+    ("PUT", "/v1/me/password", ""): {"body": {"new": "short"}},
+    ("POST", "/v1/wallets", ""): {"body": _SIGNATURE},
+    ("PATCH", "/v1/wallets/{address}", ""): {
+        **_WALLET,
+        "may": words("self"),
+        "own_account": False,
+        "body": {"payout": True},
+    },
+    ("DELETE", "/v1/wallets/{address}", ""): {**_WALLET, "body": _SIGNATURE},
+    ("POST", "/v1/keys", ""): {"body": {"name": "one more"}},
     # teams
-    ("GET", "/v1/teams", ""): row("teams:read", "user", own_account=True),
-    ("POST", "/v1/teams", ""): row(
-        "teams:write", "user", own_account=True, body={"name": "another"}
-    ),
-    ("POST", "/v1/teams/join", ""): row("teams:write", "user", body={"token": "x"}),
-    ("GET", "/v1/teams/{id}", ""): row(
-        "teams:read", "owner member viewer operator", objects=_TEAMS
-    ),
-    ("PATCH", "/v1/teams/{id}", ""): row(
-        "teams:write", "owner operator", "member viewer", objects=_TEAMS, body={"name": "office"}
-    ),
-    ("PATCH", "/v1/teams/{id}", "quota"): row(
-        "teams:write",
-        "operator",
-        "owner member viewer",
-        objects=_TEAMS,
-        body={"quota": {"queued_tasks": 5}},
-    ),
-    ("DELETE", "/v1/teams/{id}", ""): row(None, "owner", "member viewer operator", objects=_TEAMS),
-    ("POST", "/v1/teams/{id}/invites", ""): row(
-        "teams:write", "owner", "member viewer operator", objects=_TEAMS, body={}
-    ),
-    ("GET", "/v1/teams/{id}/members", ""): row(
-        "teams:read", "owner member viewer operator", objects=_TEAMS
-    ),
-    ("POST", "/v1/teams/{id}/members", ""): row(
-        "teams:write",
-        "owner",
-        "member viewer operator",
-        objects=_TEAMS,
-        body={"user": "stranger", "role": "viewer"},
-    ),
-    ("PATCH", "/v1/teams/{id}/members/{user}", ""): row(
-        "teams:write",
-        "owner",
-        "member viewer operator",
-        objects=("member:t", "member:-"),
-        body={"role": "member"},
-    ),
-    ("DELETE", "/v1/teams/{id}/members/{user}", ""): row(
-        "teams:write",
-        "owner leaver",
-        "member viewer operator",
-        objects=("member:t", "member:-"),
-    ),
+    ("POST", "/v1/teams", ""): {"body": {"name": "another"}},
+    ("GET", "/v1/teams", "of everybody"): {"action": Action.USERS_LIST, "query": "?all=true"},
+    ("POST", "/v1/teams/join", ""): {"body": {"token": "x"}},
+    ("PATCH", "/v1/teams/{id}", ""): {"body": {"name": "office"}},
+    ("PATCH", "/v1/teams/{id}", "quota"): {
+        "may": words("operator"),
+        "sees": words("owner member viewer"),
+        "body": {"quota": {"queued_tasks": 5}},
+    },
+    ("POST", "/v1/teams/{id}/invites", ""): {"body": {}},
+    ("POST", "/v1/teams/{id}/members", ""): {"body": {"user": "stranger", "role": "viewer"}},
+    ("PATCH", "/v1/teams/{id}/members/{user}", ""): {**_MEMBER, "body": {"role": "member"}},
+    ("DELETE", "/v1/teams/{id}/members/{user}", ""): {
+        **_MEMBER,
+        "may": words("owner leaver"),
+        "sees": words("member viewer operator"),
+    },
     # operators
-    ("GET", "/v1/users", ""): row("admin", "operator", "user"),
-    ("POST", "/v1/users/invites", ""): row("admin", "operator", "user", body={}),
-    ("GET", "/v1/audit", ""): row("admin", "operator", "user"),
-    ("GET", "/v1/admin/keys", ""): row("admin", "operator", "user"),
-    ("POST", "/v1/admin/keys/rotate", ""): row(None, "operator", "user", body={}),
-    ("GET", "/v1/admin/policy", ""): row("admin", "operator", "user"),
-    ("PATCH", "/v1/admin/policy", ""): row(None, "operator", "user", body={"dry_run": True}),
-    ("POST", "/v1/admin/policy/learn", ""): row(None, "operator", "user"),
-    ("PUT", "/v1/admin/cordons/{id}", ""): row(
-        None, "operator", "user", objects=("node:p",), body={}
-    ),
-    ("DELETE", "/v1/admin/cordons/{id}", ""): row(None, "operator", "user", objects=("cordon:p",)),
-    ("GET", "/v1/admin/reservations", ""): row("admin", "operator", "user"),
-    ("POST", "/v1/admin/reservations", ""): row(None, "operator", "user", body={"nodes": []}),
-    ("DELETE", "/v1/admin/reservations/{id}", ""): row(
-        None, "operator", "user", objects=("reservation:p",)
-    ),
-    ("GET", "/v1/users/{id}", ""): row(
-        "account:read", "self operator", objects=("user:p", "user:-")
-    ),
-    ("PATCH", "/v1/users/{id}", ""): row(
-        "admin", "operator", "self", objects=("user:p", "user:-"), body={"disabled": False}
-    ),
+    ("POST", "/v1/users/invites", ""): {"body": {}},
+    ("POST", "/v1/admin/keys/rotate", ""): {"body": {}},
+    ("PATCH", "/v1/admin/policy", ""): {"body": {"dry_run": True}},
+    ("PUT", "/v1/admin/cordons/{id}", ""): {"objects": ("node:p",), "body": {}},
+    ("DELETE", "/v1/admin/cordons/{id}", ""): {"objects": ("cordon:p",)},
+    ("POST", "/v1/admin/reservations", ""): {"body": {"nodes": []}},
+    ("DELETE", "/v1/admin/reservations/{id}", ""): {"objects": ("reservation:p",)},
+    ("GET", "/v1/users/{id}", ""): {**_USER, "may": words("self operator"), "own_account": False},
+    ("PATCH", "/v1/users/{id}", ""): {**_USER, "sees": words("self"), "body": {"disabled": False}},
     # tasks
-    ("POST", "/v1/tasks", ""): row(
-        "tasks:write", "user", needs="consumer", own_account=True, body=_OUTPUT
-    ),
-    ("POST", "/v1/tasks", "for a team"): row(
-        "tasks:write",
-        "owner member",
-        "viewer operator",
-        needs="consumer",
-        objects=_TEAMS,
-        body=lambda ids: {**_OUTPUT, "team": ids["id"]},
-    ),
-    ("POST", "/v1/tasks", "into a batch"): row(
-        "tasks:write",
-        "self",
-        "operator",
-        needs="consumer",
-        objects=("batch:p", "batch:-"),
-        body=lambda ids: {**_OUTPUT, "batch": ids["id"], "more": True},
-    ),
-    ("POST", "/submit_task", ""): row(
-        "tasks:write", "user", needs="consumer", own_account=True, body=_OUTPUT
-    ),
-    ("GET", "/v1/tasks", ""): row("tasks:read", "user", own_account=True),
-    ("GET", "/v1/tasks", "of a team"): row(
-        "tasks:read",
-        "owner member viewer operator",
-        objects=_TEAMS,
-        query="?team={id}",
-    ),
-    ("GET", "/v1/tasks", "of everybody"): row("admin", "operator", "user", query="?all=true"),
-    ("GET", "/v1/tasks/{id}", ""): _READS_TASK,
-    ("GET", "/task_status", ""): row(
-        "tasks:read", f"{TEAM} operator", query="?id={id}", **READ_TASK
-    ),
-    ("DELETE", "/v1/tasks/{id}", ""): row(
-        "tasks:write", "self owner operator", "member viewer", **READ_TASK
-    ),
-    ("POST", "/v1/tasks/{id}/preempt", ""): row("admin", "operator", TEAM, **READ_TASK),
-    ("GET", "/v1/tasks/{id}/result", ""): _READS_TASK,
-    ("GET", "/v1/tasks/{id}/explain", ""): _READS_TASK,
-    ("GET", "/v1/tasks/{id}/events", ""): _READS_TASK,
-    ("GET", "/v1/tasks/{id}/telemetry", ""): _READS_TASK,
-    ("GET", "/v1/tasks/{id}/logs", ""): _READS_TASK,
-    ("GET", "/v1/batches/{id}", ""): row("tasks:read", f"{TEAM} operator", objects=_BATCHES),
-    ("DELETE", "/v1/batches/{id}", ""): row(
-        "tasks:write", "self owner operator", "member viewer", objects=_BATCHES
-    ),
-    ("GET", "/v1/batches/{id}/results", ""): row(
-        "tasks:read", f"{TEAM} operator", objects=("batch:done", "batch:-")
-    ),
-    ("PUT", "/v1/artifacts/{sha256}", ""): row("tasks:write", "user", machine=OK, body=CONTENT),
-    ("GET", "/v1/artifacts/{sha256}", ""): row(
-        "tasks:read",
-        f"{TEAM} operator",
-        objects=("artifact:p", "artifact:t", "artifact:-"),
-        machine=HIDDEN,
-    ),
-    (
-        "HEAD",
-        "/v1/artifacts/{sha256}",
-        "",
-    ): row(  # need I upload it? An operator reads others', but names its own
-        "tasks:read",
-        TEAM,
-        objects=("artifact:p", "artifact:t", "artifact:-"),
-        machine=HIDDEN,
-    ),
+    ("POST", "/v1/tasks", ""): {"body": _COMMAND},
+    ("POST", "/v1/tasks", "for a team"): {
+        **_TEAM,
+        "may": words("owner member"),
+        "sees": words("viewer operator"),
+        "own_account": False,
+        "body": lambda ids: {**_COMMAND, "team": ids["id"]},
+    },
+    ("POST", "/v1/tasks", "into a batch"): {
+        "action": Action.BATCH_EXTEND,
+        "may": words("self"),
+        "sees": words("operator"),
+        "objects": ("batch:p", "batch:-"),
+        "body": lambda ids: {**_COMMAND, "batch": ids["id"], "more": True},
+    },
+    ("POST", "/submit_task", ""): {"body": _COMMAND},
+    ("GET", "/v1/tasks", "of a team"): {
+        **_TEAM,
+        "may": words("owner member viewer operator"),
+        "own_account": False,
+        "query": "?team={id}",
+    },
+    ("GET", "/v1/tasks", "of everybody"): {
+        "action": Action.TASKS_LIST_ALL,
+        "query": "?all=true",
+    },
+    ("GET", "/v1/queue", "of a team"): {
+        **_TEAM,
+        "may": words("owner member viewer operator"),
+        "own_account": False,
+        "query": "?team={id}",
+    },
+    ("GET", "/v1/queue", "of everybody"): {"action": Action.TASKS_LIST_ALL, "query": "?all=true"},
+    ("GET", "/task_status", ""): {"query": "?id={id}"},
+    ("GET", "/v1/batches/{id}/results", ""): {"objects": ("batch:done", "batch:-")},
+    ("PUT", "/v1/artifacts/{sha256}", ""): {"machine": OK, "body": CONTENT},
+    # Must it be uploaded? An operator reads others' artifacts, but may name only its own.
+    ("HEAD", "/v1/artifacts/{sha256}", ""): {"may": words("self owner member viewer")},
     # nodes
-    ("GET", "/v1/nodes", ""): row("nodes:read", "user"),
-    ("POST", "/v1/nodes", ""): row(
-        "nodes:write", "user", needs="provider", own_account=True, machine=OK, body=_NODE
-    ),
-    ("POST", "/v1/resources", ""): row(
-        "nodes:write", "user", needs="provider", own_account=True, machine=OK, body=_NODE
-    ),
-    ("POST", "/register_gpu", ""): row(
-        "nodes:write", "user", needs="provider", own_account=True, machine=OK, body=_NODE
-    ),
-    ("POST", "/v1/nodes/challenges", ""): is_open(200, body={}),
-    ("POST", "/v1/nodes/invites", ""): row(
-        "nodes:write", "user", needs="provider", own_account=True, body={}
-    ),
-    ("GET", "/v1/nodes/{id}", ""): row("nodes:read", "user", objects=("node:p", "node:-")),
-    ("PATCH", "/v1/nodes/{id}", ""): row(
-        "nodes:write",
-        "self operator",
-        objects=("node:p", "node:-"),
-        body={"availability": "paused"},
-    ),
-    ("DELETE", "/v1/nodes/{id}", ""): row(
-        "nodes:write", "self operator", objects=("node:p", "node:-")
-    ),
-    ("GET", "/v1/resources", ""): row("nodes:read", "user"),
-    ("GET", "/resources", ""): row("nodes:read", "user"),
-    ("GET", "/v1/resources/{gpu}", ""): row(
-        "nodes:read", "user", objects=("gpu:p", "gpu:-", "node:p", "node:-")
-    ),
-    ("GET", "/v1/resources/{gpu}/telemetry", ""): row(
-        "nodes:read", "user", objects=("gpu:p", "gpu:-")
-    ),
-    ("PATCH", "/v1/resources/{gpu}", "whether it is well"): row(
-        "nodes:write", "self operator", objects=("gpu:p", "gpu:-"), body={"quarantined": None}
-    ),
-    ("PATCH", "/v1/resources/{gpu}", ""): row(
-        "nodes:write",
-        "self operator",
-        objects=("gpu:p", "gpu:-", "node:p", "node:-"),
-        body={"available": True},
-    ),
-    ("PATCH", "/v1/resources/{gpu}", "whose it is"): row(
-        "admin", "operator", "self", objects=("gpu:p", "gpu:-"), body={"flagged": None}
-    ),
-    ("DELETE", "/v1/resources/{gpu}", ""): row(
-        "nodes:write", "self operator", objects=("gpu:p", "gpu:-", "node:p", "node:-")
-    ),
+    ("POST", "/v1/nodes", ""): _NODE,
+    ("POST", "/v1/resources", ""): _NODE,
+    ("POST", "/register_gpu", ""): _NODE,
+    ("POST", "/v1/nodes/challenges", ""): {"body": {}},
+    ("POST", "/v1/nodes/invites", ""): {"body": {}},
+    ("PATCH", "/v1/nodes/{id}", ""): {"body": {"availability": "paused"}},
+    ("GET", "/v1/resources/{gpu}", ""): _RESOURCE,
+    ("PATCH", "/v1/resources/{gpu}", "whether it is well"): {"body": {"quarantined": None}},
+    ("PATCH", "/v1/resources/{gpu}", ""): {**_RESOURCE, "body": {"available": True}},
+    ("PATCH", "/v1/resources/{gpu}", "whose it is"): {
+        "action": Action.GPU_UNFLAG,
+        "body": {"flagged": None},
+    },
+    ("DELETE", "/v1/resources/{gpu}", ""): _RESOURCE,
 }
+NOT_IN_SCHEMA = {("GET", "/openapi.json"), ("WEBSOCKET", "/v1/nodes/channel")}
+
+
+def _row(endpoint: Endpoint, case: Cell) -> Row:
+    members = dict(case)
+    action = members.pop("action", endpoint.actions[0])
+    assert action in endpoint.actions, f"{endpoint.name} does not declare {action}"
+    if endpoint.is_open:
+        return replace(Row(frozenset(), open=200), **members)
+    return replace(derived(action), **members)
+
+
+def _table() -> dict[tuple[str, str, str], Row]:
+    known = {(each.method, each.path): each for each in endpoints()}
+    keys = [(*route, "") for route in known if route not in NOT_IN_SCHEMA]
+    return {key: _row(known[key[:2]], CASES.get(key, {})) for key in dict.fromkeys((*keys, *CASES))}
+
+
+TABLE = _table()
 
 
 def rowless(paths: dict[str, dict[str, Any]]) -> set[tuple[str, str]]:
-    """Routes of the OpenAPI document that the table does not know, and rows that have no route."""
+    """Routes of the OpenAPI document without a row, and rows without a route."""
     told = {(method.upper(), path) for path, methods in paths.items() for method in methods}
     return told ^ {(method, path) for method, path, _ in TABLE}
 

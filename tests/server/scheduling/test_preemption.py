@@ -7,7 +7,7 @@ import hashlib
 import pytest
 
 from gpool.core.model import EndReason, InputFile, OutputFile, Permission, Phase
-from gpool.server.actions.tasks.preempt import make_room
+from gpool.server.actions.tasks.stopping import preempt_tasks
 from gpool.server.nodes.report_validation import FILE_BYTES
 from gpool.server.scheduling.loops import PruneStore
 from gpool.wire.frames import (
@@ -152,7 +152,7 @@ async def test_what_has_no_place_cannot_be_preempted(desk: Desk) -> None:
     task = await desk.command()
     answer = await desk.post(f"/v1/tasks/{task}/preempt")
     assert answer.status_code == 409
-    assert "waits already" in answer.json()["detail"]
+    assert "is waiting already" in answer.json()["detail"]
     agent = await desk.agent()
     await desk.schedule()
     await agent.report(exited(agent.leases()[0]))
@@ -180,7 +180,7 @@ async def test_only_operators_preempt_and_it_is_noted(desk: Desk) -> None:
 async def test_a_scheduler_that_has_decided_makes_room_without_asking(desk: Desk) -> None:
     agent = await desk.agent()
     _, lease = await begun(desk, agent)
-    done = await make_room(desk.server, [lease.task, 77])
+    done = await preempt_tasks(desk.server, [lease.task, 77])
     assert [hold for _, hold in done.to_preempt] == [Hold(lease.task, 1)]
     assert agent.sent[-1] == Stop((Hold(lease.task, 1),), StopReason.PREEMPTED)
 

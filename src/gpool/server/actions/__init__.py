@@ -1,0 +1,1 @@
+"""Actions behind the routes: permission, transaction, effect on the scheduler."""

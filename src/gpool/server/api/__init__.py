@@ -1,0 +1,1 @@
+"""REST interface: endpoints, authentication, documents, errors."""

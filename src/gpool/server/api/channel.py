@@ -1,6 +1,6 @@
-"""The agent's WebSocket: carries frames between the socket, the handshake and the channel, one at a time and in order.
+"""The agents' WebSocket: passes frames between socket, handshake and channel, one at a time and in order.
 
-A node that sends more than its budget (`pacing`) is read slowly; one that floods is told so, and the connection closed.
+A node over its frame budget (`nodes.frame_budget`) is read slowly; a flooding node gets a refusal and is disconnected.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ import asyncio
 import logging
 from collections import deque
 
-from fastapi import APIRouter
 from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from gpool.core.errors import GpoolError, Invalid, NotSignedIn, TooMany
 from gpool.core.ids import NodeId, decode
+from gpool.core.permissions import Action
+from gpool.server.api.callers import server_of
+from gpool.server.api.endpoints import EndpointRouter
 from gpool.server.api.problems import problem
-from gpool.server.api.requests import server_of
 from gpool.server.identity.node_proofs.verifier import JOIN_AGAIN
+from gpool.server.identity.throttle import RouteClass
 from gpool.server.nodes.connection import NodeChannel
 from gpool.server.nodes.frame_budget import (
     FLOODING,
@@ -40,18 +42,16 @@ from gpool.wire.frames import (
 )
 
 log = logging.getLogger(__name__)
-router = APIRouter()
+routes = EndpointRouter("channel")
 
 MAX_WAITING_BYTES = 64 * 1024 * 1024
-"""Frames an agent has not taken yet; one that lets more pile up is cut off and may come again."""
+"""Limit of unsent frames to one agent; past it the agent is disconnected and may reconnect."""
 
 PROVE_WITHIN_S = 10.0
-"""Connections that have proved nothing are not kept."""
+"""Time limit for the proof of a new connection."""
 
 
 class _Outbox:
-    """Frames on their way to one agent."""
-
     def __init__(self, socket: WebSocket) -> None:
         self._socket = socket
         self._waiting: deque[bytes | None] = deque()
@@ -66,8 +66,7 @@ class _Outbox:
             self._waiting.append(None)
         self._more.set()
 
-    async def carry(self) -> None:
-        """Until the channel is over."""
+    async def send_all(self) -> None:
         while True:
             while self._waiting:
                 data = self._waiting.popleft()
@@ -81,7 +80,7 @@ class _Outbox:
 
 
 class _Inbox:
-    """Messages from one agent, as fast as its node may send them."""
+    """Messages from one agent, at the rate its node may send."""
 
     def __init__(self, socket: WebSocket, pace: FrameBudget) -> None:
         self._socket, self._pace = socket, pace
@@ -97,21 +96,21 @@ class _Inbox:
         return message
 
     def wait_s(self, frames: float, size_bytes: int) -> float:
-        """How long the node has to wait before this is taken."""
+        """Charge the budget; seconds until these frames may be processed."""
         return self._pace.spend(frames, size_bytes, self._time())
 
-    async def hold_back(self, wait_s: float) -> bool:
-        """False: it floods."""
-        if await self._read_on(self._time() + wait_s):
+    async def throttle(self, wait_s: float) -> bool:
+        """Wait, reading ahead; False if the node floods."""
+        if await self._read_ahead(self._time() + wait_s):
             return True
         self._pace.block(self._time())
         return False
 
-    async def _read_on(self, ends_s: float) -> bool:
-        """So far that a flood is seen, and not so far that it fills our memory."""
+    async def _read_ahead(self, ends_s: float) -> bool:
+        """Read ahead far enough to detect a flood, within a memory limit; False if there is one."""
         while self._ahead_bytes <= MAX_AHEAD_BYTES:
             if self._ahead and self._ahead[-1]["type"] == "websocket.disconnect":
-                return True  # nothing comes after it
+                return True  # the last message
             try:
                 async with asyncio.timeout_at(ends_s):
                     message = await self._socket.receive()
@@ -129,15 +128,15 @@ def _size(message: Message) -> int:
     return len(message.get("bytes") or message.get("text") or b"")
 
 
-@router.websocket(CHANNEL_PATH)
+@routes.websocket(CHANNEL_PATH, Action.NODE_CHANNEL, Action.NODE_REPORT, rate=RouteClass.STREAM)
 async def agent_channel(socket: WebSocket) -> None:
     server = server_of(socket)
     try:
-        who = await server.gate.node(_named(socket))
+        who = await server.gate.node(_claimed_node(socket))
         if who is None:
             raise NotSignedIn(JOIN_AGAIN)
         pace = server.paces.of(who.node, asyncio.get_running_loop().time)
-        _let_in(pace)
+        _refuse_flooder(pace)
     except GpoolError as error:
         await socket.send_denial_response(problem(error, socket.scope["path"]))
         return
@@ -145,35 +144,34 @@ async def agent_channel(socket: WebSocket) -> None:
     outbox = _Outbox(socket)
     handshake = Handshake(server.gate, who, server.clock.now, outbox.put)
     channel = NodeChannel(server, who, outbox.put)
-    carrier = asyncio.create_task(outbox.carry(), name=f"gpool-channel-{who.node}")
+    sender = asyncio.create_task(outbox.send_all(), name=f"gpool-channel-{who.node}")
     try:
         handshake.begin()
         await _listen(_Inbox(socket, pace), handshake, channel)
         if socket.application_state is WebSocketState.CONNECTED:
-            await carrier  # what is left, a refusal last
+            await sender  # the remaining frames, a refusal last
     except WebSocketDisconnect:
         pass
     finally:
         await channel.close()
-        carrier.cancel()
-        await asyncio.gather(carrier, return_exceptions=True)
+        sender.cancel()
+        await asyncio.gather(sender, return_exceptions=True)
 
 
-def _let_in(pace: FrameBudget) -> None:
+def _refuse_flooder(pace: FrameBudget) -> None:
     shut_s = pace.blocked_for_s(asyncio.get_running_loop().time())
     if shut_s:
         raise TooMany(
-            f"this node sent frames much faster than they were answered; come again in {shut_s:.0f} seconds"
+            f"this node sent frames much faster than allowed; reconnect in {shut_s:.0f} seconds"
         )
 
 
-def _named(socket: WebSocket) -> NodeId:
-    """Who it says it is."""
+def _claimed_node(socket: WebSocket) -> NodeId:
     text = socket.headers.get(NODE_HEADER)
     if text is None:
         raise NotSignedIn(
-            f"the channel is for nodes, which name themselves in '{NODE_HEADER}' and prove their key; "
-            "install the same gpool version, and join with a link"
+            f"the channel is for nodes, which send their id in '{NODE_HEADER}' and prove their key; "
+            "install the server's gpool version and join with a link"
         )
     try:
         return NodeId(decode("node", text))
@@ -187,17 +185,16 @@ async def _listen(inbox: _Inbox, handshake: Handshake, channel: NodeChannel) -> 
             async with asyncio.timeout(PROVE_WITHIN_S):
                 message = await inbox.next()
         except TimeoutError:
-            channel.refuse("not_signed_in", "no proof came in time; connect again", retry=True)
+            channel.refuse("not_signed_in", "no proof arrived in time; reconnect", retry=True)
             return
-        await _pass_on(message, MAX_PROOF_BYTES, inbox, handshake, channel)
+        await _receive(message, MAX_PROOF_BYTES, inbox, handshake, channel)
     while not channel.closed:
-        await _pass_on(await inbox.next(), MAX_FRAME_BYTES, inbox, handshake, channel)
+        await _receive(await inbox.next(), MAX_FRAME_BYTES, inbox, handshake, channel)
 
 
-async def _pass_on(
+async def _receive(
     message: Message, most: int, inbox: _Inbox, handshake: Handshake, channel: NodeChannel
 ) -> None:
-    """One message from the socket, as far as it may go."""
     if message["type"] == "websocket.disconnect":
         raise WebSocketDisconnect(message.get("code", 1005))
     data = message.get("bytes")
@@ -210,15 +207,17 @@ async def _pass_on(
         channel.refuse("invalid", f"not a frame: {error}", retry=False)
         return
     was_proven = handshake.is_proven
-    # Before that it only says that it is this node, and one frame is all it has: the budget is not its own.
+    # Before the proof the node is only claimed, so its budget is not charged; one frame is allowed.
     wait_s = inbox.wait_s(cost_of(frame), len(data)) if was_proven else 0.0
-    if wait_s > 0 and not await inbox.hold_back(wait_s):
-        log.warning("node %s floods us with frames; its connection is closed", channel.node)
+    if wait_s > 0 and not await inbox.throttle(wait_s):
+        log.warning("node %s floods the server with frames; closing its connection", channel.node)
         channel.refuse("too_many", FLOODING, retry=True)
         return
     passed = await handshake.take(frame)
     if handshake.is_proven and not was_proven:
-        inbox.wait_s(cost_of(frame), len(data))  # the proof itself: its next frame waits for it
+        inbox.wait_s(
+            cost_of(frame), len(data)
+        )  # charged for the proof, so that the next frame waits
     if isinstance(passed, Refused):
         channel.refuse(passed.code, passed.detail, retry=passed.retry)
     elif passed is not None:

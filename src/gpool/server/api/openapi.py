@@ -1,128 +1,104 @@
-"""How routes are described: bodies that are parsed by hand, problems for every error, one security scheme."""
+"""The OpenAPI document at /openapi.json: FastAPI's description completed from the declared endpoints.
+
+Adds request bodies, problem responses (RFC 9457) and security requirements. Contains no per-route knowledge.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Any
 
-from fastapi import FastAPI, Path
+from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from gpool.wire import identity
-from gpool.wire.admin import RotateRequest
-from gpool.wire.documents import (
-    GpuPatch,
-    InviteRequest,
-    NodePatch,
-    NodeRequest,
-    Problem,
-    TaskRequest,
-)
+from gpool.core.errors import BY_CODE
+from gpool.server.api.endpoints import JSON, OCTETS, Endpoint
+from gpool.server.api.problems import MEDIA_TYPE
+from gpool.wire.documents import Problem
 
-TASK = Annotated[str, Path(description="A task's id, t-…")]
-BATCH = Annotated[str, Path(description="A batch's id, b-…")]
-NODE = Annotated[str, Path(description="A node's id, n-…")]
-GPU = Annotated[str, Path(description="A GPU's id, g-…, or a node's for its processors")]
-SHA256 = Annotated[str, Path(description="SHA-256 in lower-case hexadecimal")]
-
-Responses = dict[int | str, dict[str, Any]]
-_REFERENCE = "#/components/schemas/{model}"
-_BODIES: tuple[type[BaseModel], ...] = (
-    TaskRequest,
-    NodeRequest,
-    NodePatch,
-    GpuPatch,
-    InviteRequest,
-    RotateRequest,
-    identity.UserRequest,
-    identity.PasswordSignIn,
-    identity.WalletSignIn,
-    identity.RefreshRequest,
-    identity.SignOutRequest,
-    identity.OidcFinish,
-    identity.PasswordChange,
-    identity.WalletLink,
-    identity.WalletUnlink,
-    identity.WalletPatch,
-    identity.KeyRequest,
-    identity.TeamRequest,
-    identity.TeamPatch,
-    identity.MemberRequest,
-    identity.MemberPatch,
-    identity.TeamInviteRequest,
-    identity.TeamJoin,
-    identity.UserPatch,
-    identity.UserInviteRequest,
-)
-OPEN = frozenset(
-    {
-        "/healthz",
-        "/readyz",
-        "/.well-known/jwks.json",
-        "/v1/auth/password",
-        "/v1/auth/wallet/nonce",
-        "/v1/auth/wallet",
-        "/v1/auth/oidc/start",
-        "/v1/auth/oidc/finish",
-        "/v1/auth/refresh",
-    }
-)
-"""Paths that nobody has to be signed in for."""
+_SCHEMA = "#/components/schemas/{model}"
+_TITLES = {error.status: error.title for error in reversed(list(BY_CODE.values()))} | {
+    416: "Range not satisfiable"
+}
+_SECURITY_SCHEMES = {
+    "key": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "API key (gpk_…); each operation names the scope the key needs",
+    },
+    "session": {
+        "type": "http",
+        "scheme": "bearer",
+        "bearerFormat": "JWT",
+        "description": "Access token of a sign-in (`POST /v1/auth/password`, `/wallet`, `/oidc/finish`)",
+    },
+}
 
 
-def body(model: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
-    """The description of a JSON body that a route reads itself."""
-    schema = {"$ref": _REFERENCE.format(model=model.__name__)}
-    return {
-        "requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}
-    }
-
-
-def ok(model: Any, description: str = "As asked") -> Responses:
-    return {200: {"model": model, "description": description}}
-
-
-def describe(app: FastAPI, version: str) -> None:
-    """Makes `/openapi.json` say what the routes do."""
-
+def describe(app: FastAPI, version: str, endpoints: Sequence[Endpoint]) -> None:
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = _described(app, version)
+            app.openapi_schema = _document(app, version, endpoints)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _described(app: FastAPI, version: str) -> dict[str, Any]:
-    schema = get_openapi(
+def _document(app: FastAPI, version: str, endpoints: Sequence[Endpoint]) -> dict[str, Any]:
+    document = get_openapi(
         title="gpool",
         version=version,
         description="Pool GPUs: lend idle ones, run code on everyone's.",
         routes=app.routes,
     )
-    models = [(model, "validation") for model in (*_BODIES, Problem)]
-    _, definitions = models_json_schema(models, ref_template=_REFERENCE)  # type: ignore[arg-type]
-    components = schema.setdefault("components", {})
+    bodies = {each.body for each in endpoints if each.body is not None and each.body is not bytes}
+    models = [(model, "validation") for model in (*_sorted(bodies), Problem)]
+    _, definitions = models_json_schema(models, ref_template=_SCHEMA)  # type: ignore[arg-type]
+    components = document.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
     schemas.update(definitions["$defs"])
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
-    components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    schema["security"] = [{"key": []}]
-    wrong = {
-        "description": "What was wrong and what to do",
-        "content": {
-            "application/problem+json": {"schema": {"$ref": _REFERENCE.format(model="Problem")}}
-        },
-    }
-    for path, methods in schema["paths"].items():
-        for operation in methods.values():
-            operation["responses"].pop("422", None)
-            operation["responses"]["default"] = wrong
-            if path in OPEN or (path, operation.get("operationId", "")[:8]) == (
-                "/v1/users",
-                "register",
-            ):
-                operation["security"] = []
-    return schema
+    components["securitySchemes"] = _SECURITY_SCHEMES
+    components["responses"] = {}
+    document["security"] = [{"key": []}, {"session": []}]
+    for endpoint in endpoints:
+        operation = document["paths"].get(endpoint.path, {}).get(endpoint.method.lower())
+        if operation is not None:  # not in the document: WebSockets, the document itself
+            _complete(operation, endpoint, components["responses"])
+    return document
+
+
+def _sorted(models: set[Any]) -> list[type[BaseModel]]:
+    return sorted(models, key=lambda model: model.__name__)
+
+
+def _complete(operation: dict[str, Any], endpoint: Endpoint, problems: dict[str, Any]) -> None:
+    operation["security"] = endpoint.security
+    if endpoint.body is not None:
+        operation["requestBody"] = _body(endpoint)
+    responses = operation["responses"]
+    responses.pop("422", None)  # FastAPI's own; invalid input is a 400 here
+    for status in endpoint.problem_statuses:
+        if str(status) not in responses:
+            responses[str(status)] = _problem(problems, str(status), _TITLES[status])
+    responses["default"] = _problem(problems, "default", "Any other error")
+
+
+def _problem(problems: dict[str, Any], status: str, title: str) -> dict[str, str]:
+    name = f"Problem{status.capitalize()}"
+    schema = {"$ref": _SCHEMA.format(model=Problem.__name__)}
+    problems[name] = {"description": title, "content": {MEDIA_TYPE: {"schema": schema}}}
+    return {"$ref": f"#/components/responses/{name}"}
+
+
+def _body(endpoint: Endpoint) -> dict[str, Any]:
+    if endpoint.body is bytes:
+        content: dict[str, Any] = {OCTETS: {"schema": {"type": "string", "format": "binary"}}}
+    else:
+        assert endpoint.body is not None
+        schema = {"$ref": _SCHEMA.format(model=endpoint.body.__name__)}
+        content = {JSON: {"schema": schema}}
+    return {"required": endpoint.is_body_required, "content": content}

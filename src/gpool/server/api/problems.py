@@ -1,4 +1,4 @@
-"""Every error as an RFC 9457 problem document. A fault of ours says no more than where to look."""
+"""RFC 9457 problem documents for every error. An internal fault names only its log entry."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ _CODES = {405: "method_not_allowed", 404: NotFound.code, 400: Invalid.code}
 
 
 def problem(error: GpoolError, instance: str = "") -> Response:
-    """The document for an error of ours, its extra members beside it."""
     headers = {}
     offset = error.members.get("offset")
     if isinstance(offset, int):
         headers["Upload-Offset"] = str(offset)
     if isinstance(error, TooLarge):
-        headers["Connection"] = "close"  # the rest of the body is not read
+        headers["Connection"] = "close"  # the rest of the body stays unread
     wait = error.members.get("retry_after")
     if isinstance(wait, int):
         headers["Retry-After"] = str(wait)
@@ -62,12 +61,12 @@ def _document(
 
 
 def invalid(errors: Sequence[Any]) -> Invalid:
-    """What pydantic found, said once in a sentence and once as a list."""
-    told = [finding(error) for error in errors[:MAX_ERRORS]]
-    field, message = told[0]
+    """pydantic's validation errors as one sentence and as a list."""
+    found = [finding(error) for error in errors[:MAX_ERRORS]]
+    field, message = found[0]
     subject = f"'{field}'" if field else "the body"
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-    listed = [{"field": field, "message": message} for field, message in told]
+    listed = [{"field": field, "message": message} for field, message in found]
     return Invalid(f"{subject} {message}{more}", errors=listed)
 
 
@@ -97,9 +96,9 @@ async def _http(request: Request, error: Exception) -> Response:
     status = error.status_code
     detail = str(error.detail)
     if status == 404:
-        detail = f"nothing is at {request.scope['path'][:200]}; /openapi.json lists what there is"
+        detail = f"no route {request.scope['path'][:200]}; /openapi.json lists all routes"
     elif status == 405:
-        detail = f"{request.method} does not go with {request.scope['path'][:200]}"
+        detail = f"{request.scope['path'][:200]} does not support {request.method}"
     members = {
         "title": _TITLES.get(status, detail),
         "detail": detail,
@@ -108,14 +107,16 @@ async def _http(request: Request, error: Exception) -> Response:
     return _document(status, members, request.scope["path"], error.headers or {})
 
 
-async def gone(request: Request, error: Exception) -> Response:  # noqa: ARG001 - a handler's shape
-    return problem(Invalid("the connection ended before the body did"), request.scope["path"])
+async def gone(request: Request, error: Exception) -> Response:  # noqa: ARG001 - the signature of handlers
+    return problem(
+        Invalid("the connection closed before the end of the body"), request.scope["path"]
+    )
 
 
 async def _fault(request: Request, error: Exception) -> Response:
     entry = secrets.token_hex(6)
     log.error("fault %s at %s %s", entry, request.method, request.scope["path"], exc_info=error)
     return problem(
-        InternalFault(f"a fault of gpool; the server's log has it as {entry}"),
+        InternalFault(f"internal fault; the server's log has the details under {entry}"),
         request.scope["path"],
     )

@@ -1,91 +1,90 @@
-"""Rate limits, before every route: anonymous requests count for their address, others for the account once it is known.
+"""Rate limits, checked before every route. Anonymous requests count for their address, others for their account.
 
-What is signed in does not count for its address, so people behind one router do not slow one another, and a guesser
-there does not lock them out. A head that is too large is refused here too.
+Signed-in requests do not count for the address, so that users behind one router do not slow each other and a password
+guesser there does not lock them out. Oversized headers are refused here too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gpool.core.errors import GpoolError, TooLarge
+from gpool.server.api.endpoints import Endpoint
 from gpool.server.api.problems import problem
 from gpool.server.http import MAX_HEAD_BYTES
-from gpool.server.identity.routes import ROUTES, Row
 from gpool.server.identity.sign_in_guard import Guard
 from gpool.server.identity.throttle import RouteClass
 
 CLASS = "gpool.route_class"
-"""Where a request's class is kept in its scope."""
+"""Key of the request scope under which the rate class is kept."""
 
 FREE = frozenset({"/healthz", "/readyz"})
-"""Asked by load balancers, and costs nothing."""
+"""Paths without a limit: load balancers poll them, and they cost nothing."""
 
 
-class Classes:
-    """The class of each route, by method and path; what is not there counts as reading."""
+class RateClasses:
+    """Rate class of each endpoint, by method and path; READ for unknown paths."""
 
-    def __init__(self, routes: Mapping[tuple[str, str], Row] = ROUTES) -> None:
+    def __init__(self, endpoints: Iterable[Endpoint]) -> None:
         self._plain: dict[tuple[str, str], RouteClass] = {}
-        self._others: dict[tuple[str, int], list[tuple[list[str | None], RouteClass]]] = {}
-        for (method, path), row in routes.items():
-            if "{" in path:
-                parts = [None if part.startswith("{") else part for part in path.split("/")]
-                self._others.setdefault((method, len(parts)), []).append((parts, row.limit))
+        self._patterns: dict[tuple[str, int], list[tuple[list[str | None], RouteClass]]] = {}
+        for each in endpoints:
+            if "{" in each.path:
+                parts = [None if part.startswith("{") else part for part in each.path.split("/")]
+                key = (each.method, len(parts))
+                self._patterns.setdefault(key, []).append((parts, each.rate))
             else:
-                self._plain[method, path] = row.limit
+                self._plain[each.method, each.path] = each.rate
 
     def of(self, method: str, path: str) -> RouteClass:
         plain = self._plain.get((method, path))
         if plain is not None:
             return plain
         parts = path.split("/")
-        for wanted, kind in self._others.get((method, len(parts)), ()):
+        for wanted, rate in self._patterns.get((method, len(parts)), ()):
             if all(want is None or want == part for want, part in zip(wanted, parts, strict=True)):
-                return kind
+                return rate
         return RouteClass.READ
 
 
-class Limits:
-    """The middleware."""
-
-    def __init__(self, app: ASGIApp, guard: Guard) -> None:
+class RateLimiter:
+    def __init__(self, app: ASGIApp, guard: Guard, endpoints: Iterable[Endpoint]) -> None:
         self._app = app
         self._guard = guard
-        self._classes = Classes()
+        self._classes = RateClasses(endpoints)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in FREE:
-            kind = scope[CLASS] = self._classes.of(scope["method"], scope["path"])
+            rate = scope[CLASS] = self._classes.of(scope["method"], scope["path"])
             try:
-                self._look_at(scope, kind)
+                self._check(scope, rate)
             except GpoolError as error:
                 await problem(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _look_at(self, scope: Scope, kind: RouteClass) -> None:
-        size, named = 0, False
+    def _check(self, scope: Scope, rate: RouteClass) -> None:
+        size, has_credentials = 0, False
         for name, value in scope["headers"]:
             size += len(name) + len(value)
-            named = named or name == b"authorization"
+            has_credentials = has_credentials or name == b"authorization"
         if size > MAX_HEAD_BYTES:
-            raise TooLarge(f"headers of more than {MAX_HEAD_BYTES} bytes; send less")
-        if not named:
-            self._guard.count_address(kind, address_in(scope))
+            raise TooLarge(f"the headers have more than {MAX_HEAD_BYTES} bytes; send fewer")
+        if not has_credentials:
+            self._guard.count_address(rate, address_in(scope))
 
 
 def count_account(connection: HTTPConnection, guard: Guard, account: int) -> None:
-    """Once it is known who asks; `TooMany` when this account asks too fast."""
-    kind = connection.scope.get(CLASS)
-    if kind is not None:
-        guard.count_account(kind, account)
+    """Count the request for its account; raises `TooMany` past the account's rate."""
+    rate = connection.scope.get(CLASS)
+    if rate is not None:
+        guard.count_account(rate, account)
 
 
 def address_in(scope: Scope) -> str:
-    """Where the request comes from, as the transport (or the proxy that is trusted) says."""
+    """The peer's address, as the transport or the trusted proxy reports it."""
     client = scope.get("client")
     return str(client[0]) if client else ""

@@ -1,4 +1,4 @@
-"""What pydantic found wrong, in plain sentences: the field, what is allowed, what was given. It repeats no secret."""
+"""Texts of pydantic validation errors: the field, the allowed values, the given value. Secrets are never repeated."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ MAX_SHOWN = 80
 NEVER_SHOWN = frozenset(
     {"secrets", "env", "password", "old", "new", "refresh_token", "access_token", "signature"}
     | {"token", "invite", "proof", "state", "code"}  # links, wallets, OpenID Connect
-    | {"calls"}  # what a function is called with
+    | {"calls"}  # arguments of functions
 )
-"""Members whose values are not repeated to whoever sent them: an error may end up in a log or a screenshot."""
+"""Fields whose values are left out of error texts, which may end up in logs and screenshots."""
 
 _WHOLE, _NUMBER, _TRUTH = "must be a whole number", "must be a number", "must be true or false"
 _TEXT, _LIST, _OBJECT = "must be text", "must be a list", "must be an object"
 _MOMENT = "must be a time with its zone, like 2026-12-31T18:00:00Z"
-_SAID = {
+_MESSAGES = {
     "int_parsing": _WHOLE,
     "int_parsing_size": _WHOLE,
     "int_type": _WHOLE,
@@ -52,44 +52,44 @@ _SAID = {
 }
 _COMPLETE = {
     "missing": "is required",
-    "extra_forbidden": "is not a field here; check its spelling",
+    "extra_forbidden": "is not a field of this document; check its spelling",
     "too_long": "must have at most {max_length} members, not {actual_length}",
     "too_short": "must have at least {min_length} members, not {actual_length}",
     "json_invalid": "is not JSON: {error}",
 }
-"""Those after which nothing is said of what was given."""
+"""Error types whose text does not repeat the given value."""
 
-_PLACES = frozenset({"body", "query", "path", "header"})
+_SOURCES = frozenset({"body", "query", "path", "header"})
 _ALTERNATIVE = re.compile(r"str|int|float|bool|\w+Document|(?:constrained-|list\[|dict\[).*")
-"""What pydantic adds to a place where one of several types is allowed: the name of that type."""
+"""Type names that pydantic appends to the location in a union."""
 
 
 def finding(error: Mapping[str, Any]) -> tuple[str, str]:
-    """The field, empty for the whole body, and what is to be said of it."""
+    """(field, message); the field is empty for the whole body."""
     place = [str(part) for part in error.get("loc", ())]
-    if place and place[0] in _PLACES:
+    if place and place[0] in _SOURCES:
         place = place[1:]
     if len(place) > 1 and _ALTERNATIVE.fullmatch(place[-1]) and not NEVER_SHOWN & {place[-2]}:
         place = place[:-1]
-    return ".".join(place)[:200], _said(error, place)[:500]
+    return ".".join(place)[:200], _message(error, place)[:500]
 
 
-def _said(error: Mapping[str, Any], place: list[str]) -> str:
+def _message(error: Mapping[str, Any], place: list[str]) -> str:
     kind = str(error.get("type", ""))
     limits = {name: _limit(value) for name, value in (error.get("ctx") or {}).items()}
     if kind in _COMPLETE:
-        return _COMPLETE[kind].format_map(_Known(limits))
-    said = _SAID.get(kind)
-    if said is None:
+        return _COMPLETE[kind].format_map(_ErrorLimits(limits))
+    text = _MESSAGES.get(kind)
+    if text is None:
         message = str(error.get("msg", "")).removeprefix("Value error, ")
-        said = f"is not valid: {message[:1].lower()}{message[1:]}" if message else "is not valid"
+        text = f"is not valid: {message[:1].lower()}{message[1:]}" if message else "is not valid"
     else:
-        said = said.format_map(_Known(limits))
-    return f"{said}{_given(error, place)}"
+        text = text.format_map(_ErrorLimits(limits))
+    return f"{text}{_given(error, place)}"
 
 
-class _Known(dict[str, str]):
-    """A limit that a finding does not tell."""
+class _ErrorLimits(dict[str, str]):
+    """Limits of an error; missing ones print as '?'."""
 
     def __missing__(self, key: str) -> str:
         return "?"

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from gpool.core.errors import Unreachable
 from gpool.core.ids import BatchId, TaskId, decode, encode
-from gpool.server.actions.tasks import cancel, query, submit
+from gpool.server.actions.tasks import query, stopping, submit
 from gpool.server.server import Once, Server
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.values import User
@@ -202,7 +202,7 @@ class Consumer:
     ) -> None:
         if planned.cancels_all:
             self._tell("cancels batch", batch)
-            await self._persist(lambda s: cancel.cancel_batch(s, self._user, batch, None))
+            await self._persist(lambda s: stopping.cancel_batch(s, self._user, batch, None))
             unlucky = list(tasks)
         else:
             unlucky = self._dice.sample(tasks, min(planned.cancels, len(tasks)))
@@ -235,7 +235,7 @@ class Consumer:
         self._tell("is served", batch)
 
     async def _cancel_task(self, task: TaskId, once: Once, server: Server) -> None:
-        await cancel.cancel_task(server, self._user, task, once)
+        await stopping.cancel_task(server, self._user, task, once)
 
     async def _read_results(self, batch: BatchId, after: int, server: Server) -> bytes:
         """Read the first piece of the stream; the next request resumes there, as after a broken connection."""

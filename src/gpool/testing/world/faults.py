@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import Availability
-from gpool.server.actions.tasks.preempt import make_room
+from gpool.server.actions.tasks.stopping import preempt_tasks
 from gpool.server.server import Server
 from gpool.server.store.operations.nodes import nodes
 from gpool.testing.dice import Dice
@@ -212,7 +212,7 @@ class FaultInjector:
             return
         chosen = self._dice.sample(held, self._dice.between(1, len(held)))
         self._trace.say("world", "preempts", chosen)
-        process.spawn(make_room(process.server, [TaskId(task) for task in chosen]))
+        process.spawn(preempt_tasks(process.server, [TaskId(task) for task in chosen]))
 
     def _set_availability(self, node: int, availability: Availability) -> None:
         process = self._host.current

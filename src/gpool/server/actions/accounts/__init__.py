@@ -1,0 +1,1 @@
+"""Accounts, sessions, keys, wallets, teams."""

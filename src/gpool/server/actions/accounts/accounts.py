@@ -1,4 +1,4 @@
-"""Accounts: registering, reading one's own, changing its password. Who may register is a setting; an invite decides more."""
+"""Accounts: registration, the caller's own account, password changes. A setting and invites decide who may register."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gpool.core.errors import Forbidden, Invalid
 from gpool.core.ids import UserId, encode
 from gpool.core.model import Instant
-from gpool.core.permissions import POOL, Action, Role
+from gpool.core.permissions import Action, Role
 from gpool.server.actions.operators.audit import audited, entry
 from gpool.server.identity import credentials
 from gpool.server.identity.authorization import own, permit
@@ -26,12 +26,12 @@ from gpool.wire.documents import instant_to_datetime
 from gpool.wire.identity import MeDocument, OwnTeam, UserDocument, UserRequest
 
 USER_INVITE_PREFIX = "gpv_"
-"""Of invites that make accounts; a team's own (`gpt_`) let only those in who have one."""
+"""Prefix of invites that create accounts; invites to a team (`gpt_`) need an existing account."""
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
-    """A new account's first way in: exactly one of these."""
+class FirstCredential:
+    """The credential of a new account: exactly one of these."""
 
     password_hash: str | None = None
     wallet: str | None = None  # lower-case hex
@@ -39,47 +39,44 @@ class Beginning:
 
 
 def may_register(server: Server, invite: str | None) -> None:
-    """The setting's word; that the invite is a good one is found when it is used."""
+    """Raise `Forbidden` where the registration setting refuses; the invite itself is checked when it is redeemed."""
     policy = server.settings.registers
     if invite is not None and not invite.startswith(USER_INVITE_PREFIX):
-        raise Forbidden("this invite is not one for a new account; ask an operator for one")
+        raise Forbidden("this invite does not create accounts; ask an operator for one that does")
     if policy == "closed" and invite is None:
-        raise Forbidden("registration is closed here; ask an operator for an invite")
+        raise Forbidden("registration is closed on this server; ask an operator for an invite")
     if policy == "invite" and invite is None:
-        raise Forbidden("registration is by invite here; ask an operator for one, and send it")
+        raise Forbidden("registration needs an invite on this server; ask an operator for one")
 
 
 async def register(server: Server, request: UserRequest) -> UserDocument:
-    """An account with a password."""
-    permit(None, Action.REGISTER, POOL)
     may_register(server, request.invite)
     hashed = await server.identity.passwords.hash(request.name, request.password)
-    made = await create(server, request.name, Beginning(password_hash=hashed), request.invite)
+    made = await create(server, request.name, FirstCredential(password_hash=hashed), request.invite)
     return user_document(Account(made, hashed, None))
 
 
-async def create(server: Server, name: str, beginning: Beginning, invite: str | None) -> User:
-    """The account itself, for every way in; `Conflict` when the name or the way in is somebody's."""
+async def create(server: Server, name: str, first: FirstCredential, invite: str | None) -> User:
     now = server.now
     user = User(UserId(server.ids.next()), name, server.settings.new_users_may, now)
     invite_hash = None if invite is None else credentials.hashed(invite)
     registering = operations.register(
         user,
-        beginning.password_hash,
-        beginning.wallet,
+        first.password_hash,
+        first.wallet,
         invite_hash,
         now,
-        beginning.identity,
+        first.identity,
     )
-    noted = entry(now, user, "register", encode("user", user.id), name=name)
-    return await server.write(audited(registering, [noted]))
+    audit_entry = entry(now, user, "register", encode("user", user.id), name=name)
+    return await server.write(audited(registering, [audit_entry]))
 
 
-# ---- one's own
+# ---- the caller's account
 
 
 @dataclass(frozen=True, slots=True)
-class _Own:
+class _OwnAccount:
     account: Account | None
     wallets: tuple[LinkedWallet, ...]
     identities: tuple[tuple[str, str], ...]
@@ -93,11 +90,11 @@ async def me(server: Server, who: Caller) -> MeDocument:
     return MeDocument(
         id=encode("user", who.user.id),
         name=who.user.name,
-        wallets=[spelled(wallet.address) for wallet in found.wallets],
+        wallets=[checksummed(wallet.address) for wallet in found.wallets],
         permissions=sorted(permission.value for permission in who.user.permissions),
         has_password=found.account is not None and found.account.password_hash is not None,
         identities=[issuer for issuer, _ in found.identities],
-        payout_wallet=None if payout is None else spelled(payout),
+        payout_wallet=None if payout is None else checksummed(payout),
         teams=[
             OwnTeam(id=encode("team", team.id), name=team.name, role=role.value)
             for team, role in found.teams
@@ -108,33 +105,33 @@ async def me(server: Server, who: Caller) -> MeDocument:
 
 
 @operation
-def _everything_of(user: UserId) -> Operation[_Own]:
+def _everything_of(user: UserId) -> Operation[_OwnAccount]:
     account = yield from operations.account(user)
     wallets = yield from operations.wallets_of(user)
     identities = yield from operations.identities_of(user)
     teams = yield from team_operations.named_teams_of(user)
-    return _Own(account, wallets, identities, teams)
+    return _OwnAccount(account, wallets, identities, teams)
 
 
 async def change_password(
     server: Server, who: Caller, old: str | None, new: str, once: Once | None
 ) -> None:
-    """The old one is asked for where there is one; every other sign-in of the account is over then."""
+    """Change the password, which needs the old one if there is one; all other sessions of the account end."""
     permit(who, Action.PASSWORD_CHANGE, own(who))
     account = await server.store.read(operations.account(who.user.id))
     stored = None if account is None else account.password_hash
     if stored is not None:
         if old is None:
-            raise Invalid("'old': the password so far is needed")
+            raise Invalid("'old' is required: the current password")
         async with server.guard.sign_in(who.user.name, who.address) as guess:
             if isinstance(await server.identity.passwords.verify(stored, old), Match):
                 guess.succeeded()
         if not guess.right:
-            raise Forbidden("the password so far is another one")
+            raise Forbidden("'old' is not the current password")
     hashed = await server.identity.passwords.hash(who.user.name, new)
     change = _change_password(who, stored, hashed, server.now)
-    noted = entry(server.now, who, "password.set", encode("user", who.user.id))
-    await server.write_once(who.user, once, audited(change, [noted]), lambda _: b"")
+    audit_entry = entry(server.now, who, "password.set", encode("user", who.user.id))
+    await server.write_once(who.user, once, audited(change, [audit_entry]), lambda _: b"")
     server.credentials.forget()
 
 
@@ -142,7 +139,7 @@ async def change_password(
 def _change_password(who: Caller, before: str | None, after: str, at: Instant) -> Operation[bool]:
     account = yield from operations.account(who.user.id)
     if account is None or account.password_hash != before:
-        raise Forbidden("the password was changed meanwhile; try again")
+        raise Forbidden("the password was changed by another request; try again")
     yield from operations.set_password(who.user.id, after)
     yield from session_operations.end_sessions_of(
         who.user.id, FamilyEnd.REVOKED.value, at, keep=who.session
@@ -150,8 +147,8 @@ def _change_password(who: Caller, before: str | None, after: str, at: Instant) -
     return True
 
 
-def spelled(address: str) -> str:
-    """As EIP-55 writes it; the store has it in lower case."""
+def checksummed(address: str) -> str:
+    """The address with an EIP-55 checksum; the store keeps it in lower case."""
     return from_bytes(bytes.fromhex(address.removeprefix("0x")))
 
 

@@ -1,4 +1,4 @@
-"""API keys: made, listed, ended. A key never does more than its scopes, and none of what only a sign-in may."""
+"""API keys: creation, listing, revocation. A key is limited to its scopes and to actions open to API keys."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ from gpool.wire.documents import instant_to_datetime
 from gpool.wire.identity import KeyDocument, KeyMade, KeyRequest
 
 USUAL_SCOPES = frozenset(Scope) - {Scope.ADMIN}
-"""What a key may do unless its maker says: `admin` has to be named."""
+"""Default scopes of a key; `admin` must be named explicitly."""
 
 
-class _Saved(msgspec.Struct, frozen=True):
-    """The answer as it is kept under its Idempotency-Key: without the key, which is derived again."""
+class _SavedKey(msgspec.Struct, frozen=True):
+    """Answer stored under its Idempotency-Key: without the key itself, which is derived again."""
 
     id: int
 
 
-async def listed(server: Server, who: Caller) -> list[KeyDocument]:
+async def list_keys(server: Server, who: Caller) -> list[KeyDocument]:
     permit(who, Action.KEYS_LIST, own(who))
     return [_document(key) for key in await server.store.read(operations.keys_of(who.user.id))]
 
 
-async def make(server: Server, who: Caller, request: KeyRequest, once: Once | None) -> KeyMade:
-    """The key is in the answer and nowhere else."""
+async def create_key(
+    server: Server, who: Caller, request: KeyRequest, once: Once | None
+) -> KeyMade:
+    """Create a key; only the answer contains it, the store keeps a hash."""
     permit(who, Action.KEY_MAKE, own(who))
     scopes = (
         USUAL_SCOPES
@@ -44,7 +46,7 @@ async def make(server: Server, who: Caller, request: KeyRequest, once: Once | No
         else frozenset(Scope(word) for word in request.scopes)
     )
     if Scope.ADMIN in scopes and Permission.OPERATOR not in who.user.permissions:
-        raise Forbidden("the scope 'admin' is for operators' keys")
+        raise Forbidden("the scope 'admin' is only for keys of operators")
     team = None if request.team is None else TeamId(decode("team", request.team))
     if team is not None:
         is_member = (
@@ -71,16 +73,16 @@ async def make(server: Server, who: Caller, request: KeyRequest, once: Once | No
         last_used_at=None,
     )
     words = None if scopes is None else " ".join(sorted(scope.value for scope in scopes))
-    noted = entry(
+    audit_entry = entry(
         now, who, "key.make", encode("key", made.id), name=made.name, scopes=words or "all"
     )
     answered = await server.write_once(
         who.user,
         once,
-        audited(_add(made, credentials.hashed(key)), [noted]),
-        lambda id_: msgspec.json.encode(_Saved(id_)),
+        audited(_add(made, credentials.hashed(key)), [audit_entry]),
+        lambda id_: msgspec.json.encode(_SavedKey(id_)),
     )
-    saved = msgspec.json.decode(answered.body, type=_Saved)
+    saved = msgspec.json.decode(answered.body, type=_SavedKey)
     found = await server.store.read(operations.key(saved.id))
     return KeyMade(**_document(found or made).model_dump(), key=key)
 
@@ -100,10 +102,9 @@ def _add(key: ApiKey, hashed: str) -> Operation[int]:
     return key.id
 
 
-async def end(server: Server, who: Caller, id_: int, once: Once | None) -> None:
-    """Ending what has ended changes nothing and is no error."""
-    noted = entry(server.now, who, "key.end", encode("key", id_))
-    ending = audited(_end(id_, who, server.now), [noted])
+async def revoke_key(server: Server, who: Caller, id_: int, once: Once | None) -> None:
+    audit_entry = entry(server.now, who, "key.end", encode("key", id_))
+    ending = audited(_end(id_, who, server.now), [audit_entry])
     await server.write_once(who.user, once, ending, lambda _: b"")
     server.credentials.forget()
 

@@ -1,7 +1,7 @@
-"""Signing in with somebody else's account: OpenID Connect, code flow with PKCE, any provider by discovery.
+"""Sign-in with an OpenID Connect provider: code flow with PKCE, providers by discovery.
 
-What has to be remembered between start and finish travels in `state`, sealed, so any replica can finish; its nonce is
-in the store and works once. The browser may come back only to this server or to a loopback address (the command line).
+The flow's state travels sealed in `state`, so that any replica can finish it; its nonce is stored and works once. The
+redirect may lead only to this server or to a loopback address (the command line).
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from urllib.parse import urlsplit
 
 from gpool.core.errors import Conflict, GpoolError, Invalid, NotFound, NotSignedIn
 from gpool.core.model import Instant
-from gpool.core.permissions import POOL, Action
 from gpool.server.actions.accounts import accounts, sessions
-from gpool.server.actions.accounts.accounts import Beginning
+from gpool.server.actions.accounts.accounts import FirstCredential
 from gpool.server.identity import oidc
-from gpool.server.identity.authorization import permit
 from gpool.server.identity.oidc import ExpectedClaims, ProviderEndpoints, ProviderIdentity
 from gpool.server.identity.secrets.envelope import FieldLocation
 from gpool.server.server import Server
@@ -34,7 +32,7 @@ _STATE = FieldLocation("oidc", "state", "sealed")
 
 
 @dataclass(frozen=True, slots=True)
-class _Flow:
+class _OidcFlow:
     provider: str
     nonce: str
     verifier: str
@@ -43,16 +41,15 @@ class _Flow:
 
 
 async def start(server: Server, provider: str, redirect_uri: str) -> OidcStarted:
-    """Where the browser goes. Without a name: the only provider there is."""
-    permit(None, Action.SIGN_IN_BEGIN, POOL)
+    """The authorization URL for the browser. An empty `provider` selects the only one configured."""
     configured = _configured(server, provider)
-    if not _may_come_back(server, redirect_uri):
+    if not _may_redirect_to(server, redirect_uri):
         raise Invalid(
-            f"'redirect_uri' {redirect_uri[:200]!r} is neither on this server nor on loopback"
+            f"'redirect_uri' {redirect_uri[:200]!r} is neither on this server nor on a loopback address"
         )
     found = await _discovered(server, configured)
     expires_at = Instant(server.now + span(server.settings.nonce_s))
-    flow = _Flow(
+    flow = _OidcFlow(
         configured.name,
         secrets.token_urlsafe(24),
         secrets.token_urlsafe(48),
@@ -81,25 +78,22 @@ async def start(server: Server, provider: str, redirect_uri: str) -> OidcStarted
 async def finish(
     server: Server, request: OidcFinish, label: str, address: str = ""
 ) -> TokensDocument:
-    """The account of this identity; made now, where registration allows it."""
-    permit(None, Action.SIGN_IN, POOL)
+    """Open a session for the provider's identity; the first sign-in creates the account, where registration allows it."""
     flow = await _opened(server, request.state)
     configured = _configured(server, flow.provider)
     if not await server.write(operations.take_nonce(flow.nonce, server.now)):
-        raise NotSignedIn("this sign-in was finished before, or took too long; start again")
-    identity = await _asked(server, configured, flow, request.code)
+        raise NotSignedIn("this sign-in was already finished, or it expired; start again")
+    identity = await _identity(server, configured, flow, request.code)
     account = await server.store.read(operations.user_by_oidc(identity.issuer, identity.subject))
     if account is None:
-        permit(None, Action.REGISTER, POOL)
         accounts.may_register(server, request.invite)
         account = await _first(server, configured, identity, request.invite)
-    return await sessions.begin(server, account, label, address, f"oidc {configured.name}")
+    return await sessions.open_session(server, account, label, address, f"oidc {configured.name}")
 
 
-async def _asked(
-    server: Server, configured: OidcProvider, flow: _Flow, code: str
+async def _identity(
+    server: Server, configured: OidcProvider, flow: _OidcFlow, code: str
 ) -> ProviderIdentity:
-    """The code for an ID token, and whom that names."""
     provider = await _discovered(server, configured)
     form = {
         "grant_type": "authorization_code",
@@ -113,7 +107,7 @@ async def _asked(
     outbound = server.identity.outbound
     answer = await outbound.post_form(provider.token_endpoint, form, auth)
     if answer.status != 200:
-        raise NotSignedIn(f"{configured.name} did not take the code ({answer.status}); start again")
+        raise NotSignedIn(f"{configured.name} refused the code ({answer.status}); start again")
     document = answer.json()
     token = document.get("id_token") if isinstance(document, dict) else None
     keys = (await outbound.get(provider.jwks_uri)).json()
@@ -126,25 +120,25 @@ async def _first(
 ) -> Account:
     mark = hashlib.sha256(f"{identity.issuer}\0{identity.subject}".encode()).hexdigest()[:12]
     name = f"{configured.name}-{mark}"
-    beginning = Beginning(identity=(identity.issuer, identity.subject))
+    first = FirstCredential(identity=(identity.issuer, identity.subject))
     try:
-        user = await accounts.create(server, name, beginning, invite)
+        user = await accounts.create(server, name, first, invite)
     except Conflict:
         found = await server.store.read(operations.user_by_oidc(identity.issuer, identity.subject))
         if found is None:
             raise
-        return found  # two first sign-ins at once
+        return found  # concurrent first sign-ins
     return Account(user, None, None)
 
 
-async def _opened(server: Server, state: str) -> _Flow:
+async def _opened(server: Server, state: str) -> _OidcFlow:
     try:
         sealed = base64.b64decode(state, altchars=b"-_", validate=True)
-        flow = _Flow(**json.loads(await server.identity.sealer.open(_STATE, sealed)))
+        flow = _OidcFlow(**json.loads(await server.identity.sealer.open(_STATE, sealed)))
     except (GpoolError, ValueError, TypeError, binascii.Error) as error:
-        raise NotSignedIn("this sign-in was not started here; start again") from error
+        raise NotSignedIn("this sign-in was not started on this server; start again") from error
     if flow.expires_at <= server.now:
-        raise NotSignedIn("this sign-in took too long; start again")
+        raise NotSignedIn("this sign-in expired; start again")
     return flow
 
 
@@ -159,10 +153,10 @@ def _configured(server: Server, name: str) -> OidcProvider:
         if each.name == name or (not name and len(known) == 1):
             return each
     names = ", ".join(each.name for each in known) or "none"
-    raise NotFound(f"no provider {name[:40]!r} here; there are: {names}")
+    raise NotFound(f"no provider {name[:40]!r} is configured; configured are: {names}")
 
 
-def _may_come_back(server: Server, uri: str) -> bool:
+def _may_redirect_to(server: Server, uri: str) -> bool:
     try:
         parts = urlsplit(uri)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Signing in, refreshing, signing out. What a refresh token means is decided by `identity.refresh`; here it is carried out."""
+"""Sign-in, token refresh, sign-out. `identity.tokens.refresh` decides about refresh tokens; this module carries it out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from gpool.core.errors import Forbidden, Invalid, NotSignedIn
 from gpool.core.ids import encode
 from gpool.core.model import Instant
-from gpool.core.permissions import POOL, Action, ObjectKind, Thing, missing
+from gpool.core.permissions import Action, ObjectKind, Thing, missing
 from gpool.server.actions.operators.audit import REFUSED, audited, entry, note
 from gpool.server.identity.authorization import own, permit
 from gpool.server.identity.passwords import Match
@@ -35,22 +35,20 @@ from gpool.wire.documents import instant_to_datetime
 from gpool.wire.identity import SessionDocument, TokensDocument
 
 MAX_LABEL = 80
-NO_MATCH = "the name or the password is not right"
-SIGN_IN_AGAIN = "this sign-in is over; sign in again with `gpool login`"
-DISABLED = "this account was disabled by an operator; ask them"
+NO_MATCH = "the name or the password is wrong"
+SIGN_IN_AGAIN = "this session has ended; sign in again with `gpool login`"
+DISABLED = "this account was disabled by an operator; contact an operator"
 
 
-# ---- signing in
+# ---- sign-in
 
 
-async def by_password(
+async def sign_in_with_password(
     server: Server, name: str, password: str, label: str, address: str = ""
 ) -> TokensDocument:
-    """An unknown name, an account without a password and a wrong password are answered alike, and take as long.
-
-    `TooMany` before anything is looked at, when there were too many wrong ones.
+    """Open a session. An unknown name, an account without a password and a wrong password get the same answer in
+    the same time; after too many wrong ones `TooMany` is raised before any lookup.
     """
-    permit(None, Action.SIGN_IN, POOL)
     async with server.guard.sign_in(name, address) as guess:
         account = await server.store.read(account_operations.account_by_name(name))
         stored = None if account is None else account.password_hash
@@ -58,20 +56,19 @@ async def by_password(
         if isinstance(found, Match):
             guess.succeeded()
     if not isinstance(found, Match) or account is None or stored is None:
-        told = {"outcome": REFUSED, "address": address, "via": "password"}
-        await note(server, entry(server.now, None, "sign_in", f"name {name[:64]}", **told))
+        facts = {"outcome": REFUSED, "address": address, "via": "password"}
+        await note(server, entry(server.now, None, "sign_in", f"name {name[:64]}", **facts))
         raise NotSignedIn(NO_MATCH)
     if found.rehash is not None:
         await server.write(
             account_operations.rehash_password(account.user.id, stored, found.rehash)
         )
-    return await begin(server, account, label, address, "password")
+    return await open_session(server, account, label, address, "password")
 
 
-async def begin(
+async def open_session(
     server: Server, account: Account, label: str, address: str = "", via: str = ""
 ) -> TokensDocument:
-    """A session for somebody who has proved who they are."""
     if account.disabled:
         raise Forbidden(DISABLED)
     family, token = refresh.begin(
@@ -91,10 +88,10 @@ async def begin(
             label=_label(label),
         )
     )
-    noted = entry(
+    audit_entry = entry(
         server.now, account.user, "sign_in", f"session {family.id}", address=address, via=via
     )
-    await server.write(audited(opened, [noted]))
+    await server.write(audited(opened, [audit_entry]))
     return _tokens(server, account.user, family.id, token)
 
 
@@ -111,26 +108,25 @@ def _label(text: str) -> str:
     return "".join(letter for letter in text if letter.isprintable())[:MAX_LABEL]
 
 
-# ---- refreshing
+# ---- refresh
 
 
 @dataclass(frozen=True, slots=True)
-class _Standing:
-    """A family as the store has it, and whoever it belongs to now."""
+class _StoredSession:
+    """A stored session and its user; None where missing or disabled."""
 
     session: SignInSession | None
     user: User | None
 
 
-async def refreshed(server: Server, token: str) -> TokensDocument:
-    """The next pair, or the same again for a client whose answer got lost. Reuse of an older token ends the family."""
-    permit(None, Action.REFRESH, POOL)
+async def refresh_tokens(server: Server, token: str) -> TokensDocument:
+    """The next pair of tokens, or the same pair for a client that lost the answer. Reuse of an older token ends the session."""
     presented = refresh.parse(token)
     if presented is None:
         raise NotSignedIn(SIGN_IN_AGAIN)
-    standing = await server.store.read(_standing(presented.family))
+    stored = await server.store.read(_stored(presented.family))
     for _ in range(refresh.MAX_TURNS):
-        session, user = standing.session, standing.user
+        session, user = stored.session, stored.user
         family = None if session is None else await _family(server, session)
         decision = refresh.present(family, presented, server.now, server.identity.terms)
         match decision:
@@ -146,33 +142,33 @@ async def refreshed(server: Server, token: str) -> TokensDocument:
                 )
                 if won.won:
                     return _tokens(server, user, session.id, fresh)
-                standing = _Standing(won.session, user)
+                stored = _StoredSession(won.session, user)
             case EndFamily(row=row):
                 assert row.end_reason is not None
                 ending = operations.end_session(
                     row.id, row.end_reason.value, server.now, generation=row.generation
                 )
-                noted = entry(
+                audit_entry = entry(
                     server.now, user, "session.end", f"session {row.id}", why=row.end_reason.value
                 )
-                ended = await server.write(audited(ending, [noted]))
+                ended = await server.write(audited(ending, [audit_entry]))
                 server.credentials.forget()
                 if ended:
                     raise NotSignedIn(
-                        "this refresh token was used before: somebody else may hold a copy, "
-                        "so the sign-in is over for both; sign in again"
+                        "this refresh token was used before, so somebody may have a copy; "
+                        "the session has ended for both: sign in again"
                     )
-                standing = await server.store.read(_standing(presented.family))
+                stored = await server.store.read(_stored(presented.family))
     raise NotSignedIn(SIGN_IN_AGAIN)
 
 
 @operation
-def _standing(family: str) -> Operation[_Standing]:
+def _stored(family: str) -> Operation[_StoredSession]:
     session = yield from operations.session(family)
     if session is None:
-        return _Standing(None, None)
+        return _StoredSession(None, None)
     caller = yield from users.caller(session.user)
-    return _Standing(session, None if caller is None else caller.user)
+    return _StoredSession(session, None if caller is None else caller.user)
 
 
 async def _family(server: Server, session: SignInSession) -> Family:
@@ -192,33 +188,36 @@ def _place(session: str) -> FieldLocation:
     return FieldLocation("sessions", session, "seed_sealed")
 
 
-# ---- signing out
+# ---- sign-out
 
 
 async def sign_out(server: Server, who: Caller | None, token: str | None, everywhere: bool) -> None:
-    """Ending what is over changes nothing and is no error."""
+    """End the session of `token` or of the caller, or all of them; an ended session stays so.
+
+    Without a caller the token is the credential.
+    """
     session: SignInSession | None = None
     if token is not None:
         session = await _of_token(server, token)
         if who is None and session is not None:
             who = await server.store.read(users.caller(session.user))
         if session is None or who is None:
-            return  # no token of ours, or one of somebody who is gone: nothing is signed in by it
-        permit(who, Action.SIGN_OUT, Thing(ObjectKind.SESSION, owner=session.user), "session")
-    elif who is None:
-        permit(None, Action.SIGN_OUT, missing(ObjectKind.SESSION))
-    assert who is not None
-    permit(who, Action.SIGN_OUT, Thing(ObjectKind.SESSION, owner=who.user.id))
+            return  # an unknown token, or one of a removed or disabled user: no session to end
+    assert who is not None, "checked by the route"
+    owner = who.user.id if session is None else session.user
+    permit(who, Action.SIGN_OUT, Thing(ObjectKind.SESSION, owner=owner), "session")
     name = session.id if session is not None else who.session
     why = refresh.FamilyEnd.SIGNED_OUT.value
-    noted = entry(server.now, who, "sign_out", "everywhere" if everywhere else f"session {name}")
+    audit_entry = entry(
+        server.now, who, "sign_out", "everywhere" if everywhere else f"session {name}"
+    )
     if everywhere:
         ending = operations.end_sessions_of(who.user.id, why, server.now)
-        await server.write(audited(ending, [noted]))
+        await server.write(audited(ending, [audit_entry]))
     elif name is not None:
-        await server.write(audited(operations.end_session(name, why, server.now), [noted]))
+        await server.write(audited(operations.end_session(name, why, server.now), [audit_entry]))
     else:
-        raise Invalid("an API key is no sign-in; end it with DELETE /v1/keys/{id}")
+        raise Invalid("an API key has no session; revoke the key with DELETE /v1/keys/{id}")
     server.credentials.forget()
 
 
@@ -236,10 +235,10 @@ async def _of_token(server: Server, token: str) -> SignInSession | None:
     return session
 
 
-# ---- one's sessions
+# ---- sessions of the caller
 
 
-async def listed(server: Server, who: Caller) -> list[SessionDocument]:
+async def list_sessions(server: Server, who: Caller) -> list[SessionDocument]:
     permit(who, Action.SESSIONS_LIST, own(who))
     found = await server.store.read(operations.sessions_of(who.user.id, server.now))
     return [
@@ -255,9 +254,9 @@ async def listed(server: Server, who: Caller) -> list[SessionDocument]:
     ]
 
 
-async def end(server: Server, who: Caller, id_: str, once: Once | None) -> None:
-    noted = entry(server.now, who, "session.end", f"session {id_[:64]}", why="revoked")
-    ending = audited(_end(id_, who, server.now), [noted])
+async def end_session(server: Server, who: Caller, id_: str, once: Once | None) -> None:
+    audit_entry = entry(server.now, who, "session.end", f"session {id_[:64]}", why="revoked")
+    ending = audited(_end(id_, who, server.now), [audit_entry])
     await server.write_once(who.user, once, ending, lambda _: b"")
     server.credentials.forget()
 

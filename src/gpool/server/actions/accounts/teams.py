@@ -1,13 +1,15 @@
-"""Teams: made, named, joined and left. What a role allows is in `core.permissions`; that an owner stays, in the store."""
+"""Teams: creation, changes, members, invites. `core.permissions` defines roles; the store keeps at least one owner."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import msgspec
 
 from gpool.core.errors import Invalid, NotFound
 from gpool.core.ids import UserId, decode, encode
 from gpool.core.model import Instant, Permission
-from gpool.core.permissions import POOL, Action, ObjectKind, Role, TeamId, Thing, missing
+from gpool.core.permissions import Action, ObjectKind, Role, TeamId, Thing, missing
 from gpool.core.quotas import Quota
 from gpool.server.actions.accounts.accounts import USER_INVITE_PREFIX
 from gpool.server.actions.operators import quotas
@@ -23,10 +25,10 @@ from gpool.server.store.operations.identity import teams as operations
 from gpool.server.store.protocol import Operation
 from gpool.wire.documents import instant_to_datetime
 from gpool.wire.identity import (
-    MemberDocument,
     QuotaDocument,
     TeamDocument,
     TeamInviteRequest,
+    TeamMemberDocument,
     TeamPatch,
     UserInviteDocument,
 )
@@ -39,7 +41,7 @@ class _SavedTeam(msgspec.Struct, frozen=True):
 
 
 class SavedInvite(msgspec.Struct, frozen=True):
-    """An invite's answer as it is kept under its Idempotency-Key: without the token, which is derived again."""
+    """Answer stored under its Idempotency-Key: without the token, which is derived again."""
 
     expires_at: int
 
@@ -47,32 +49,32 @@ class SavedInvite(msgspec.Struct, frozen=True):
 # ---- reading
 
 
-async def listed(server: Server, who: Caller) -> list[TeamDocument]:
+async def list_teams(server: Server, who: Caller) -> list[TeamDocument]:
     permit(who, Action.TEAMS_LIST, own(who))
     found = await server.store.read(operations.named_teams_of(who.user.id))
     return [document(team, role) for team, role in found if team.id in who.teams]
 
 
-async def all_of_them(server: Server, who: Caller, after: TeamId, limit: int) -> list[TeamDocument]:
-    """For operators, as users are."""
-    permit(who, Action.USERS_LIST, POOL)
+async def list_all_teams(
+    server: Server, who: Caller, after: TeamId, limit: int
+) -> list[TeamDocument]:
+    """All teams past `after`, the oldest first. The route has checked USERS_LIST."""
     found = await server.store.read(operations.teams(after, limit))
     return [document(team, who.teams.get(team.id)) for team in found]
 
 
-async def one(server: Server, who: Caller, id_: TeamId) -> TeamDocument:
-    team, quota = await server.store.read(_found(id_, who, Action.TEAM_READ))
+async def get_team(server: Server, who: Caller, id_: TeamId) -> TeamDocument:
+    team, quota = await server.store.read(_permitted(id_, who, Action.TEAM_READ))
     return document(team, who.teams.get(id_), quota)
 
 
-async def members(server: Server, who: Caller, id_: TeamId) -> list[MemberDocument]:
+async def members(server: Server, who: Caller, id_: TeamId) -> list[TeamMemberDocument]:
     found = await server.store.read(_members(id_, who))
     return [_member(each) for each in found]
 
 
 @operation
-def _found(id_: TeamId, who: Caller, action: Action) -> Operation[tuple[Team, GivenQuota]]:
-    """The team, if the caller may do this to it."""
+def _permitted(id_: TeamId, who: Caller, action: Action) -> Operation[tuple[Team, GivenQuota]]:
     team = yield from operations.team(id_)
     permit(who, action, _thing(team), named(id_))
     assert team is not None
@@ -81,7 +83,7 @@ def _found(id_: TeamId, who: Caller, action: Action) -> Operation[tuple[Team, Gi
 
 @operation
 def _members(id_: TeamId, who: Caller) -> Operation[tuple[TeamMember, ...]]:
-    yield from _found(id_, who, Action.TEAM_READ)
+    yield from _permitted(id_, who, Action.TEAM_READ)
     return (yield from operations.members(id_))
 
 
@@ -93,11 +95,10 @@ def named(id_: TeamId) -> str:
     return f"team {encode('team', id_)}"
 
 
-# ---- changing
+# ---- changes
 
 
-async def make(server: Server, who: Caller, name: str, once: Once | None) -> TeamDocument:
-    """Its maker is its first owner."""
+async def create_team(server: Server, who: Caller, name: str, once: Once | None) -> TeamDocument:
     permit(who, Action.TEAM_MAKE, own(who))
     team = Team(TeamId(server.ids.next()), name, server.now)
     answered = await server.write_once(
@@ -118,33 +119,39 @@ def _make(team: Team, owner: UserId) -> Operation[int]:
 async def change(
     server: Server, who: Caller, id_: TeamId, wanted: TeamPatch, once: Once | None
 ) -> TeamDocument:
-    """Its owners name it; operators say what it may have at once."""
     if wanted.name is None and wanted.quota is None:
-        raise Invalid("say what is to change: 'name' or 'quota'")
-    told = {
+        raise Invalid("nothing to change; send 'name' or 'quota'")
+    facts = {
         name: str(value)
         for name, value in wanted.model_dump(exclude_none=True, mode="json").items()
     }
-    noted = entry(server.now, who, "team.change", encode("team", id_), **told)
-    change = audited(_change(id_, who, wanted, server.settings.team_quota), [noted])
-    await server.write_once(who.user, once, change, lambda _: b"")
+    audit_entry = entry(server.now, who, "team.change", encode("team", id_), **facts)
+    change = audited(_change(id_, who, wanted, server.settings.team_quota), [audit_entry])
+    answered = await server.write_once(who.user, once, change, lambda _: b"")
+    if answered.value is None:  # a repetition, for which no permission was asked
+        team, quota = await server.store.read(_permitted(id_, who, Action.TEAM_CHANGE))
+    else:
+        team, quota = answered.value
     if wanted.quota is not None:
         await quotas.refresh(server)
-    team, quota = await server.store.read(_found(id_, who, Action.TEAM_READ))
     return document(team, who.teams.get(id_), quota)
 
 
 @operation
-def _change(id_: TeamId, who: Caller, wanted: TeamPatch, usual: Quota) -> Operation[bool]:
-    yield from _found(id_, who, Action.TEAM_CHANGE)
+def _change(
+    id_: TeamId, who: Caller, wanted: TeamPatch, usual: Quota
+) -> Operation[tuple[Team, GivenQuota]]:
+    team, quota = yield from _permitted(id_, who, Action.TEAM_CHANGE)
     if wanted.quota is not None:
         permit(who, Action.QUOTA_SET, Thing(ObjectKind.ACCOUNT, team=id_), named(id_))
-        quotas.sound(given(wanted.quota), usual)
+        quotas.check(given(wanted.quota), usual)
     if wanted.name is not None:
-        yield from operations.rename_team(id_, wanted.name)  # may refuse, so it comes first
+        yield from operations.rename_team(id_, wanted.name)  # may refuse, so before other writes
+        team = replace(team, name=wanted.name)
     if wanted.quota is not None:
-        yield from operations.set_quota("team", id_, given(wanted.quota))
-    return True
+        quota = given(wanted.quota)
+        yield from operations.set_quota("team", id_, quota)
+    return team, quota
 
 
 async def delete(server: Server, who: Caller, id_: TeamId, once: Once | None) -> None:
@@ -154,7 +161,7 @@ async def delete(server: Server, who: Caller, id_: TeamId, once: Once | None) ->
 
 @operation
 def _delete(id_: TeamId, who: Caller) -> Operation[bool]:
-    yield from _found(id_, who, Action.TEAM_DELETE)
+    yield from _permitted(id_, who, Action.TEAM_DELETE)
     return (yield from operations.delete_team(id_))
 
 
@@ -163,8 +170,8 @@ def _delete(id_: TeamId, who: Caller) -> Operation[bool]:
 
 async def set_member(
     server: Server, who: Caller, id_: TeamId, user: str, role: Role, once: Once | None
-) -> MemberDocument:
-    """Takes somebody in, or changes their role. `user` is a name or an id."""
+) -> TeamMemberDocument:
+    """Add a member or change its role. `user` is a name or an id."""
     now = server.now
     change = audited(
         _set_member(id_, who, user, role, now),
@@ -194,7 +201,7 @@ def _saved_member(user: UserId) -> bytes:
 
 @operation
 def _set_member(id_: TeamId, who: Caller, user: str, role: Role, at: Instant) -> Operation[UserId]:
-    yield from _found(id_, who, Action.TEAM_ROLE_SET)
+    yield from _permitted(id_, who, Action.TEAM_ROLE_SET)
     found = yield from _user(user)
     yield from operations.set_role(id_, found, role, at)
     return found
@@ -202,10 +209,10 @@ def _set_member(id_: TeamId, who: Caller, user: str, role: Role, at: Instant) ->
 
 async def change_role(
     server: Server, who: Caller, id_: TeamId, user: UserId, role: Role, once: Once | None
-) -> MemberDocument:
-    told = {"user": encode("user", user), "role": role.value}
-    noted = entry(server.now, who, "team.role", encode("team", id_), **told)
-    change = audited(_change_role(id_, who, user, role, server.now), [noted])
+) -> TeamMemberDocument:
+    facts = {"user": encode("user", user), "role": role.value}
+    audit_entry = entry(server.now, who, "team.role", encode("team", id_), **facts)
+    change = audited(_change_role(id_, who, user, role, server.now), [audit_entry])
     await server.write_once(who.user, once, change, lambda _: b"")
     server.credentials.forget()
     for member in await server.store.read(operations.members(id_)):
@@ -218,7 +225,7 @@ async def change_role(
 def _change_role(
     id_: TeamId, who: Caller, user: UserId, role: Role, at: Instant
 ) -> Operation[bool]:
-    yield from _found(id_, who, Action.TEAM_ROLE_SET)
+    yield from _permitted(id_, who, Action.TEAM_ROLE_SET)
     if id_ not in (yield from operations.teams_of(user)):
         raise _no_member(id_, user)
     yield from operations.set_role(id_, user, role, at)
@@ -228,10 +235,10 @@ def _change_role(
 async def remove_member(
     server: Server, who: Caller, id_: TeamId, user: UserId, once: Once | None
 ) -> None:
-    """An owner sends somebody away, or somebody leaves."""
-    told = {"user": encode("user", user), "role": "none"}
-    noted = entry(server.now, who, "team.role", encode("team", id_), **told)
-    change = audited(_remove_member(id_, who, user), [noted])
+    """Remove a member (owners), or leave the team (the member)."""
+    facts = {"user": encode("user", user), "role": "none"}
+    audit_entry = entry(server.now, who, "team.role", encode("team", id_), **facts)
+    change = audited(_remove_member(id_, who, user), [audit_entry])
     await server.write_once(who.user, once, change, lambda _: b"")
     server.credentials.forget()
 
@@ -245,7 +252,7 @@ def _remove_member(id_: TeamId, who: Caller, user: UserId) -> Operation[bool]:
         )
         permit(who, Action.TEAM_LEAVE, membership, named(id_))
     else:
-        yield from _found(id_, who, Action.TEAM_ROLE_SET)
+        yield from _permitted(id_, who, Action.TEAM_ROLE_SET)
     if not (yield from operations.remove_member(id_, user)):
         raise _no_member(id_, user)
     return True
@@ -257,7 +264,7 @@ def _user(text: str) -> Operation[UserId]:
     else:
         found = yield from users.user_by_name(text)
     if found is None:
-        raise NotFound(f"no user {text[:64]!r} here")
+        raise NotFound(f"no user {text[:64]!r} on this server")
     return found.id
 
 
@@ -271,8 +278,7 @@ def _no_member(id_: TeamId, user: UserId) -> NotFound:
 async def invite(
     server: Server, who: Caller, id_: TeamId, wanted: TeamInviteRequest, once: Once | None
 ) -> UserInviteDocument:
-    """A token with which one person who has an account may join."""
-    token = fresh_invite(server, who, TEAM_INVITE_PREFIX, once)
+    token = new_invite_token(server, who, TEAM_INVITE_PREFIX, once)
     expires_at = Instant(server.now + span(wanted.expires_in_s))
     made = UserInvite(
         credentials.hashed(token),
@@ -294,12 +300,12 @@ async def invite(
 
 @operation
 def _invite(id_: TeamId, who: Caller, made: UserInvite) -> Operation[int]:
-    yield from _found(id_, who, Action.TEAM_INVITE)
+    yield from _permitted(id_, who, Action.TEAM_INVITE)
     yield from accounts.create_user_invite(made)
     return made.expires_at
 
 
-def fresh_invite(server: Server, who: Caller, prefix: str, once: Once | None) -> str:
+def new_invite_token(server: Server, who: Caller, prefix: str, once: Once | None) -> str:
     if once is None:
         return credentials.fresh(prefix)
     parts = ("invite", str(who.user.id), once.key, once.fingerprint)
@@ -307,9 +313,8 @@ def fresh_invite(server: Server, who: Caller, prefix: str, once: Once | None) ->
 
 
 async def join(server: Server, who: Caller, token: str, once: Once | None) -> TeamDocument:
-    permit(who, Action.TEAM_JOIN, POOL)
     if not token.startswith((TEAM_INVITE_PREFIX, USER_INVITE_PREFIX)):
-        raise Invalid("this is no invite to a team; one begins with gpt_")
+        raise Invalid("the token is not an invite to a team; one begins with gpt_")
     answered = await server.write_once(
         who.user,
         once,
@@ -350,8 +355,8 @@ def document(team: Team, role: Role | None, quota: GivenQuota | None = None) -> 
     )
 
 
-def _member(member: TeamMember) -> MemberDocument:
-    return MemberDocument(
+def _member(member: TeamMember) -> TeamMemberDocument:
+    return TeamMemberDocument(
         user=encode("user", member.user),
         name=member.name,
         role=member.role.value,

@@ -1,6 +1,6 @@
-"""Wallets: nonces, signing in with one, linking and unlinking. A signature counts once, for this server and its chain.
+"""Wallets: nonces, sign-in, linking and unlinking. A signature is valid once, for this server and its chain.
 
-A contract wallet (EIP-1271) is asked on the chain the operator configured, through the one door out.
+Signatures of contract wallets (EIP-1271) are verified on the configured chain, through `server.outbound`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import secrets
 
 from gpool.core.errors import Conflict, Forbidden, Invalid, NotFound, NotSignedIn, Unreachable
 from gpool.core.model import Instant
-from gpool.core.permissions import POOL, Action
+from gpool.core.permissions import Action
 from gpool.server.actions.accounts import accounts, sessions
-from gpool.server.actions.accounts.accounts import Beginning, spelled
+from gpool.server.actions.accounts.accounts import FirstCredential, checksummed
 from gpool.server.actions.operators.audit import REFUSED, audited, entry, note
 from gpool.server.identity.authorization import own, permit
 from gpool.server.identity.passwords import Match
@@ -45,7 +45,6 @@ _WORD = re.compile(r"0x(?:[0-9a-fA-F]{2})*")
 
 
 async def nonce(server: Server) -> NonceDocument:
-    permit(None, Action.SIGN_IN, POOL)
     made = "".join(secrets.choice(_ALPHABET) for _ in range(NONCE_LETTERS))
     now = server.now
     expires_at = Instant(now + span(server.settings.nonce_s))
@@ -63,41 +62,41 @@ async def nonce(server: Server) -> NonceDocument:
 async def sign_in(
     server: Server, request: WalletSignIn, label: str, origin: str = ""
 ) -> TokensDocument:
-    """The account of this wallet; made now, where registration allows it. `origin` is where the request came from."""
-    permit(None, Action.SIGN_IN, POOL)
+    """Open a session for the wallet's account; the first sign-in creates it. `origin` is the client's address."""
     try:
-        address = (await proven(server, request)).lower()
+        address = (await verified_wallet(server, request)).lower()
     except NotSignedIn:
-        told = {"outcome": REFUSED, "address": origin, "via": "wallet"}
-        await note(server, entry(server.now, None, "sign_in", **told))
+        facts = {"outcome": REFUSED, "address": origin, "via": "wallet"}
+        await note(server, entry(server.now, None, "sign_in", **facts))
         raise
     account = await server.store.read(operations.user_by_wallet(address))
     if account is None:
-        permit(None, Action.REGISTER, POOL)
         accounts.may_register(server, request.invite)
         account = await _first(server, address, request.invite)
-    return await sessions.begin(server, account, label, origin, "wallet")
+    return await sessions.open_session(server, account, label, origin, "wallet")
 
 
 async def _first(server: Server, address: str, invite: str | None) -> Account:
-    """Named by its address; an account that the wallet was unlinked from may still have that name."""
+    """Create the account, named by the address, or with a suffix if an account the wallet left has that name."""
     for name in (address, f"{address}-{secrets.token_hex(4)}"):
         try:
-            user = await accounts.create(server, name, Beginning(wallet=address), invite)
+            user = await accounts.create(server, name, FirstCredential(wallet=address), invite)
         except Conflict:
             found = await server.store.read(operations.user_by_wallet(address))
             if found is not None:
-                return found  # two first sign-ins at once
+                return found  # concurrent first sign-ins
         else:
             return Account(user, None, None)
-    raise Conflict("this wallet's account could not be made just now; sign in again")
+    raise Conflict(
+        "the wallet's account could not be created because of a concurrent request; sign in again"
+    )
 
 
-# ---- proofs
+# ---- verification
 
 
-async def proven(server: Server, signed: SignedMessage) -> Address:
-    """The wallet that signed in here just now. Its nonce is used up."""
+async def verified_wallet(server: Server, signed: SignedMessage) -> Address:
+    """Verify a signed sign-in message and return its wallet. The nonce is used up."""
     message = signin.parse(signed.message)
     settings = server.settings
     problem = signin.check(
@@ -105,7 +104,7 @@ async def proven(server: Server, signed: SignedMessage) -> Address:
         domain=settings.address,
         uri=settings.origin,
         chain_id=settings.chain_id,
-        nonce=message.nonce,  # that it is one of ours is what taking it shows
+        nonce=message.nonce,  # `take_nonce` checks that this server issued it
         now=server.now,
     )
     if problem is not None:
@@ -118,18 +117,17 @@ async def proven(server: Server, signed: SignedMessage) -> Address:
         if settings.chain_url is None:
             raise
     if not is_signer and settings.chain_url is None:
-        raise NotSignedIn(f"the signature is not one by {message.address} of this message")
+        raise NotSignedIn(f"the signature was not made by {message.address} for this message")
     if not await server.write(operations.take_nonce(message.nonce, server.now)):
-        raise NotSignedIn("the nonce is not known here, used, or expired; ask for a new one")
-    if not is_signer and not await _contract_says_yes(
+        raise NotSignedIn("the nonce is unknown, used or expired; request a new one")
+    if not is_signer and not await _contract_accepts(
         server, message.address, text, signed.signature
     ):
-        raise NotSignedIn(f"the signature is not one by {message.address} of this message")
+        raise NotSignedIn(f"the signature was not made by {message.address} for this message")
     return message.address
 
 
-async def _contract_says_yes(server: Server, at: Address, text: bytes, signature: str) -> bool:
-    """EIP-1271, asked of the operator's chain endpoint."""
+async def _contract_accepts(server: Server, at: Address, text: bytes, signature: str) -> bool:
     assert server.settings.chain_url is not None
     data = contracts.call_data(signing.personal_hash(text), contracts.parse_signature(signature))
     call = {"to": at, "data": "0x" + data.hex()}
@@ -139,18 +137,18 @@ async def _contract_says_yes(server: Server, at: Address, text: bytes, signature
         document = answer.json()
     except Unreachable as error:
         raise Unreachable(
-            "the chain does not answer; contract wallets cannot sign in now"
+            "the chain endpoint does not answer; contract wallets cannot sign in now, try later"
         ) from error
     result = document.get("result") if isinstance(document, dict) else None
     if not isinstance(result, str) or not _WORD.fullmatch(result):
-        return False  # reverted, or no such contract
+        return False  # the call reverted, or there is no contract
     return contracts.says_yes(bytes.fromhex(result[2:]))
 
 
 async def _prove_account(
-    server: Server, who: Caller, request: WalletLink | WalletUnlink, besides: str
+    server: Server, who: Caller, request: WalletLink | WalletUnlink, other_than: str
 ) -> None:
-    """One way in that is not the wallet in question: the password, or a linked wallet."""
+    """Verify a credential other than the wallet in question: the password, or another linked wallet."""
     if request.password is not None:
         account = await server.store.read(operations.account(who.user.id))
         stored = None if account is None else account.password_hash
@@ -159,20 +157,20 @@ async def _prove_account(
             if isinstance(found, Match):
                 guess.succeeded()
         if not isinstance(found, Match):
-            raise Forbidden("the password is not right")
+            raise Forbidden("the password is wrong")
         return
     if request.proof is None:
-        raise Invalid("'password' or 'proof' is needed: a way into the account that it has")
-    address = (await proven(server, request.proof)).lower()
+        raise Invalid("'password' or 'proof' is required: a credential the account already has")
+    address = (await verified_wallet(server, request.proof)).lower()
     linked = await server.store.read(operations.wallets_of(who.user.id))
-    if address == besides or address not in {wallet.address for wallet in linked}:
-        raise Forbidden("the proof is not by another wallet of this account")
+    if address == other_than or address not in {wallet.address for wallet in linked}:
+        raise Forbidden("the proof is not signed by another wallet of this account")
 
 
-# ---- one's wallets
+# ---- wallets of the caller
 
 
-async def listed(server: Server, who: Caller) -> list[WalletDocument]:
+async def list_wallets(server: Server, who: Caller) -> list[WalletDocument]:
     permit(who, Action.ME_READ, own(who))
     found = await server.store.read(operations.wallets_of(who.user.id))
     return [_document(wallet) for wallet in found]
@@ -180,7 +178,7 @@ async def listed(server: Server, who: Caller) -> list[WalletDocument]:
 
 def _document(wallet: LinkedWallet) -> WalletDocument:
     return WalletDocument(
-        address=spelled(wallet.address),
+        address=checksummed(wallet.address),
         linked_at=instant_to_datetime(wallet.linked_at),
         payout=wallet.payout,
     )
@@ -189,12 +187,12 @@ def _document(wallet: LinkedWallet) -> WalletDocument:
 async def link(
     server: Server, who: Caller, request: WalletLink, once: Once | None
 ) -> WalletDocument:
-    """Both are proved: the account by a way in that it has, the wallet by its signature."""
+    """Link a wallet. Verifies the wallet by its signature and the account by a credential it already has."""
     permit(who, Action.WALLET_LINK, own(who))
-    address = (await proven(server, request)).lower()
+    address = (await verified_wallet(server, request)).lower()
     await _prove_account(server, who, request, address)
-    noted = entry(server.now, who, "wallet.link", address)
-    linking = audited(_link(who, address, server.now), [noted])
+    audit_entry = entry(server.now, who, "wallet.link", address)
+    linking = audited(_link(who, address, server.now), [audit_entry])
     await server.write_once(who.user, once, linking, lambda _: b"")
     return await _one(server, who, address)
 
@@ -211,14 +209,14 @@ def _link(who: Caller, address: str, at: Instant) -> Operation[bool]:
 async def unlink(
     server: Server, who: Caller, address: str, request: WalletUnlink, once: Once | None
 ) -> None:
-    """Both are proved here too, so that neither a stolen wallet nor a stolen password throws the other out."""
+    """Unlink a wallet. Verifies two credentials, so that neither a stolen wallet nor a stolen password can remove the other."""
     permit(who, Action.WALLET_UNLINK, own(who))
     wanted = _parsed(address)
-    if (await proven(server, request)).lower() != wanted:
+    if (await verified_wallet(server, request)).lower() != wanted:
         raise Forbidden("the message is not signed by the wallet to be unlinked")
     await _prove_account(server, who, request, wanted)
-    noted = entry(server.now, who, "wallet.unlink", wanted)
-    unlinking = audited(_unlink(who, wanted), [noted])
+    audit_entry = entry(server.now, who, "wallet.unlink", wanted)
+    unlinking = audited(_unlink(who, wanted), [audit_entry])
     await server.write_once(who.user, once, unlinking, lambda _: b"")
 
 
@@ -235,11 +233,10 @@ def _unlink(who: Caller, address: str) -> Operation[bool]:
 async def set_payout(
     server: Server, who: Caller, address: str, payout: bool, once: Once | None
 ) -> WalletDocument:
-    """Where earnings go; the GPUs of this owner are bound to it."""
     permit(who, Action.PAYOUT_WALLET_SET, own(who))
     wanted = _parsed(address)
-    noted = entry(server.now, who, "wallet.payout", wanted, payout=str(payout))
-    change = audited(_set_payout(who, wanted, payout), [noted])
+    audit_entry = entry(server.now, who, "wallet.payout", wanted, payout=str(payout))
+    change = audited(_set_payout(who, wanted, payout), [audit_entry])
     await server.write_once(who.user, once, change, lambda _: b"")
     return await _one(server, who, wanted)
 
@@ -247,8 +244,8 @@ async def set_payout(
 @operation
 def _set_payout(who: Caller, address: str, payout: bool) -> Operation[bool]:
     now = yield from operations.payout_wallet(who.user.id)
-    mine = yield from operations.wallets_of(who.user.id)
-    if address not in {wallet.address for wallet in mine}:
+    linked = yield from operations.wallets_of(who.user.id)
+    if address not in {wallet.address for wallet in linked}:
         raise _no_wallet(address)
     if payout or now == address:
         wanted = address if payout else None
@@ -265,10 +262,9 @@ async def _one(server: Server, who: Caller, address: str) -> WalletDocument:
 
 
 def _parsed(address: str) -> str:
-    """Either spelling of it."""
     lower = address.lower()
     if not _ADDRESS.fullmatch(lower):
-        raise Invalid(f"{address[:80]!r} is not an address; one is 0x and 40 hex digits")
+        raise Invalid(f"{address[:80]!r} is not an address: 0x and 40 hexadecimal digits")
     return lower
 
 

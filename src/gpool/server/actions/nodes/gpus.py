@@ -1,18 +1,19 @@
-"""What is done about one GPU: quarantine and its end, taking it from what runs there, and its history."""
+"""Actions on one GPU: quarantine, reclaiming from running tasks, telemetry."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpool.core.errors import Conflict, NotFound
+from gpool.core.errors import Conflict
 from gpool.core.ids import GpuId, NodeId, TaskId, encode
 from gpool.core.model import Health
 from gpool.core.permissions import Action
-from gpool.server.actions.nodes.gpu_documents import reading_document
-from gpool.server.actions.nodes.nodes import gpu, gpu_thing
+from gpool.server.actions.nodes.documents import reading_document
+from gpool.server.actions.nodes.lending import gpu_thing
+from gpool.server.actions.nodes.listing import gpu, no_gpu
 from gpool.server.actions.operators.audit import audited, entry
-from gpool.server.actions.tasks import preempt
 from gpool.server.actions.tasks.query import named
+from gpool.server.actions.tasks.stopping import preempt_tasks
 from gpool.server.identity.authorization import permit, task_thing
 from gpool.server.scheduling.delivery import lines_on
 from gpool.server.server import Once, Server
@@ -30,10 +31,12 @@ from gpool.wire.frames import Hold, StopReason
 async def quarantine(
     server: Server, who: Caller, id_: GpuId, why: str | None, once: Once | None
 ) -> GpuDocument:
-    """Out of the pool for its health, or (None) back in it; `Conflict` while its agent still finds it sick."""
-    did = "gpu.quarantine" if why else "gpu.clear"
-    noted = [entry(server.now, who, did, encode("gpu", id_), **({"why": why} if why else {}))]
-    setting = audited(_quarantine(id_, who, why), noted)
+    """Quarantine a GPU, or with None end its quarantine; raises `Conflict` while its agent reports it unhealthy."""
+    action = "gpu.quarantine" if why else "gpu.clear"
+    audit_entries = [
+        entry(server.now, who, action, encode("gpu", id_), **({"why": why} if why else {}))
+    ]
+    setting = audited(_quarantine(id_, who, why), audit_entries)
     answered = await server.write_once(who.user, once, setting, lambda _: b"")
     if answered.value is not None:
         server.picture.node_changed(answered.value.node)
@@ -43,17 +46,17 @@ async def quarantine(
 
 
 async def reclaim(server: Server, id_: GpuId) -> None:
-    """Takes the GPU from whatever runs or stands in line there; for those who have decided."""
+    """Preempt every task that runs or is queued on the GPU. The caller has checked the permission."""
     row = await server.store.read(gpu_bindings.gpu(id_))
     tasks = [] if row is None else tasks_on(server, row.node, row.position)
     if row is None or not tasks:
         return
-    # First to the node, that it knows the owner waits; the order that outlives a restart is as long as any.
+    # Sent to the node first, with the reason RECLAIMED; the stored preemption order survives a restart.
     channel = server.nodes.connection(row.node)
     if channel is not None:
         held = {hold for hold in await server.store.read(_holds(tasks)) if hold is not None}
         channel.stop(tuple(sorted(held, key=lambda hold: hold.task)), StopReason.RECLAIMED)
-    await preempt.make_room(server, tasks)
+    await preempt_tasks(server, tasks)
 
 
 @operation
@@ -77,7 +80,7 @@ def tasks_on(server: Server, node: NodeId, index: int) -> list[TaskId]:
 async def telemetry(server: Server, id_: GpuId) -> TelemetryDocument:
     row = await server.store.read(gpu_bindings.gpu(id_))
     if row is None or row.gone:
-        raise NotFound(f"no GPU {encode('gpu', id_)}; `gpool gpus` lists them")
+        raise no_gpu(id_)
     return TelemetryDocument(
         id=encode("gpu", id_),
         every_s=server.settings.beat_s,
@@ -88,7 +91,7 @@ async def telemetry(server: Server, id_: GpuId) -> TelemetryDocument:
 
 
 async def task_telemetry(server: Server, who: Caller, id_: TaskId) -> TelemetryDocument:
-    """What a task took of its GPUs, while it had them to itself."""
+    """GPU usage of a task, recorded while it has its GPUs exclusively."""
     found = await server.store.read(task_operations.task(id_, None))
     permit(who, Action.TASK_READ, task_thing(found), named(id_))
     return TelemetryDocument(
@@ -108,7 +111,9 @@ def _quarantine(id_: GpuId, who: Caller, why: str | None) -> Operation[NodeRow]:
     if why is None:
         for device in row.node.offer.gpus:
             if device.index == found.position and device.health is Health.QUARANTINED:
-                raise Conflict(f"it is not well yet: {device.ails}; cure that first")
+                raise Conflict(
+                    f"the agent reports the GPU unhealthy: {device.ails}; repair it first"
+                )
     yield from gpu_bindings.quarantine(id_, why)
     row = yield from operations.node(found.node)
     assert row is not None

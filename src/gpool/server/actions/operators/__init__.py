@@ -1,0 +1,1 @@
+"""Operator actions: users, quotas, policy, audit log."""

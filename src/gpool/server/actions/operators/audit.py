@@ -1,6 +1,6 @@
-"""The audit record: what is written into it, in the transaction of its effect, and how it is read and checked.
+"""Audit log: entries written in the transaction of their effect, pages of it, verification of its hash chain.
 
-An entry names who, what, on what, from where and whether it went well. It holds no secrets: names, ids, scopes.
+An entry names actor, action, object, address and outcome. It contains names, ids and scopes, never secrets.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from gpool.server.store.values import NodeCredentials, User
 
 T = TypeVar("T")
 
-Actor = User | Caller | NodeCredentials | None
-"""Who did it; None: nobody we know."""
+AuditActor = User | Caller | NodeCredentials | None
+"""None: an anonymous caller."""
 
 OK, REFUSED = "ok", "refused"
 PAGE = 1000
@@ -41,20 +41,19 @@ DAY = 86_400 * SECOND
 
 def entry(
     at: Instant,
-    actor: Actor,
+    actor: AuditActor,
     action: str,
     thing: str = "",
     *,
     outcome: str = OK,
     address: str = "",
-    **told: str,
+    **members: str,
 ) -> AuditEntry:
-    """An entry to be appended; the record gives it its number."""
     where = address or (actor.address if isinstance(actor, Caller) else "")
-    return AuditEntry(0, at, named(actor), action, thing, outcome, where, facts(told))
+    return AuditEntry(0, at, named(actor), action, thing, outcome, where, facts(members))
 
 
-def named(actor: Actor) -> str:
+def named(actor: AuditActor) -> str:
     match actor:
         case None:
             return ""
@@ -70,15 +69,15 @@ def named(actor: Actor) -> str:
 def audited(
     op: Operation[T], entries: Sequence[AuditEntry] | Callable[[T], Iterable[AuditEntry]]
 ) -> Operation[T]:
-    """The operation and its entries, in one transaction. `entries` may look at what the operation gave.
+    """The operation and its audit entries in one transaction. `entries` may be a function of the operation's value.
 
-    Appending locks the record's head until the commit, so it comes last.
+    Appending locks the head of the log until the commit, so it comes last.
     """
     value = yield from again(op)
     found = entries(value) if callable(entries) else entries
-    told = tuple(found)
-    if told:
-        yield from operations.append_all(told)
+    appended = tuple(found)
+    if appended:
+        yield from operations.append_all(appended)
     return value
 
 
@@ -91,7 +90,7 @@ class _UsedKey(NamedTuple):
 
 @operation
 def keys_used(used: Sequence[tuple[int, Instant]]) -> Operation[None]:
-    """When API keys were last used; the first use of each in a day is noted."""
+    """Store when API keys were last used; each key's first use of a day is logged."""
     rows = yield from select(
         _UsedKey,
         "SELECT k.id, k.user_id, k.name, k.last_used_at FROM {used} AS u JOIN api_keys k ON k.id = u.id",
@@ -99,7 +98,7 @@ def keys_used(used: Sequence[tuple[int, Instant]]) -> Operation[None]:
         {"used": of_ids(number for number, _ in used)},
     )
     latest = dict(used)
-    noted = [
+    first_uses = [
         AuditEntry(
             0,
             latest[number],
@@ -114,12 +113,12 @@ def keys_used(used: Sequence[tuple[int, Instant]]) -> Operation[None]:
         if last is None or last // DAY < latest[number] // DAY
     ]
     yield from users.touch_keys(used)
-    if noted:
-        yield from operations.append_all(noted)
+    if first_uses:
+        yield from operations.append_all(first_uses)
 
 
 async def note(server: Server, *entries: AuditEntry) -> None:
-    """What has no effect of its own: a sign-in that went wrong, say."""
+    """Append entries of events without another effect, such as a refused sign-in."""
     await server.store.write(operations.append(entries))
 
 
@@ -129,7 +128,7 @@ async def page(server: Server, before: int | None, limit: int) -> tuple[AuditLin
 
 
 async def verify(server: Server, anchors: Iterable[AuditAnchor] = ()) -> ChainIntact | ChainBroken:
-    """Walks the whole record, a page at a time, up to where its head was when it began."""
+    """Verify the hash chain page by page, up to its head at the start, and against the anchors."""
     head = await server.store.read(operations.head())
     pinned = [*anchors, *([head] if head else [])]
     start: AuditAnchor | None = None

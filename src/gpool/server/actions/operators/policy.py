@@ -1,7 +1,7 @@
-"""What operators do to the pool while it runs: another policy (tried first, if they like), cordons and draining, reservations.
+"""Operator changes to the running pool: policy, cordons, reservations, key rotation. Routes check the permission.
 
-Stored and audited in one transaction, then laid upon the scheduler; other replicas take it up with their next look. Who may
-is decided before.
+A change is stored and audited in one transaction and then applied to the scheduler; other replicas apply it at their
+next refresh.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.place.portfolio import Learnt
 from gpool.core.scheduler.predict.dry_run import DryRun, compare
 from gpool.core.scheduler.state.operator_rules import OperatorRules, PolicyChange, Reservation
-from gpool.server.actions.operators.audit import audited, entry
-from gpool.server.actions.tasks.preempt import make_room
+from gpool.server.actions.operators.audit import AuditActor, audited, entry, note
+from gpool.server.actions.tasks.stopping import preempt_tasks
+from gpool.server.identity.secrets.sealer import KeyStatus
 from gpool.server.scheduling.delivery import lines_on
 from gpool.server.server import Once, Server
 from gpool.server.store.identity_values import Caller
@@ -34,25 +35,22 @@ MAX_RESERVATIONS = 1000
 
 
 async def refresh(server: Server) -> None:
-    """Lays upon the scheduler what is stored, by this replica or another."""
     server.picture.use_rules(await server.store.read(operations.rules()), server.now)
 
 
 async def _write(
-    server: Server, who: Caller, once: Once | None, change: Operation[None], told: bytes = b""
+    server: Server, who: Caller, once: Once | None, change: Operation[None], facts: bytes = b""
 ) -> bytes:
-    answered = await server.write_once(who.user, once, change, lambda _: told)
+    answered = await server.write_once(who.user, once, change, lambda _: facts)
     await refresh(server)
     return answered.body
 
 
-# ---- the policy
+# ---- policy
 
 
 @dataclass(frozen=True, slots=True)
-class Operated:
-    """What holds, what of it was changed, and what a change would do."""
-
+class PolicyState:
     policy: Policy
     change: PolicyChange
     orders: tuple[str, ...]
@@ -60,44 +58,46 @@ class Operated:
     learnt: Learnt | None = None
 
 
-def policy(server: Server) -> Operated:
+def policy(server: Server) -> PolicyState:
     picture = server.picture
     rules, orders = picture.policy.rules, tuple(sorted(picture.policy.orders))
-    return Operated(picture.policy.current, rules.policy, orders, learnt=rules.learnt)
+    return PolicyState(picture.policy.current, rules.policy, orders, learnt=rules.learnt)
 
 
-async def try_policy(server: Server, changes: dict[str, object]) -> Operated:
-    """What the change would do to those who wait; nothing is changed."""
+async def try_policy(server: Server, changes: dict[str, object]) -> PolicyState:
+    """Compare the waiting tasks' starts under the current and the changed policy; changes nothing."""
     picture = server.picture
     change = _merged(picture.policy.rules.policy, changes)
     configured = replace(picture.policy.configured, limits=picture.policy.current.limits)
     wanted = replace(picture.policy.rules, policy=change).policy_upon(
         configured, picture.policy.orders
     )
-    asked = await picture.forecasts.question(picture, server.now)
+    question = await picture.forecasts.question(picture, server.now)
     found = await asyncio.to_thread(
-        compare, asked, picture.policy.current, wanted, picture.policy.orders
+        compare, question, picture.policy.current, wanted, picture.policy.orders
     )
-    return Operated(wanted, change, tuple(sorted(picture.policy.orders)), found)
+    return PolicyState(wanted, change, tuple(sorted(picture.policy.orders)), found)
 
 
 async def change_policy(
     server: Server, who: Caller, changes: dict[str, object], once: Once | None
-) -> Operated:
+) -> PolicyState:
     change = _merged(server.picture.policy.rules.policy, changes)
     change.applied(
         server.picture.policy.configured, server.picture.policy.orders
-    )  # refuses what makes no sense
-    told = {name: "configured" if value is None else str(value) for name, value in changes.items()}
-    noted = entry(server.now, who, "policy.change", **told)
-    await _write(server, who, once, audited(operations.put_policy(change, server.now), [noted]))
+    )  # raises `Invalid`
+    facts = {name: "configured" if value is None else str(value) for name, value in changes.items()}
+    audit_entry = entry(server.now, who, "policy.change", **facts)
+    await _write(
+        server, who, once, audited(operations.put_policy(change, server.now), [audit_entry])
+    )
     return policy(server)
 
 
 async def learn(server: Server, who: Caller, once: Once | None) -> None:
-    """How room is priced is learnt anew, soon and beside everything else; the policy says when and what."""
-    noted = entry(server.now, who, "policy.learn")
-    await server.write_once(who.user, once, audited(_nothing(), [noted]), lambda _: b"")
+    """Start a training of the placement prices in the background; `policy` reports its result."""
+    audit_entry = entry(server.now, who, "policy.learn")
+    await server.write_once(who.user, once, audited(_nothing(), [audit_entry]), lambda _: b"")
     server.learning.ask()
 
 
@@ -107,7 +107,7 @@ def _nothing() -> Operation[None]:
 
 
 def weights_with(server: Server, given: Mapping[Holder, float | None]) -> dict[Holder, int]:
-    """Those set so far with these; None: as configured again."""
+    """The stored weights with these changes; None removes a weight."""
     found = dict(server.picture.policy.rules.policy.weights)
     for holder, weight in given.items():
         if weight is None:
@@ -132,7 +132,7 @@ class NewCordon:
 
 
 @dataclass(frozen=True, slots=True)
-class Cordoned:
+class CordonState:
     node: NodeId
     is_cordoned: bool
     why: str
@@ -140,23 +140,23 @@ class Cordoned:
     preempted: int = 0
 
 
-async def cordon(server: Server, who: Caller, wanted: NewCordon, once: Once | None) -> Cordoned:
-    """Nothing new starts there. To drain it, what may be preempted is asked to go; the rest ends by itself."""
+async def cordon(server: Server, who: Caller, wanted: NewCordon, once: Once | None) -> CordonState:
+    """Cordon a node; with `drain`, preempt its preemptible tasks. The others finish."""
     node, why = wanted.node, wanted.why
     action = "node.drain" if wanted.drain else "node.cordon"
-    noted = entry(server.now, who, action, encode("node", node), why=why)
-    await _write(server, who, once, audited(_cordon(node, why, server.now), [noted]))
+    audit_entry = entry(server.now, who, action, encode("node", node), why=why)
+    await _write(server, who, once, audited(_cordon(node, why, server.now), [audit_entry]))
     asked = _preemptible_on(server, node) if wanted.drain else []
-    recording = await make_room(server, asked) if asked else None
+    recording = await preempt_tasks(server, asked) if asked else None
     preempted = len({hold.task for _, hold in recording.to_preempt}) if recording else 0
-    return Cordoned(node, True, why, _running(server, node), preempted)
+    return CordonState(node, True, why, _running(server, node), preempted)
 
 
 async def uncordon(server: Server, who: Caller, node: NodeId, once: Once | None) -> None:
     thing = encode("node", node)
-    noted = entry(server.now, who, "node.uncordon", thing)
+    audit_entry = entry(server.now, who, "node.uncordon", thing)
     dropping = _dropped("cordon", node, f"{thing} is not cordoned")
-    await _write(server, who, once, audited(dropping, [noted]))
+    await _write(server, who, once, audited(dropping, [audit_entry]))
 
 
 @operation
@@ -190,9 +190,7 @@ def _running(server: Server, node: NodeId) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A reservation somebody asks for."""
-
+class NewReservation:
     nodes: Sequence[NodeId]
     users: Sequence[UserId]
     teams: Sequence[TeamId]
@@ -205,19 +203,20 @@ def reservations(server: Server) -> tuple[Reservation, ...]:
     return server.picture.policy.rules.reservations
 
 
-async def reserve(server: Server, who: Caller, wanted: Wanted, once: Once | None) -> Reservation:
-    """Under a key already used: the reservation made then."""
+async def reserve(
+    server: Server, who: Caller, wanted: NewReservation, once: Once | None
+) -> Reservation:
     if not wanted.users and not wanted.teams:
-        raise Invalid("say for whom: 'users' or 'teams'")
+        raise Invalid("a reservation needs 'users' or 'teams'")
     if not wanted.first < wanted.last:
-        raise Invalid("'last' is after 'first'")
+        raise Invalid("'last' must be after 'first'")
     if wanted.last <= server.now:
-        raise Invalid("'last' has passed already")
+        raise Invalid("'last' must be in the future")
     audience = Audience(frozenset(wanted.users), frozenset(wanted.teams))
     one = Reservation(
         server.ids.next(), frozenset(wanted.nodes), audience, wanted.first, wanted.last, wanted.why
     )
-    noted = entry(
+    audit_entry = entry(
         server.now,
         who,
         "reservation.make",
@@ -227,31 +226,33 @@ async def reserve(server: Server, who: Caller, wanted: Wanted, once: Once | None
         teams=" ".join(encode("team", team) for team in sorted(audience.teams))[:500],
         why=wanted.why,
     )
-    reserving = audited(_reserve(one, server.now), [noted])
+    reserving = audited(_reserve(one, server.now), [audit_entry])
     id_ = int(await _write(server, who, once, reserving, str(one.id).encode()))
     if id_ == one.id:
         return one
     for known in reservations(server):
         if known.id == id_:
             return known
-    raise NotFound(f"reservation {encode('reservation', id_)} was made and has ended since")
+    raise NotFound(f"reservation {encode('reservation', id_)} was created and has ended since")
 
 
 async def unreserve(server: Server, who: Caller, id_: int, once: Once | None) -> None:
     thing = encode("reservation", id_)
-    noted = entry(server.now, who, "reservation.end", thing)
+    audit_entry = entry(server.now, who, "reservation.end", thing)
     dropping = _dropped("reservation", id_, f"no reservation {thing}")
-    await _write(server, who, once, audited(dropping, [noted]))
+    await _write(server, who, once, audited(dropping, [audit_entry]))
 
 
 @operation
 def _reserve(one: Reservation, at: Instant) -> Operation[None]:
     there: OperatorRules = yield from operations.rules()
-    for old in there.reservations:  # what is over is of no use
+    for old in there.reservations:  # ended reservations are deleted here
         if old.last <= at:
             yield from operations.drop("reservation", old.id)
     if len(there.reservations) >= MAX_RESERVATIONS:
-        raise Invalid(f"there are {MAX_RESERVATIONS} reservations already; end some first")
+        raise Invalid(
+            f"there are {MAX_RESERVATIONS} reservations already, the limit; delete some first"
+        )
     for node in sorted(one.nodes):
         yield from _known_node(node)
     for user in sorted(one.audience.users):
@@ -261,3 +262,21 @@ def _reserve(one: Reservation, at: Instant) -> Operation[None]:
         if (yield from teams.team(TeamId(team))) is None:
             raise NotFound(f"no team {encode('team', team)}")
     yield from operations.put_reservation(one, at)
+
+
+# ---- server keys
+
+
+async def rotate_keys(
+    server: Server, actor: AuditActor, *, master: bool, address: str = ""
+) -> KeyStatus:
+    """Retire every data key; sealed fields move to a new one in the background. `master` rotates the master key first."""
+    if master:
+        wrapped = await server.sealer.rotate_master()
+        rotated = {"address": address, "wrapped": str(wrapped)}
+        await note(server, entry(server.now, actor, "keys.rotate_master", **rotated))
+    audit_entry = entry(server.now, actor, "keys.rotate", address=address)
+    await server.write(audited(server.sealer.rotation(server.now), [audit_entry]))
+    await server.sealer.look_again()
+    server.sealer.wake.call()
+    return await server.sealer.status()

@@ -1,7 +1,7 @@
-"""Quotas: what users and teams may have at once, set by operators, kept to at submission, upload and planning.
+"""Quotas of users and teams, set by operators and enforced at submission, upload and planning.
 
-Running GPUs are a limit of the planner (`core.scheduling.limits`): tasks over it wait; guaranteed ones are its concern too. Queued tasks and storage are
-compared with what is stored, in the transaction that adds to it, behind a lock on the account.
+The planner enforces running and guaranteed GPUs (`core.scheduler.order.limits`): tasks over the quota wait. Queued tasks
+and storage are compared with the stored amounts in the transaction that adds to them, under a lock on the account.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gpool.core.model import Instant
 from gpool.core.permissions import TeamId
 from gpool.core.quotas import Quota
 from gpool.core.scheduler.order.limits import GpuLimits, Holder
-from gpool.server.actions.operators.audit import Actor, audited, entry
+from gpool.server.actions.operators.audit import AuditActor, audited, entry
 from gpool.server.server import Server
 from gpool.server.settings import Settings
 from gpool.server.store.identity_values import GivenQuota
@@ -31,12 +31,11 @@ from gpool.wire.frames import Hold
 
 
 def effective(settings: Settings, holder: Holder, given: GivenQuota) -> Quota:
-    """What holds: what was given, else the default for users or for teams."""
     default = _usual(settings, holder)
     return Quota(
         *(
-            said if said is not None else usual
-            for said, usual in (
+            given_value if given_value is not None else usual
+            for given_value, usual in (
                 (given.running_gpu_milli, default.running_gpu_milli),
                 (given.queued_tasks, default.queued_tasks),
                 (given.storage_bytes, default.storage_bytes),
@@ -49,17 +48,17 @@ def _usual(settings: Settings, holder: Holder) -> Quota:
     return settings.user_quota if holder[0] == "user" else settings.team_quota
 
 
-# ---- setting them
+# ---- changes
 
 
 async def set_quota(
-    server: Server, actor: Actor, holder: Holder, quota: GivenQuota, address: str = ""
+    server: Server, actor: AuditActor, holder: Holder, quota: GivenQuota, address: str = ""
 ) -> None:
-    """For operators; who may is decided before. `NotFound` when there is no such user or team."""
+    """Set a quota; raises `NotFound` without such a user or team. The caller has checked the permission."""
     kind, number = holder
-    sound(quota, _usual(server.settings, holder))
+    check(quota, _usual(server.settings, holder))
     thing = encode(kind, number)
-    told = {
+    facts = {
         name: "default" if value is None else str(value)
         for name, value in (
             ("running_gpu_milli", quota.running_gpu_milli),
@@ -68,8 +67,8 @@ async def set_quota(
             ("guaranteed_gpu_milli", quota.guaranteed_gpu_milli),
         )
     }
-    noted = entry(server.now, actor, "quota.set", thing, address=address, **told)
-    await server.write(audited(_set(holder, quota), [noted]))
+    audit_entry = entry(server.now, actor, "quota.set", thing, address=address, **facts)
+    await server.write(audited(_set(holder, quota), [audit_entry]))
     await refresh(server)
 
 
@@ -82,12 +81,11 @@ def _set(holder: Holder, quota: GivenQuota) -> Operation[None]:
         else (yield from teams.team(TeamId(number)))
     )
     if there is None:
-        raise NotFound(f"there is no such {kind}")
+        raise NotFound(f"no {kind} {encode(kind, number)} on this server")
     yield from teams.set_quota(kind, number, quota)
 
 
 async def refresh(server: Server) -> None:
-    """Tells the planner what was set, here or on another replica."""
     given = await server.store.read(teams.quotas())
     server.picture.use_limits(limits_of(server.settings, given))
 
@@ -109,15 +107,15 @@ def limits_of(settings: Settings, given: dict[Holder, GivenQuota]) -> GpuLimits:
     )
 
 
-def sound(quota: GivenQuota, usual: Quota) -> GivenQuota:
-    """`Invalid` when more is guaranteed than may run at once; `usual`: what holds where nothing is given."""
+def check(quota: GivenQuota, usual: Quota) -> GivenQuota:
+    """Raise `Invalid` if more is guaranteed than may run at once; `usual` holds the defaults."""
     most = (
         quota.running_gpu_milli if quota.running_gpu_milli is not None else usual.running_gpu_milli
     )
-    sure = quota.guaranteed_gpu_milli
-    if sure is not None and most is not None and sure > most:
+    guaranteed = quota.guaranteed_gpu_milli
+    if guaranteed is not None and most is not None and guaranteed > most:
         raise Invalid(
-            f"{sure / 1000:g} GPUs cannot be guaranteed where at most {most / 1000:g} may run at once; "
+            f"{guaranteed / 1000:g} GPUs cannot be guaranteed where at most {most / 1000:g} may run at once; "
             "raise 'running_gpus' as well"
         )
     return quota
@@ -127,10 +125,10 @@ def sound(quota: GivenQuota, usual: Quota) -> GivenQuota:
 
 
 def most_queued(server: Server) -> int | None:
-    """No user and no team can have more queued than this when what is asked for now is written; None: that is not known.
+    """Upper bound of the tasks any user or team has queued when the next write commits; None: unknown.
 
-    To be asked in the loop, right before the write is handed to the store: what is written before it is folded (waits, or
-    is held and may come back) or is still arriving. What other servers write into the same database we do not see.
+    Must be called on the event loop right before the write is passed to the store: every earlier write is then folded
+    (waiting, or held and able to return) or still arriving. Writes of other servers to the same database are not seen.
     """
     picture = server.picture
     if picture.is_stale or server.settings.is_shared:
@@ -138,16 +136,23 @@ def most_queued(server: Server) -> int | None:
     return picture.waiting + len(picture.state.held) + picture.arriving
 
 
-def rooms_in_queue(
+def queue_quota_error(
+    server: Server, submission: Submission, most: int | None
+) -> Operation[TooMany | None]:
+    """The error if the submission exceeds the queue quota of its user or team; part of its transaction.
+
+    Counting costs time in proportion to the queue, so it is skipped if `most` (of `most_queued`) is within the quota.
+    """
+    [why] = yield from queue_quota_errors(server, [submission], most)
+    return why
+
+
+def queue_quota_errors(
     server: Server, submissions: Sequence[Submission], most: int | None
 ) -> Operation[list[TooMany | None]]:
-    """For the submissions' transaction: what to say where one would queue more than its user or team may.
-
-    Each counts for those behind it. Counting costs as much as is queued, so it is left out where `most` (of `most_queued`) is
-    within the quota.
-    """
-    theirs = [_holders(each.user, each.team) for each in submissions]
-    asked = {holder for holders in theirs for holder in holders}
+    """`queue_quota_error` for submissions that are written together, as if they came one after the other."""
+    holders_of_each = [_holders(each.user, each.team) for each in submissions]
+    asked = {holder for holders in holders_of_each for holder in holders}
     given = yield from teams.quotas_of(asked)
     limits: dict[Holder, int] = {}
     for holder in asked:
@@ -156,15 +161,14 @@ def rooms_in_queue(
             limits[holder] = limit
     used = (yield from teams.queued_of(limits)) if limits else {}
     return [
-        _taken(holders, len(each.tasks), limits, used)
-        for holders, each in zip(theirs, submissions, strict=True)
+        _charge(holders, len(each.tasks), limits, used)
+        for holders, each in zip(holders_of_each, submissions, strict=True)
     ]
 
 
-def _taken(
+def _charge(
     holders: Sequence[Holder], count: int, limits: Mapping[Holder, int], used: dict[Holder, int]
 ) -> TooMany | None:
-    """Counts it in, unless it does not fit."""
     for holder in holders:
         if holder in limits and used[holder] + count > limits[holder]:
             return TooMany(
@@ -186,24 +190,22 @@ class _StorageUse(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Upload:
-    """An artifact on its way, brought by a user or by a node under a lease."""
-
+class StoredUpload:
     sha256: str
     user: UserId | None
     node: NodeId | None = None
     lease: Hold | None = None
 
 
-async def body_within(
-    server: Server, upload: Upload, told_bytes: int, body: AsyncIterator[bytes]
+async def body_within_quota(
+    server: Server, upload: StoredUpload, declared_bytes: int, body: AsyncIterator[bytes]
 ) -> AsyncIterator[bytes]:
-    """The body, as long as it fits what its owner may store; refused before the first byte when it says its size."""
-    room = await server.store.read(storage_room(server.settings, upload))
+    """The body, limited to the owner's free storage; a declared size is refused before the first byte is read."""
+    room = await server.store.read(free_storage(server.settings, upload))
     if room is None:
         return body
-    if told_bytes > room[1]:
-        raise _full(*room, told_bytes)
+    if declared_bytes > room[1]:
+        raise _full(*room, declared_bytes)
     return _counted(body, *room)
 
 
@@ -217,9 +219,9 @@ async def _counted(body: AsyncIterator[bytes], holder: Holder, room: int) -> Asy
 
 
 @operation
-def storage_room(settings: Settings, upload: Upload) -> Operation[tuple[Holder, int] | None]:
-    """Whose storage it takes and how much is left; None: there is no limit, or it is stored for them already."""
-    holder = yield from _keeper(upload)
+def free_storage(settings: Settings, upload: StoredUpload) -> Operation[tuple[Holder, int] | None]:
+    """Account charged for the upload and its free bytes; None: no limit, or stored for that account already."""
+    holder = yield from _charged_account(upload)
     if holder is None:
         return None
     given = yield from teams.quota_of(*holder)
@@ -236,14 +238,14 @@ def storage_room(settings: Settings, upload: Upload) -> Operation[tuple[Holder, 
 
 
 @operation
-def add_within(
-    settings: Settings, upload: Upload, size: int, at: Instant
+def add_within_quota(
+    settings: Settings, upload: StoredUpload, size: int, at: Instant
 ) -> Operation[bool | Forbidden]:
-    """`artifacts.add_artifact`, if it fits. What does not is left without a reference, to be forgotten in time."""
+    """`artifacts.add_artifact` within the quota; otherwise the artifact stays without a reference and is pruned later."""
     lease = upload.lease
     if upload.user is not None:
         yield from teams.hold_account("user", upload.user)
-    room = yield from storage_room(settings, upload)
+    room = yield from free_storage(settings, upload)
     if room is not None and size > room[1]:
         yield from artifacts.put_artifact(upload.sha256, size, at)
         return _full(*room, size)
@@ -254,8 +256,7 @@ def add_within(
     return (yield from add)
 
 
-def _keeper(upload: Upload) -> Operation[Holder | None]:
-    """A person's upload is the person's; a node's that of the task it has a lease of."""
+def _charged_account(upload: StoredUpload) -> Operation[Holder | None]:
     if upload.user is not None:
         return "user", upload.user
     if upload.lease is None:
@@ -278,7 +279,7 @@ def _full(holder: Holder, room: int, size: int) -> Forbidden:
     )
 
 
-# ---- both
+# ---- accounts
 
 
 def _holders(user: UserId, team: int | None) -> tuple[Holder, ...]:
@@ -290,5 +291,4 @@ def _whose(holder: Holder) -> str:
 
 
 def merged(before: GivenQuota, changes: dict[str, int | None]) -> GivenQuota:
-    """For `PATCH`: what is named changes, the rest stays."""
     return replace(before, **changes)

@@ -1,4 +1,4 @@
-"""What operators do about users: list, look, allow, disable, invite, and say how much one may have at once."""
+"""Management of users by operators: listing, permissions, disabling, quotas, invites."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import msgspec
 from gpool.core.errors import Forbidden, Invalid
 from gpool.core.ids import UserId, decode, encode
 from gpool.core.model import Instant, Permission
-from gpool.core.permissions import POOL, Action, Role, TeamId
+from gpool.core.permissions import Action, Role, TeamId
 from gpool.server.actions.accounts.accounts import USER_INVITE_PREFIX, user_document
-from gpool.server.actions.accounts.teams import SavedInvite, fresh_invite, given, quota_document
+from gpool.server.actions.accounts.teams import SavedInvite, given, new_invite_token, quota_document
 from gpool.server.actions.operators import quotas
 from gpool.server.actions.operators.audit import audited, entry
 from gpool.server.identity import credentials
@@ -25,22 +25,21 @@ from gpool.wire.documents import instant_to_datetime
 from gpool.wire.identity import UserDocument, UserInviteDocument, UserInviteRequest, UserPatch
 
 
-async def listed(server: Server, who: Caller, after: UserId, limit: int) -> list[UserDocument]:
-    permit(who, Action.USERS_LIST, POOL)
+async def list_users(server: Server, after: UserId, limit: int) -> list[UserDocument]:
+    """Users past `after`, the oldest account first. The route has checked USERS_LIST."""
     found = await server.store.read(operations.users(after, limit))
     return [user_document(account) for account in found]
 
 
-async def one(server: Server, who: Caller, id_: UserId) -> UserDocument:
-    account, quota = await server.store.read(_found(id_, who, (Action.USER_READ,)))
+async def get_user(server: Server, who: Caller, id_: UserId) -> UserDocument:
+    account, quota = await server.store.read(_permitted(id_, who, (Action.USER_READ,)))
     return user_document(account).model_copy(update={"quota": quota_document(quota)})
 
 
 @operation
-def _found(
+def _permitted(
     id_: UserId, who: Caller, actions: tuple[Action, ...]
 ) -> Operation[tuple[Account, GivenQuota]]:
-    """The account, if the caller may do all of this to it."""
     account = yield from operations.account(id_)
     for action in actions:
         permit(who, action, account_of(None if account is None else id_), named(id_))
@@ -55,21 +54,23 @@ def named(id_: UserId) -> str:
 async def change(
     server: Server, who: Caller, id_: UserId, wanted: UserPatch, once: Once | None
 ) -> UserDocument:
-    """One commit for all of it; the last operator who can act stays one."""
+    """Change several things in one commit; the last enabled operator stays one."""
     actions = asked_for(wanted)
     if not actions:
-        raise Invalid("say what is to change: 'permissions', 'disabled' or 'quota'")
-    told = {
+        raise Invalid("nothing to change; send 'permissions', 'disabled' or 'quota'")
+    facts = {
         name: str(value)
         for name, value in wanted.model_dump(exclude_none=True, mode="json").items()
     }
-    noted = entry(server.now, who, "user.change", encode("user", id_), **told)
-    change = audited(_change(server.settings, id_, who, wanted, server.now), [noted])
-    await server.write_once(who.user, once, change, lambda _: b"")
+    audit_entry = entry(server.now, who, "user.change", encode("user", id_), **facts)
+    change = audited(_change(server.settings, id_, who, wanted, server.now), [audit_entry])
+    answered = await server.write_once(who.user, once, change, lambda _: b"")
     server.credentials.forget()
     if wanted.quota is not None:
         await quotas.refresh(server)
-    account, quota = await server.store.read(_found(id_, who, actions))
+    # A repetition has no value, and no permission was asked for it.
+    asked = actions if answered.value is None else ()
+    account, quota = await server.store.read(_permitted(id_, who, asked))
     return user_document(account).model_copy(update={"quota": quota_document(quota)})
 
 
@@ -86,10 +87,10 @@ def asked_for(wanted: UserPatch) -> tuple[Action, ...]:
 def _change(
     settings: Settings, id_: UserId, who: Caller, wanted: UserPatch, at: Instant
 ) -> Operation[bool]:
-    yield from _found(id_, who, asked_for(wanted))
+    yield from _permitted(id_, who, asked_for(wanted))
     if wanted.quota is not None:
-        quotas.sound(given(wanted.quota), settings.user_quota)
-    # What refuses must come before what writes: who could be disabled is not the last operator.
+        quotas.check(given(wanted.quota), settings.user_quota)
+    # Statements that may refuse come before the others: the last operator can be neither disabled nor demoted.
     if wanted.disabled is not None:
         yield from operations.set_disabled(id_, wanted.disabled, at)
     if wanted.permissions is not None:
@@ -103,10 +104,9 @@ def _change(
 async def invite(
     server: Server, who: Caller, wanted: UserInviteRequest, once: Once | None
 ) -> UserInviteDocument:
-    """A token with which one person may register."""
-    permit(who, Action.USER_INVITE, POOL)
+    """Create an invite to register. The route has checked USER_INVITE."""
     if (wanted.team is None) != (wanted.role is None):
-        raise Invalid("'team' and 'role' go together")
+        raise Invalid("'team' and 'role' must be sent together")
     granted = (
         server.settings.new_users_may
         if wanted.permissions is None
@@ -114,7 +114,7 @@ async def invite(
     )
     if Permission.OPERATOR in granted and who.scopes is not None:
         raise Forbidden("not allowed: inviting operators needs a sign-in; no API key can do this")
-    token = fresh_invite(server, who, USER_INVITE_PREFIX, once)
+    token = new_invite_token(server, who, USER_INVITE_PREFIX, once)
     made = UserInvite(
         credentials.hashed(token),
         who.user.id,

@@ -1,0 +1,1 @@
+"""Tasks, batches, artifacts, logs."""

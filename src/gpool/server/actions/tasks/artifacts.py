@@ -1,4 +1,4 @@
-"""Artifacts: who may put and who may get. A hash grants nothing; a node needs a lease, and the current one."""
+"""Upload and download of artifacts. Knowing a hash grants no access; a node needs its current lease."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpool.core.model import Permission
 from gpool.core.permissions import Action, ObjectKind, Thing, missing
 from gpool.server.actions.operators import quotas
 from gpool.server.blobs import UploadPart
-from gpool.server.identity.authorization import gate, own, permit
+from gpool.server.identity.authorization import own, permit
 from gpool.server.server import Server
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operations.tasks import artifacts as operations
@@ -20,55 +20,59 @@ from gpool.wire.frames import Hold
 
 
 @dataclass(frozen=True, slots=True)
-class Upload:
+class ArtifactUpload:
     sha256: str
     part: UploadPart | None
     lease: Hold | None
-    told_bytes: int = 0  # by `Content-Length`; 0: it did not say
+    declared_bytes: int = 0  # by Content-Length; 0: not declared
 
 
 async def put(
-    server: Server, who: Caller | NodeCredentials, upload: Upload, body: AsyncIterator[bytes]
+    server: Server,
+    who: Caller | NodeCredentials,
+    upload: ArtifactUpload,
+    body: AsyncIterator[bytes],
 ) -> int | None:
-    """Takes the bytes, then the reference; the size, or None while parts are missing."""
+    """Store the bytes, then the reference to them. Returns the size, or None while parts are missing."""
     if isinstance(who, Caller):
         permit(who, Action.ARTIFACT_UPLOAD, own(who))
     else:
-        gate(who, Action.ARTIFACT_UPLOAD_OUTPUT)  # that it holds the lease is asked with the write
         if upload.lease is None:
-            raise Invalid("a node uploads under a lease: send the header 'Gpool-Lease: TASK:EPOCH'")
+            raise Invalid("a node uploads under a lease; send the header 'Gpool-Lease: TASK:EPOCH'")
         task, epoch = TaskId(upload.lease.task), upload.lease.epoch
         if not await server.store.read(operations.may_upload(who.node, task, epoch)):
             raise _stale()
-    coming = (
-        quotas.Upload(upload.sha256, who.user.id)
+    charged = (
+        quotas.StoredUpload(upload.sha256, who.user.id)
         if isinstance(who, Caller)
-        else quotas.Upload(upload.sha256, None, who.node, upload.lease)
+        else quotas.StoredUpload(upload.sha256, None, who.node, upload.lease)
     )
-    told = upload.part.total if upload.part is not None else upload.told_bytes
-    if told <= server.settings.max_artifact_bytes:  # else that is what is said
-        body = await quotas.body_within(server, coming, told, body)
+    declared = upload.part.total if upload.part is not None else upload.declared_bytes
+    if (
+        declared <= server.settings.max_artifact_bytes
+    ):  # larger ones are refused for that reason below
+        body = await quotas.body_within_quota(server, charged, declared, body)
     with server.blobs.pinned(upload.sha256):
         if upload.part is None:
             size: int | None = await server.blobs.store(upload.sha256, body)
         else:
             size = await server.blobs.store_part(upload.sha256, _uploader(who), upload.part, body)
         if size is not None:
-            await _refer(server, coming, size)
+            await _refer(server, charged, size)
     return size
 
 
-async def _refer(server: Server, coming: quotas.Upload, size: int) -> None:
-    done = await server.write(quotas.add_within(server.settings, coming, size, server.now))
+async def _refer(server: Server, charged: quotas.StoredUpload, size: int) -> None:
+    done = await server.write(quotas.add_within_quota(server.settings, charged, size, server.now))
     if isinstance(done, Forbidden):
         raise done
     if not done:
-        await server.write(operations.leave_to_prune(coming.sha256, size, server.now))
+        await server.write(operations.leave_to_prune(charged.sha256, size, server.now))
         raise _stale()
 
 
 def _stale() -> StaleLease:
-    return StaleLease("this lease is not the current one; what was uploaded under it is dropped")
+    return StaleLease("this lease is not the task's current lease; the upload is dropped")
 
 
 async def size_of(
@@ -79,9 +83,9 @@ async def size_of(
     *,
     to_name: bool = False,
 ) -> int:
-    """Its size, if it is there and `who` may read it; a node, under the lease it names.
+    """Size of an artifact that `who` may read; a node reads under the lease it names.
 
-    `to_name`: only if `who` may name it in a task, as it is. Not what an operator sees of others' alone.
+    `to_name`: only if `who` may name it in a task. Operators read artifacts of others, but may not name them.
     """
     size, thing = await _seen(server, who, sha256, lease)
     if to_name and isinstance(who, Caller) and thing.owner is None and thing.team is None:
@@ -100,7 +104,7 @@ async def size_of(
 async def _seen(
     server: Server, who: Caller | NodeCredentials, sha256: str, lease: Hold | None
 ) -> tuple[int | None, Thing]:
-    """Its size and how it stands to `who`: through which of its references they see it, if through any."""
+    """Size, and the artifact as an object of permissions, owned as the reference through which `who` sees it."""
     if isinstance(who, NodeCredentials):
         task = None if lease is None else TaskId(lease.task)
         size = await server.store.read(operations.visible_to_node(sha256, who.node, task))

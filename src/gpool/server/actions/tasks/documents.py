@@ -1,4 +1,4 @@
-"""From stored values to the documents consumers read. Pure."""
+"""REST documents of tasks, batches, results and events, built from stored values. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import datetime
 
 import msgspec
 
-from gpool.core.ids import UserId, encode
+from gpool.core.ids import ALPHABET, UserId, encode
 from gpool.core.model import (
     AttemptRow,
     Instant,
@@ -19,7 +19,6 @@ from gpool.core.model import (
     TaskStatus,
 )
 from gpool.core.specs import gpu, paths, price
-from gpool.server.actions.tasks.id_text import spell
 from gpool.server.store.values import (
     PREEMPTING,
     Batch,
@@ -43,7 +42,7 @@ from gpool.wire.documents import (
 
 
 class ResultLine(msgspec.Struct, frozen=True):
-    """`wire.documents.ResultDocument`, encoded without pydantic: a map reads thousands a second. Bytes become base64."""
+    """`wire.documents.ResultDocument` without pydantic, for thousands of results a second. Bytes are encoded as base64."""
 
     id: str
     position: int
@@ -61,6 +60,7 @@ class ResultLine(msgspec.Struct, frozen=True):
 
 
 _encoder = msgspec.json.Encoder()
+_LAST_TWO = [a + b for a in ALPHABET for b in ALPHABET]
 NOTED = {
     Phase.FETCH.value: "fetches its inputs",
     Phase.BUILD.value: "builds its environment",
@@ -69,11 +69,11 @@ NOTED = {
     Phase.COLLECT.value: "collects its outputs",
     PREEMPTING: "asked to make room for others",
 }
-"""What a note of an attempt means, said of the task."""
+"""Texts for the notes of an attempt, with the task as subject."""
 
 _ORDER = {
-    word: place
-    for place, word in enumerate(
+    word: rank
+    for rank, word in enumerate(
         (
             "queued",
             "leased",
@@ -89,16 +89,26 @@ _ORDER = {
     )
 }
 LAST = len(_ORDER)
-"""Of events with one time and one epoch, an end comes last."""
+"""Rank of an end: the last of events with the same time and epoch."""
+
+
+def encode_many(kind: str, numbers: Iterable[int]) -> list[str]:
+    """Like `core.ids.encode` for many numbers; neighbours share all but the last two letters."""
+    encoded = []
+    stem, stem_of = "", -1
+    for number in numbers:
+        high = number >> 10
+        if high != stem_of:
+            stem_of, stem = high, encode(kind, number)[:-2]
+        encoded.append(stem + _LAST_TWO[number & 1023])
+    return encoded
 
 
 def result_lines(results: Iterable[BatchResult], reader: UserId) -> bytes:
-    """NDJSON, one line a result."""
     return _encoder.encode_lines(_results(results, reader))
 
 
 def result_list(results: Iterable[BatchResult], reader: UserId) -> bytes:
-    """A JSON array."""
     return _encoder.encode(_results(results, reader))
 
 
@@ -121,12 +131,11 @@ def _results(results: Iterable[BatchResult], reader: UserId) -> list[ResultLine]
             row.node_name,
             row.node_owner == reader,
         )
-        for name, row in zip(spell("task", [row.task for row in rows]), rows, strict=True)
+        for name, row in zip(encode_many("task", [row.task for row in rows]), rows, strict=True)
     ]
 
 
 def result(view: TaskView, reader: UserId) -> bytes:
-    """One finished task's result, its outputs included."""
     row = view.row
     return _encoder.encode(
         ResultLine(
@@ -148,7 +157,6 @@ def result(view: TaskView, reader: UserId) -> bytes:
 
 
 def _outputs(view: TaskView) -> tuple[OutputFile, ...]:
-    """Those of the outputs its node named that were asked for."""
     if not view.outputs:
         return ()
     is_asked_for = paths.asked_for(view.spec.outputs)
@@ -218,7 +226,7 @@ def _member(view: MemberView) -> MemberDocument:
 
 
 def phase_of(view: TaskView) -> str | None:
-    """Where the attempt is; None: no node has it, or it stands in line there."""
+    """Phase of the current attempt; None while the task is in a queue, of the server or of its node."""
     if view.row.status is TaskStatus.RUNNING:
         return Phase.COLLECT.value if view.note == Phase.COLLECT else Phase.RUN.value
     return view.note if view.row.status is TaskStatus.LEASED else None
@@ -265,22 +273,20 @@ def batch(value: Batch) -> BatchDocument:
 
 
 def events(story: TaskStory) -> list[EventDocument]:
-    """The task's life so far, oldest first."""
     row = story.row
-    told = [_event(row.created_at, "queued", 0, None, "submitted; waits for a node")]
+    found = [_event(row.created_at, "queued", 0, None, "submitted; waiting for a node")]
     for attempt in sorted(story.attempts, key=lambda attempt: attempt.epoch):
-        told += _attempt(attempt)
-    told += _current(row, {attempt.epoch for attempt in story.attempts})
-    told += _noted(story)
-    return sorted(told, key=lambda event: (event.at, event.epoch, _ORDER.get(event.event, LAST)))
+        found += _attempt(attempt)
+    found += _current(row, {attempt.epoch for attempt in story.attempts})
+    found += _noted(story)
+    return sorted(found, key=lambda event: (event.at, event.epoch, _ORDER.get(event.event, LAST)))
 
 
 def _noted(story: TaskStory) -> list[EventDocument]:
-    """Phases that took their time, orders to make room, the newest checkpoint."""
     nodes: dict[int, NodeId] = {attempt.epoch: attempt.node for attempt in story.attempts}
     if story.row.node is not None:
         nodes.setdefault(story.row.epoch, story.row.node)
-    told = [
+    found = [
         _event(note.at, note.note, note.epoch, nodes.get(note.epoch), NOTED[note.note])
         for note in story.notes
     ]
@@ -288,38 +294,38 @@ def _noted(story: TaskStory) -> list[EventDocument]:
     if saved is not None:
         text = f"saved a checkpoint: {saved.files} files, {saved.size_bytes} bytes"
         where = nodes.get(saved.epoch)
-        told.append(_event(saved.saved_at, "checkpoint", saved.epoch, where, text))
-    return told
+        found.append(_event(saved.saved_at, "checkpoint", saved.epoch, where, text))
+    return found
 
 
 def _attempt(attempt: AttemptRow) -> list[EventDocument]:
     epoch, node = attempt.epoch, attempt.node
-    told = [_event(attempt.leased_at, "leased", epoch, node, f"leased to a node (epoch {epoch})")]
+    found = [_event(attempt.leased_at, "leased", epoch, node, f"leased to a node (epoch {epoch})")]
     if attempt.started_at is not None:
-        told.append(_event(attempt.started_at, "started", epoch, node, "started"))
+        found.append(_event(attempt.started_at, "started", epoch, node, "started"))
     text = f"the attempt ended: {attempt.reason.value.replace('_', ' ')}; back in the queue"
     if attempt.detail:
         text += f" ({attempt.detail[:200]})"
-    told.append(_event(attempt.ended_at, attempt.reason.value, epoch, node, text))
-    return told
+    found.append(_event(attempt.ended_at, attempt.reason.value, epoch, node, text))
+    return found
 
 
 def _current(row: TaskRow, archived: set[int]) -> list[EventDocument]:
-    told = []
+    found = []
     if row.epoch not in archived and row.node is not None:
         if row.leased_at is not None:
             text = f"leased to a node (epoch {row.epoch})"
-            told.append(_event(row.leased_at, "leased", row.epoch, row.node, text))
+            found.append(_event(row.leased_at, "leased", row.epoch, row.node, text))
         if row.started_at is not None:
-            told.append(_event(row.started_at, "started", row.epoch, row.node, "started"))
+            found.append(_event(row.started_at, "started", row.epoch, row.node, "started"))
     if row.finished_at is not None:
         text = row.status.text
         if row.reason is not None:
             text += f": {row.reason.value.replace('_', ' ')}"
         if row.exit_code is not None:
             text += f" with code {row.exit_code}"
-        told.append(_event(row.finished_at, row.status.value, row.epoch, row.node, text))
-    return told
+        found.append(_event(row.finished_at, row.status.value, row.epoch, row.node, text))
+    return found
 
 
 def _event(at: Instant, event: str, epoch: int, node: int | None, text: str) -> EventDocument:

@@ -1,4 +1,7 @@
-"""Why a task is where it is, when it will start, and what would start it now. It only reads; the long part is `explaining`'s."""
+"""Explanation of one task: why it waits or how it ended, its expected start, and changes that would start it now.
+
+Only reads. The search for changes runs in `scheduling.explaining`.
+"""
 
 from __future__ import annotations
 
@@ -23,57 +26,56 @@ from gpool.wire.documents import (
 )
 
 HOPELESS = frozenset({"over_quota", "flagged"})
-"""Codes under which the task never starts as it is, whatever ends."""
+"""Codes of tasks that never start unless they or their quota change; they get no estimate."""
 
 _NOT_ITS_OWN = frozenset(
     {EndReason.LOST, EndReason.HANDED_BACK, EndReason.PREEMPTED, EndReason.NODE_FAILED}
 )
 _UNSTARTED = frozenset({EndReason.SANDBOX_FAILED, EndReason.NODE_FAILED})
-
-
-_UNTRIED = " What would start it now was not all tried, because many ask at once: ask again later."
+_UNTRIED = " Not all changes that might start it now were tried, because of many requests; ask again later."
 
 
 async def explain(server: Server, who: Caller, id_: TaskId) -> ExplainDocument:
-    """`TooMany` when very many ask at once."""
+    """Explain a task to `who`; raises `TooMany` past the limit of concurrent explanations."""
     view = await query.task(server, who, id_)
     row = view.row
     if row.status.is_final:
-        return _document(view, Explanation("ended", _end_of(view)))
+        return explanation_document(view, Explanation("ended", _end_of(view)))
     refused = server.picture.rejected.explanation(id_, server.now)
     if refused is not None:
-        return _document(view, refused)
+        return explanation_document(view, refused)
     if row.status is TaskStatus.RUNNING or view.note is not None:
-        noted = view.note if row.status is not TaskStatus.RUNNING else None
-        doing = documents.NOTED[noted or documents.phase_of(view) or Phase.RUN.value]
-        return _document(view, Explanation("running", f"It {doing} on {_place(view) or 'a node'}."))
+        audit_entry = view.note if row.status is not TaskStatus.RUNNING else None
+        doing = documents.NOTED[audit_entry or documents.phase_of(view) or Phase.RUN.value]
+        return explanation_document(
+            view, Explanation("running", f"It {doing} on {_place(view) or 'a node'}.")
+        )
     with server.explaining.admitted():
         return await _explain(server, view, id_)
 
 
 async def _explain(server: Server, view: TaskView, id_: TaskId) -> ExplainDocument:
     picture, explaining, now = server.picture, server.explaining, server.now
-    told = await explaining.why(picture, id_, now)
+    reason = await explaining.why(picture, id_, now)
     if picture.state.queue_of(id_) is None:
-        return _document(view, told)
-    told = with_story(told, await _story(server, view.row))
+        return explanation_document(view, reason)
+    reason = with_story(reason, await _story(server, view.row))
     estimate = None
-    if told.position is not None and told.code not in HOPELESS:
-        estimate = await picture.forecasts.estimate(picture, now, id_, told.ahead)
+    if reason.position is not None and reason.code not in HOPELESS:
+        estimate = await picture.forecasts.estimate(picture, now, id_, reason.ahead)
     tried = Suggested()
-    if told.code != "next":
+    if reason.code != "next":
         tried = await explaining.suggestions(picture, id_, now)
     if not tried.is_complete and not tried.found:
-        told = replace(told, sentence=told.sentence + _UNTRIED)
-    return _document(view, told, estimate, tried.found)
+        reason = replace(reason, sentence=reason.sentence + _UNTRIED)
+    return explanation_document(view, reason, estimate, tried.found)
 
 
 async def _story(server: Server, row: TaskRow) -> Story:
-    """How its earlier attempts ended."""
     if not row.epoch:
         return Story()
-    told = await server.store.read(operations.story(row.id, None))
-    attempts = () if told is None else told.attempts
+    story = await server.store.read(operations.story(row.id, None))
+    attempts = () if story is None else story.attempts
     tried = [each for each in attempts if each.started_at is None and each.reason in _UNSTARTED]
     own = [each for each in attempts if each.reason not in _NOT_ITS_OWN and each not in tried]
     lost = [each for each in attempts if each.reason is EndReason.LOST]
@@ -103,9 +105,9 @@ def _where(server: Server, attempt: AttemptRow) -> str:
     return encode("node", attempt.node) if known is None else known.name
 
 
-def _document(
+def explanation_document(
     view: TaskView,
-    told: Explanation,
+    reason: Explanation,
     estimate: Estimate | None = None,
     found: tuple[Suggestion, ...] = (),
 ) -> ExplainDocument:
@@ -113,10 +115,10 @@ def _document(
     return ExplainDocument(
         id=encode("task", row.id),
         status=row.status.value,
-        sentence=told.sentence,
-        position=told.position,
-        code=told.code,
-        ahead=None if told.position is None else told.ahead,
+        sentence=reason.sentence,
+        position=reason.position,
+        code=reason.code,
+        ahead=None if reason.position is None else reason.ahead,
         tries=row.tries,
         losses=row.losses,
         estimate=None
@@ -134,7 +136,6 @@ def _document(
 
 
 def _change(view: TaskView, one: Suggestion) -> str:
-    """What to say instead; on one node there is no gang, of which the rest could be said."""
     spec, left_out = view.spec, []
     if one.requirements.nodes == 1 < spec.requirements.nodes:
         left_out += ["--engine"] * (spec.engine is not Engine.NONE)
@@ -143,7 +144,6 @@ def _change(view: TaskView, one: Suggestion) -> str:
 
 
 def _place(view: TaskView) -> str:
-    """The node; of a gang all of them, with their ranks."""
     if len(view.members) < 2:
         return view.node_name or ""
     return list_of([ranked(each.node_name or "a node", each.rank) for each in view.members])
@@ -155,6 +155,6 @@ def _end_of(view: TaskView) -> str:
     reason = row.reason.value.replace("_", " ") if row.reason else ""
     why = f": {reason}" if reason not in ("", row.status.text) else ""
     code = f" with code {row.exit_code}" if row.exit_code is not None else ""
-    said = (row.error_text or "").strip().rpartition("\n")[2][:300]
+    last_line = (row.error_text or "").strip().rpartition("\n")[2][:300]
     ended = "was cancelled" if row.status is TaskStatus.CANCELLED else row.status.text
-    return f"It {ended}{where}{why}{code}." + (f" {said}" if said else "")
+    return f"It {ended}{where}{why}{code}." + (f" {last_line}" if last_line else "")

@@ -1,4 +1,4 @@
-"""A task's output: as rows while they are there, later from one artifact; a page at a time or followed to the end."""
+"""Output of a task: read from rows, or from the artifact they were sealed into; as pages or as a stream to the end."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _line_decoder = msgspec.json.Decoder(LogLine)
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class OutputPage:
     items: list[LogDocument]
     next: int | None
     ended: bool
 
 
-class _Texts:
-    """Chunks as text: a character cut in two by a chunk's end is put together again."""
+class _ChunkDecoder:
+    """Decoder of chunks: joins characters that were split at the end of a chunk."""
 
     def __init__(self) -> None:
         self._decoders: dict[tuple[int, int], codecs.IncrementalDecoder] = {}
@@ -54,12 +54,12 @@ class _Texts:
         )
 
 
-async def page(server: Server, who: Caller, id_: TaskId, after: int) -> Page:
+async def page(server: Server, who: Caller, id_: TaskId, after: int) -> OutputPage:
     view = await query.task(server, who, id_)
     lines = await _after(server, view, after)
     more = len(lines) >= LOG_ROWS
-    return Page(
-        _Texts().documents(lines),
+    return OutputPage(
+        _ChunkDecoder().documents(lines),
         lines[-1].cursor if more else None,
         view.row.status.is_final and not more,
     )
@@ -68,31 +68,31 @@ async def page(server: Server, who: Caller, id_: TaskId, after: int) -> Page:
 async def follow(
     server: Server, who: Caller, id_: TaskId, after: int
 ) -> AsyncIterator[list[LogDocument] | ProgressDocument]:
-    """What is there, then what comes, until the task has ended; an empty list now and then while nothing comes.
+    """Output so far and as it comes, until the task has ended, with progress documents whenever the phase changes.
 
-    In between, where the task is whenever that has changed.
+    An empty list is a sign of life after `SILENCE_S` without output.
     """
     await query.task(server, who, id_)
-    return _follow(server, who, id_, after)
+    return _follow(server, id_, after)
 
 
 async def _follow(
-    server: Server, who: Caller, id_: TaskId, after: int
+    server: Server, id_: TaskId, after: int
 ) -> AsyncIterator[list[LogDocument] | ProgressDocument]:
-    texts = _Texts()
-    told: ProgressDocument | None = None
+    chunks = _ChunkDecoder()
+    last: ProgressDocument | None = None
     with server.hub.subscription(id_) as changed:
         while True:
-            # The task first, then its output: what a finished task wrote is there already.
-            view = await query.task(server, who, id_)
+            # The task is read before its output, so that all output of a finished task is seen.
+            view = await query.task_again(server, id_)
             now = documents.progress(view)
-            if now != told and not view.row.status.is_final:
-                told = now
+            if now != last and not view.row.status.is_final:
+                last = now
                 yield now
             lines = await _after(server, view, after)
             if lines:
                 after = lines[-1].cursor
-                yield texts.documents(lines)
+                yield chunks.documents(lines)
             elif view.row.status.is_final:
                 return
             else:

@@ -1,4 +1,4 @@
-"""Reading tasks and batches, and waiting for them. Whoever may not see something is told it is not there."""
+"""Reading of tasks and batches, and waiting for their ends. An object the caller may not see is reported as missing."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from gpool.core.ids import BatchId, TaskId, encode
+from gpool.core.errors import NotFound
+from gpool.core.ids import BatchId, TaskId, UserId, encode
 from gpool.core.model import TaskStatus
-from gpool.core.permissions import POOL, Action, ObjectKind, TeamId, Thing, missing
+from gpool.core.permissions import Action, ObjectKind, TeamId, Thing, missing
 from gpool.server.actions.tasks import documents
 from gpool.server.identity.authorization import batch_thing, own, permit, task_thing
 from gpool.server.server import Server
@@ -22,7 +23,7 @@ from gpool.wire.documents import EventDocument
 
 RESULT_ROWS = 1000
 SILENCE_S = 15.0
-"""A stream with nothing to say sends a blank line this often, so that no proxy takes it for dead."""
+"""Interval of blank lines on an idle stream, which keep proxies from closing it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,29 +35,45 @@ class Listing:
     team: TeamId | None = None
 
 
-async def task(server: Server, who: Caller, id_: TaskId) -> TaskView:
+async def task(
+    server: Server, who: Caller, id_: TaskId, action: Action = Action.TASK_READ
+) -> TaskView:
     view = await server.store.read(brief(operations.task(id_, None)))
-    permit(who, Action.TASK_READ, task_thing(view), named(id_))
+    permit(who, action, task_thing(view), named(id_))
     assert view is not None
     return view
 
 
+async def task_again(server: Server, id_: TaskId) -> TaskView:
+    """The task as it is now, for a caller whose permission was asked before in the same request."""
+    view = await server.store.read(brief(operations.task(id_, None)))
+    if view is None:
+        raise NotFound(f"no {named(id_)} of yours")
+    return view
+
+
 async def list_tasks(server: Server, who: Caller, listing: Listing) -> tuple[TaskView, ...]:
-    """Newest first. One's own, a team's, or everybody's when an operator asks for it."""
-    if listing.everybody:
-        permit(who, Action.TASKS_LIST_ALL, POOL)
-    else:
-        thing = await in_the_name_of(server, who, listing.team)
-        permit(who, Action.TASKS_LIST, thing, _team(listing.team))
-    mine = None if listing.everybody or listing.team is not None else who.user.id
-    teams = () if listing.everybody or listing.team is None else (listing.team,)
+    """Tasks of the caller, of a team or (the route has checked TASKS_LIST_ALL) of everybody, newest first."""
+    user, team = await listed_account(server, who, listing.everybody, listing.team)
+    teams = () if team is None else (team,)
     return await server.store.read(
-        operations.tasks(mine, listing.before, listing.limit, tuple(listing.statuses), teams)
+        operations.tasks(user, listing.before, listing.limit, tuple(listing.statuses), teams)
     )
 
 
-async def in_the_name_of(server: Server, who: Caller, team: TeamId | None) -> Thing:
-    """The account that acts: one's own, or a team's. Only who is not in it is looked up for: is there one at all?"""
+async def listed_account(
+    server: Server, who: Caller, everybody: bool, team: TeamId | None
+) -> tuple[UserId | None, TeamId | None]:
+    """User or team whose tasks are listed, after asking whether `who` may; neither: everybody's."""
+    if everybody:
+        return None, None
+    thing = await acting_account(server, who, team)
+    permit(who, Action.TASKS_LIST, thing, _team(team))
+    return (who.user.id, None) if team is None else (None, team)
+
+
+async def acting_account(server: Server, who: Caller, team: TeamId | None) -> Thing:
+    """The caller's own account, or the team's; a team the caller is not in is looked up, as it may not exist."""
     if team is None:
         return own(who)
     if team not in who.teams and await server.store.read(teams_operations.team(team)) is None:
@@ -69,20 +86,19 @@ def _team(team: TeamId | None) -> str:
 
 
 async def wait_for_task(server: Server, who: Caller, id_: TaskId, seconds: float) -> TaskView:
-    """The task once it has ended, or as it is when the time is over."""
-    ends = asyncio.get_running_loop().time() + seconds
+    clock = asyncio.get_running_loop().time
+    ends = clock() + seconds
     with server.hub.subscription(id_) as changed:
-        while True:
-            view = await task(server, who, id_)
-            left = ends - asyncio.get_running_loop().time()
-            if view.row.status.is_final or left <= 0:
-                return view
+        view = await task(server, who, id_)
+        while not view.row.status.is_final and (left := ends - clock()) > 0:
             await changed.wait(left)
+            view = await task_again(server, id_)
+        return view
 
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """Tasks of one batch whose results are wanted; `fresh`: committed just now, they cannot have ended yet."""
+    """Tasks of one batch whose results are awaited; `fresh`: just committed, so none can have ended yet."""
 
     batch: BatchId
     tasks: Sequence[TaskId]
@@ -92,7 +108,7 @@ class Awaited:
 async def wait_for_results(
     server: Server, awaited: Awaited, seconds: float
 ) -> list[BatchResult] | None:
-    """The results in the order of the tasks; None when the time is over first."""
+    """Results in the order of the tasks; None if some have not ended after `seconds`."""
     clock = asyncio.get_running_loop().time
     ends = clock() + seconds
     found: dict[TaskId, BatchResult] = {}
@@ -115,17 +131,26 @@ async def wait_for_results(
                 return None
 
 
-async def batch(server: Server, who: Caller, id_: BatchId) -> Batch:
+async def batch(
+    server: Server, who: Caller, id_: BatchId, action: Action = Action.BATCH_READ
+) -> Batch:
     found = await server.store.read(operations.batch(id_, None))
-    permit(who, Action.BATCH_READ, batch_thing(found), f"batch {encode('batch', id_)}")
+    permit(who, action, batch_thing(found), f"batch {encode('batch', id_)}")
     assert found is not None
+    return found
+
+
+async def batch_again(server: Server, id_: BatchId) -> Batch:
+    found = await server.store.read(operations.batch(id_, None))
+    if found is None:
+        raise NotFound(f"no batch {encode('batch', id_)} of yours")
     return found
 
 
 async def batch_results(
     server: Server, who: Caller, id_: BatchId, after: int
 ) -> AsyncIterator[bytes]:
-    """NDJSON from `after` on, as the tasks end, until the batch is closed and done."""
+    """Results past `after` as NDJSON, as tasks end, until the batch is closed and done."""
     await batch(server, who, id_)
     return _results(server, who, id_, after)
 

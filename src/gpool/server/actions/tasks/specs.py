@@ -1,4 +1,4 @@
-"""From what a consumer wrote to what the pool runs. Accepts what no node can do today; refuses what none ever could."""
+"""Conversion of a submitted request into a task spec. Refuses specs that no node could ever run, whatever joins later."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from gpool.wire.documents import TaskRequest
 from gpool.wire.frames import MAX_SPEC_BYTES, weight_of
 
 MAX_WORDS_BYTES = 128 * 1024
-"""Command and variables together: what every kernel takes."""
+"""Limit of command and environment together, which every kernel accepts."""
 
 MAX_BYTES = 1 << 50
-"""A petabyte: more memory, disk or input than this is a slip of the hand."""
+"""One petabyte: a larger memory, disk or input size is taken for a typing error."""
 
 
 def spec_of(request: TaskRequest) -> TaskSpec:
-    """The spec a request asks for, its artifacts unseen; `Invalid` or `Unprocessable` with what to do."""
+    """The spec of a request, without a look at its artifacts; raises `Invalid` or `Unprocessable`."""
     if (request.command is None) == (request.function is None):
         raise Invalid("give exactly one of 'command' and 'function'")
     kind = TaskKind.COMMAND if request.function is None else TaskKind.FUNCTION
@@ -75,13 +75,12 @@ def spec_of(request: TaskRequest) -> TaskSpec:
         engine=Engine(request.engine),
         on_loss=OnLoss(request.on_loss),
     )
-    if spec.inputs or spec.outputs:  # nothing else is without a limit of its own
+    if spec.inputs or spec.outputs:  # every other field has its own limit
         _check_weight(spec)
     return spec
 
 
 def _check_gang(request: TaskRequest, command: tuple[str, ...]) -> None:
-    """What `nodes`, `engine` and `on_loss` say together; which command each can start."""
     nodes, engine = request.nodes, Engine(request.engine)
     if nodes == 1:
         if engine is not Engine.NONE:
@@ -91,7 +90,7 @@ def _check_gang(request: TaskRequest, command: tuple[str, ...]) -> None:
             )
         if OnLoss(request.on_loss) is not OnLoss.REFORM:
             raise Invalid(
-                f"'on_loss' is {request.on_loss!r} and 'nodes' is 1; it says what becomes of a gang: ask for 2 nodes "
+                f"'on_loss' is {request.on_loss!r} and 'nodes' is 1; it applies to gangs only: ask for 2 nodes "
                 "or more, or leave it out"
             )
         return
@@ -102,8 +101,8 @@ def _check_gang(request: TaskRequest, command: tuple[str, ...]) -> None:
         )
     if Tier(request.tier) is not Tier.CONTAINER:
         raise Invalid(
-            f"'nodes' is {nodes} and 'tier' is {request.tier!r}; the members of a gang have a network of their own, "
-            "which only tier 'container' gives: leave 'tier' out"
+            f"'nodes' is {nodes} and 'tier' is {request.tier!r}; the members of a gang share a network, "
+            "which only tier 'container' provides: leave 'tier' out"
         )
     program = command[0].rpartition("/")[2] if command else ""
     if engine is Engine.TORCHRUN and program in ("torchrun", "accelerate"):
@@ -114,12 +113,12 @@ def _check_gang(request: TaskRequest, command: tuple[str, ...]) -> None:
 
 
 def _check_weight(spec: TaskSpec) -> None:
-    """What does not fit into a frame would cut off every node it is granted to."""
+    """Refuse a spec too large for a frame: the frame would disconnect every node it is granted to."""
     try:
         weight = weight_of(spec)
     except UnicodeEncodeError:
         raise Invalid(
-            "the task holds half a character (a lone surrogate); send valid text"
+            "the task contains a lone surrogate, which is not valid text; send valid UTF-8"
         ) from None
     if weight > MAX_SPEC_BYTES:
         raise _too_many_names(len(spec.inputs), len(spec.outputs))
@@ -127,8 +126,8 @@ def _check_weight(spec: TaskSpec) -> None:
 
 def _too_many_names(inputs: int, outputs: int) -> TooLarge:
     return TooLarge(
-        f"the names of {inputs} inputs and {outputs} outputs are longer than the {MAX_SPEC_BYTES} bytes "
-        "that go through; put the files into one archive"
+        f"the names of {inputs} inputs and {outputs} outputs take more than {MAX_SPEC_BYTES} bytes, "
+        "the limit of a task; put the files into one archive"
     )
 
 
@@ -137,7 +136,6 @@ def _default_name(command: tuple[str, ...]) -> str:
 
 
 def _recipe(request: TaskRequest) -> Recipe | None:
-    """What was asked for in the normal form; None: the node's own environment will do."""
     given, function = request.recipe, request.function
     if given is None:
         kind = environment.kind_of(request.environment)
@@ -147,9 +145,7 @@ def _recipe(request: TaskRequest) -> Recipe | None:
             )
         return None
     if request.environment != environment.DEFAULT:
-        raise Invalid(
-            f"give 'recipe' or 'environment' ({request.environment[:60]!r}), not both; the recipe names its own"
-        )
+        raise Invalid(f"give 'recipe' or 'environment' ({request.environment[:60]!r}), not both")
     made = environment.recipe(given.python, tuple(given.packages), given.image or "")
     if function is None:
         return None if made == Recipe() else made
@@ -160,7 +156,7 @@ def _recipe(request: TaskRequest) -> Recipe | None:
         )
     if made.image:
         return made
-    # the function's own minor is a placement constraint already; what is built for it must be of that minor
+    # The function's Python version constrains placement already; the environment must be built for the same version.
     return Recipe(function.python, made.packages) if made.packages else None
 
 
@@ -174,12 +170,11 @@ def _preload(modules: list[str]) -> tuple[str, ...]:
 
 
 def _checkpoint(request: TaskRequest) -> str:
-    """The directory, with a slash at its end."""
     if request.checkpoint is None:
         return ""
     if request.function is not None:
         raise Invalid(
-            "'checkpoint' belongs to a command: a function has no directory that is kept; "
+            "'checkpoint' applies to commands: a function has no directory to save; "
             "run it as a script, or leave 'checkpoint' out"
         )
     try:
@@ -213,7 +208,6 @@ def _requirements(request: TaskRequest, recipe: Recipe | None) -> Requirements:
 
 
 def _python(request: TaskRequest, recipe: Recipe | None) -> str | None:
-    """The minor a node must have; an image brings its own."""
     if recipe is not None and recipe.image:
         return None
     if request.function is not None:
@@ -233,11 +227,11 @@ def _size(field: str, text: str | None) -> int | None:
     try:
         size = gpuspec.parse_bytes(text)
     except BadGpuSpec as error:
-        said = error.detail.partition("\n")[0].removeprefix("GPU requirement ")
-        said = said.replace("any GPU", "any machine")
-        raise Invalid(f"'{field}' is {said}") from None
+        problem = error.detail.partition("\n")[0].removeprefix("GPU requirement ")
+        problem = problem.replace("any GPU", "any machine")
+        raise Invalid(f"'{field}' is {problem}") from None
     if size <= 0:
-        raise Invalid(f"'{field}' is {text[:40]!r}; give more than nothing, or leave it out")
+        raise Invalid(f"'{field}' is {text[:40]!r}; give a size above 0, or leave it out")
     if size > MAX_BYTES:
         raise Unprocessable(f"'{field}' is {text[:40]!r}; no machine has more than 1 PB")
     return size
@@ -248,12 +242,12 @@ def _check_words(field: str, words: Iterable[str]) -> None:
     for word in words:
         if "\0" in word:
             raise Invalid(
-                f"'{field}' holds a NUL character, which no program can be given; remove it"
+                f"'{field}' contains a NUL character, which no program can receive; remove it"
             )
         total += len(word.encode()) + 1
     if total > MAX_WORDS_BYTES:
         raise Invalid(
-            f"'{field}' is {total} bytes long, at most {MAX_WORDS_BYTES} go through; use an input file"
+            f"'{field}' has {total} bytes; at most {MAX_WORDS_BYTES} are allowed: use an input file"
         )
 
 
@@ -261,13 +255,13 @@ def _check_env(field: str, env: Mapping[str, str]) -> None:
     for name in env:
         if not name or "=" in name:
             raise Invalid(
-                f"'{field}' has a variable called {name[:40]!r}; a name is not empty and holds no '='"
+                f"'{field}' has a variable named {name[:40]!r}; a name must not be empty or contain '='"
             )
     _check_words(field, [*env.keys(), *env.values()])
 
 
 def _check_secrets(request: TaskRequest) -> None:
-    """Says names, never values."""
+    """Errors name the secrets and never contain their values."""
     for name in request.secrets:
         if name in request.env:
             raise Invalid(f"'{name[:40]}' is in 'env' and in 'secrets'; leave it out of one")
@@ -279,7 +273,9 @@ def secrets_of(request: TaskRequest) -> dict[str, str]:
 
 
 def _inputs(request: TaskRequest) -> tuple[InputFile, ...]:
-    if sum(len(item.path) for item in request.inputs) > MAX_SPEC_BYTES:  # before each is looked at
+    if (
+        sum(len(item.path) for item in request.inputs) > MAX_SPEC_BYTES
+    ):  # before each path is checked
         raise _too_many_names(len(request.inputs), len(request.outputs))
     seen: dict[str, str] = {}
     for item in request.inputs:
@@ -307,15 +303,15 @@ def _distinct(field: str, path: str, seen: dict[str, str]) -> None:
     folded = paths.folded(path)
     if folded in seen:
         raise Invalid(
-            f"'{field}' names '{path}' and '{seen[folded]}', which are one file on some machines; rename one"
+            f"'{field}' names '{path}' and '{seen[folded]}', which are the same file on case-insensitive machines; rename one"
         )
     seen[folded] = path
 
 
 def _no_file_is_a_folder(seen: dict[str, str]) -> None:
-    """With NUL for '/', which sorts before every letter, what lies beneath a name comes right after it."""
+    """Refuse a path that is a file and a folder. With NUL for '/', a folder's content sorts right behind its name."""
     ordered = sorted(folded.replace("/", "\0") for folded in seen)
     for above, below in pairwise(ordered):
         if below.startswith(above + "\0"):
             parent, path = (seen[name.replace("\0", "/")] for name in (above, below))
-            raise Invalid(f"input '{parent}' is a file and the folder of '{path}'; rename one")
+            raise Invalid(f"input '{parent}' is a file and also the folder of '{path}'; rename one")

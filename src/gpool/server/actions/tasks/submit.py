@@ -1,4 +1,4 @@
-"""Submitting tasks: one spec, one or many tasks, one commit. Makes no model per task."""
+"""Submission of tasks: one spec, one or many tasks, one commit. Builds no pydantic model per task."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from gpool.core.errors import GpoolError, Invalid, TooLarge, TooMany, Unprocessa
 from gpool.core.ids import BatchId, SpecId, TaskId, UserId, decode, encode
 from gpool.core.model import INLINE_LIMIT_BYTES, KIB
 from gpool.core.permissions import Action, TeamId
-from gpool.server.actions.operators.quotas import most_queued, rooms_in_queue
-from gpool.server.actions.tasks.id_text import spell
-from gpool.server.actions.tasks.query import in_the_name_of
+from gpool.server.actions.operators.quotas import most_queued, queue_quota_errors
+from gpool.server.actions.tasks.documents import encode_many
+from gpool.server.actions.tasks.query import acting_account
 from gpool.server.actions.tasks.specs import secrets_of, spec_of
 from gpool.server.identity.authorization import batch_thing, permit
 from gpool.server.identity.secrets.sealer import secret_place
@@ -36,36 +36,34 @@ from gpool.wire.documents import MAX_BATCH, TaskRequest
 from gpool.wire.frames import weight_of
 
 
-class _Answer(msgspec.Struct, frozen=True):
-    """`wire.documents.SubmittedDocument`, as fast as it has to be."""
-
+class _SubmittedAnswer(msgspec.Struct, frozen=True):
     batch: str
     first_position: int
     ids: list[str]
 
 
 _encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(_Answer).decode
+_decode = msgspec.json.Decoder(_SubmittedAnswer).decode
 _MAX_BASE64 = (INLINE_LIMIT_BYTES + 2) // 3 * 4
 
 
 GATHERED_TASKS = 100
-"""A submission of more tasks is worth a write of its own."""
+"""Submissions of more tasks are written alone."""
 
 GATHERED_BYTES = 128 * KIB
-"""And so is a heavier one: PostgreSQL takes no statement past a gigabyte, however many came together."""
+"""Larger submissions are written alone: PostgreSQL limits a statement to 1 GB, however many are written together."""
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
-    """A submission on its way into the store. It counts as arriving until it is folded or refused."""
+class _Pending:
+    """A submission before its commit. Its tasks count as arriving until the scheduler has folded or refused them."""
 
     server: Server
     who: Caller
     submission: Submission
     once: Once | None
     is_counted: bool = False
-    is_in_group: bool = False  # being written with others, whatever becomes of who asked
+    is_in_group: bool = False  # written with others, even if its request is cancelled
 
     def arrives(self) -> None:
         if not self.is_counted:
@@ -84,7 +82,7 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Durable. `body` is the document; `batch` and `tasks` are what it names; not `fresh`: it happened before."""
+    """A committed submission. `body` is the encoded answer; `fresh` is false for a repetition."""
 
     body: bytes
     batch: BatchId
@@ -93,12 +91,11 @@ class Accepted:
 
 
 async def submit(server: Server, who: Caller, request: TaskRequest, once: Once | None) -> Accepted:
-    """Checks, commits, and lets the scheduler know. Under a repeated key: the first answer."""
     team = None if request.team is None else TeamId(decode("team", request.team))
-    thing = await in_the_name_of(server, who, team)
+    thing = await acting_account(server, who, team)
     permit(who, Action.TASK_SUBMIT, thing, f"team {request.team}")
     submission = await _submission(server, who, request, team)
-    entry = _Entry(server, who, submission, once)
+    entry = _Pending(server, who, submission, once)
     _let_in(entry)
     take = server.submitting.take if _is_light(submission) else server.submitting.take_alone
     try:
@@ -118,17 +115,17 @@ async def submit(server: Server, who: Caller, request: TaskRequest, once: Once |
             fresh=False,
         )
     if not submitted.tasks:
-        server.hub.publish((submitted.batch,))  # closed: those who stream its results may be done
+        server.hub.publish((submitted.batch,))  # closed: streams of its results may end
     ids = tuple([task.id for task in submitted.tasks])
     return Accepted(body, submitted.batch, ids, fresh=True)
 
 
-def _let_in(entry: _Entry) -> None:
+def _let_in(entry: _Pending) -> None:
     """No more than the queue takes, with all that is on its way into it."""
     picture, most = entry.server.picture, entry.server.settings.max_queued
     waiting = picture.waiting + picture.arriving
     if waiting + len(entry.submission.tasks) > most:
-        raise TooMany(f"{waiting} tasks wait already, the queue is full; try again later")
+        raise TooMany(f"the queue is full with {waiting} waiting tasks; try again later")
     entry.arrives()
 
 
@@ -144,12 +141,12 @@ def _is_light(s: Submission) -> bool:
 _Outcome = Answered[SubmittedTasks] | GpoolError
 
 
-def batching() -> WriteBatcher[_Entry, list[_Outcome], _Outcome]:
+def batching() -> WriteBatcher[_Pending, list[_Outcome], _Outcome]:
     """Return the batcher of a server's submissions."""
     return WriteBatcher(_write, _fold)
 
 
-async def _write(group: Sequence[_Entry]) -> list[_Outcome]:
+async def _write(group: Sequence[_Pending]) -> list[_Outcome]:
     server, is_written = group[0].server, False
     for entry in group:
         entry.is_in_group = True
@@ -164,7 +161,7 @@ async def _write(group: Sequence[_Entry]) -> list[_Outcome]:
             _leave(group)
 
 
-def _fold(group: Sequence[_Entry], answers: list[_Outcome]) -> list[_Outcome]:
+def _fold(group: Sequence[_Pending], answers: list[_Outcome]) -> list[_Outcome]:
     picture, is_folded = group[0].server.picture, False
     try:
         for entry, answered in zip(group, answers, strict=True):
@@ -178,7 +175,7 @@ def _fold(group: Sequence[_Entry], answers: list[_Outcome]) -> list[_Outcome]:
     return answers
 
 
-def _leave(group: Sequence[_Entry]) -> None:
+def _leave(group: Sequence[_Pending]) -> None:
     for entry in group:
         entry.is_in_group = False
         entry.arrived()
@@ -212,7 +209,7 @@ async def _submission(
 async def _sealed(
     server: Server, user: UserId, spec: SpecId, request: TaskRequest
 ) -> tuple[tuple[tuple[str, bytes], ...], str]:
-    """The secrets, each sealed for its place; and their mark, equal for equal secrets of this user."""
+    """Each secret sealed for its spec, and a fingerprint that is equal for equal secrets of this user."""
     given = sorted(secrets_of(request).items())
     await server.sealer.prepare()
     sealed = tuple(
@@ -229,9 +226,9 @@ def _tasks(server: Server, request: TaskRequest) -> list[NewTask]:
         return [NewTask(TaskId(id_), position) for position, id_ in enumerate(ids)]
     calls = request.calls
     if calls is None:
-        raise Invalid("a function needs 'calls': one entry of pickled arguments for each run")
+        raise Invalid("a function needs 'calls': one entry of pickled arguments per run")
     if not calls and request.batch is None:
-        raise Invalid("'calls' is empty; give at least one call, or the 'batch' this closes")
+        raise Invalid("'calls' is empty; give at least one call, or the 'batch' to close")
     if len(calls) > MAX_BATCH:
         raise TooLarge(f"{len(calls)} calls; at most {MAX_BATCH} in one request, more with 'batch'")
     new = []
@@ -247,7 +244,7 @@ def _tasks(server: Server, request: TaskRequest) -> list[NewTask]:
                 )
         if len(text) > _MAX_BASE64:
             raise TooLarge(
-                f"calls[{position}] holds more than {INLINE_LIMIT_BYTES} bytes; "
+                f"calls[{position}] has more than {INLINE_LIMIT_BYTES} bytes; "
                 "upload it as an artifact and give 'payload_sha256'"
             )
         try:
@@ -255,17 +252,15 @@ def _tasks(server: Server, request: TaskRequest) -> list[NewTask]:
         except (binascii.Error, ValueError):
             raise Invalid(f"calls[{position}] is not base64") from None
         if len(payload) > INLINE_LIMIT_BYTES:
-            raise TooLarge(
-                f"calls[{position}] holds {len(payload)} bytes; upload it as an artifact"
-            )
+            raise TooLarge(f"calls[{position}] has {len(payload)} bytes; upload it as an artifact")
         if not payload and not sha256:
-            raise Invalid(f"calls[{position}] is empty; it holds the pickled (args, kwargs)")
+            raise Invalid(f"calls[{position}] is empty; it must be the pickled (args, kwargs)")
         new.append(NewTask(TaskId(id_), position, payload, sha256))
     return new
 
 
 @operation
-def _submit(group: Sequence[_Entry], most: int | None) -> Operation[list[_Outcome]]:
+def _submit(group: Sequence[_Pending], most: int | None) -> Operation[list[_Outcome]]:
     """Submit those that nothing stands against; the others are answered with the reason, or with an earlier answer."""
     outcomes: dict[int, _Outcome] = {}
     saved = yield from idempotency.saved({entry.key for entry in group if entry.key is not None})
@@ -288,7 +283,7 @@ def _submit(group: Sequence[_Entry], most: int | None) -> Operation[list[_Outcom
             allowed.append(place)
         else:
             outcomes[place] = refusal
-    full = yield from rooms_in_queue(
+    full = yield from queue_quota_errors(
         group[0].server, [group[place].submission for place in allowed], most
     )
     outcomes |= {place: why for place, why in zip(allowed, full, strict=True) if why is not None}
@@ -312,8 +307,8 @@ def _submit(group: Sequence[_Entry], most: int | None) -> Operation[list[_Outcom
 
 
 def _repeated(
-    entry: _Entry,
-    group: Sequence[_Entry],
+    entry: _Pending,
+    group: Sequence[_Pending],
     first: Mapping[tuple[UserId, str], int],
     outcomes: Mapping[int, _Outcome],
 ) -> _Outcome:
@@ -328,7 +323,7 @@ def _repeated(
     return found if isinstance(found, GpoolError) else Answered(None, found.body)
 
 
-def _may_extend(entry: _Entry) -> Operation[GpoolError | None]:
+def _may_extend(entry: _Pending) -> Operation[GpoolError | None]:
     submission = entry.submission
     if submission.is_new_batch:
         return None
@@ -354,9 +349,9 @@ def _batch(id_: BatchId) -> str:
 
 def _document(submitted: SubmittedTasks) -> bytes:
     return _encode(
-        _Answer(
+        _SubmittedAnswer(
             encode("batch", submitted.batch),
             submitted.first_position,
-            spell("task", [task.id for task in submitted.tasks]),
+            encode_many("task", [task.id for task in submitted.tasks]),
         )
     )

@@ -1,32 +1,29 @@
-"""Routes of coming in and of one's own account: registering, sign-ins, sessions, wallets, API keys."""
+"""Routes of accounts: registration, sign-in, sessions, wallets, API keys."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path
+from fastapi import Path
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gpool.core.errors import Forbidden
 from gpool.core.ids import decode
-from gpool.core.permissions import POOL, Action
+from gpool.core.permissions import Action
 from gpool.server.actions.accounts import accounts, keys, oidc, sessions, wallets
-from gpool.server.api.openapi import Responses, body, ok
-from gpool.server.api.requests import (
-    address_of,
-    body_of,
-    caller_if_any,
+from gpool.server.api.callers import address_of, caller_if_any, check, server_of, user_of
+from gpool.server.api.endpoints import NO_CONTENT, EndpointRouter, created
+from gpool.server.api.messages import (
+    answer,
+    document_of,
+    no_content,
     once_of,
-    parsed,
-    server_of,
-    user_of,
+    tagged,
+    uncached,
 )
-from gpool.server.api.responses import answer, tagged
-from gpool.server.identity.authorization import permit
-from gpool.server.store.identity_values import Caller
+from gpool.server.identity.throttle import RouteClass
+from gpool.server.store.values import NodeCredentials
 from gpool.wire.identity import (
-    JwksDocument,
     KeyMade,
     KeyPage,
     KeyRequest,
@@ -50,261 +47,254 @@ from gpool.wire.identity import (
     WalletUnlink,
 )
 
-router = APIRouter(tags=["accounts"])
+routes = EndpointRouter("accounts")
 
-KEY = Annotated[str, Path(description="An API key's id, k-…")]
-SESSION = Annotated[str, Path(description="A session's id", max_length=64)]
-WALLET = Annotated[str, Path(description="A wallet's address, 0x…")]
-_MADE: Responses = {201: {"model": UserDocument, "description": "Made"}}
-_NO_STORE = {"Cache-Control": "no-store"}
-
-
-def _secret(document: TokensDocument | KeyMade | NonceDocument, status: int = 200) -> Response:
-    """What no cache on the way may keep."""
-    made = answer(document, status)
-    made.headers.update(_NO_STORE)
-    return made
+KEY = Annotated[str, Path(description="API key id, k-…")]
+SESSION = Annotated[str, Path(description="Session id", max_length=64)]
+WALLET = Annotated[str, Path(description="Wallet address, 0x…")]
+SIGN_IN = RouteClass.SIGN_IN
 
 
 def _label(request: Request) -> str:
     return request.headers.get("user-agent", "")
 
 
-# ---- coming in
+# ---- registration and sign-in
 
 
-@router.post(
+@routes.post(
     "/v1/users",
-    status_code=201,
-    openapi_extra=body(UserRequest),
-    responses=_MADE,
-    response_class=Response,
+    Action.REGISTER,
+    rate=SIGN_IN,
+    body=UserRequest,
+    returns=created(UserDocument),
+    problems=(403, 409),
 )
-async def register(request: Request) -> Response:
-    """A new account with a password, where registration is open or with an invite."""
-    wanted = parsed(UserRequest, await body_of(request))
+async def register_user(request: Request) -> Response:
+    """Register an account with a password, where registration is open, or with an invite."""
+    wanted, _ = await document_of(request, UserRequest)
     return answer(await accounts.register(server_of(request), wanted), 201)
 
 
-@router.post(
+@routes.post(
     "/v1/auth/password",
-    openapi_extra=body(PasswordSignIn),
-    responses=ok(TokensDocument),
-    response_class=Response,
+    Action.SIGN_IN,
+    rate=SIGN_IN,
+    body=PasswordSignIn,
+    returns=TokensDocument,
+    problems=(401, 403),
 )
-async def sign_in_by_password(request: Request) -> Response:
+async def sign_in_with_password(request: Request) -> Response:
     """Sign in with name and password."""
-    wanted = parsed(PasswordSignIn, await body_of(request))
-    found = await sessions.by_password(
+    wanted, _ = await document_of(request, PasswordSignIn)
+    found = await sessions.sign_in_with_password(
         server_of(request), wanted.name, wanted.password, _label(request), address_of(request)
     )
-    return _secret(found)
+    return uncached(found)
 
 
-@router.post("/v1/auth/wallet/nonce", responses=ok(NonceDocument), response_class=Response)
-async def wallet_nonce(request: Request) -> Response:
-    """What the next sign-in message must hold."""
-    return _secret(await wallets.nonce(server_of(request)))
+@routes.post("/v1/auth/wallet/nonce", Action.SIGN_IN, rate=SIGN_IN, returns=NonceDocument)
+async def create_wallet_nonce(request: Request) -> Response:
+    """Get the nonce that the next sign-in message must contain."""
+    return uncached(await wallets.nonce(server_of(request)))
 
 
-@router.post(
+@routes.post(
     "/v1/auth/wallet",
-    openapi_extra=body(WalletSignIn),
-    responses=ok(TokensDocument),
-    response_class=Response,
+    Action.SIGN_IN,
+    Action.REGISTER,
+    rate=SIGN_IN,
+    body=WalletSignIn,
+    returns=TokensDocument,
+    problems=(401, 403),
 )
-async def sign_in_by_wallet(request: Request) -> Response:
-    """Sign in with Ethereum (EIP-4361). The first time makes the account."""
-    wanted = parsed(WalletSignIn, await body_of(request))
-    return _secret(
+async def sign_in_with_wallet(request: Request) -> Response:
+    """Sign in with Ethereum (EIP-4361). The first sign-in creates the account."""
+    wanted, _ = await document_of(request, WalletSignIn)
+    return uncached(
         await wallets.sign_in(server_of(request), wanted, _label(request), address_of(request))
     )
 
 
-@router.get("/v1/auth/oidc/start", responses=ok(OidcStarted), response_class=Response)
-async def oidc_start(request: Request, redirect_uri: str, provider: str = "") -> Response:
-    """Where to sign in with somebody else's account (OpenID Connect)."""
+@routes.get(
+    "/v1/auth/oidc/start",
+    Action.SIGN_IN_BEGIN,
+    rate=SIGN_IN,
+    returns=OidcStarted,
+    problems=(400, 404),
+)
+async def start_oidc(request: Request, redirect_uri: str, provider: str = "") -> Response:
+    """Begin a sign-in with an OpenID Connect provider: get the URL to open in a browser."""
     return answer(await oidc.start(server_of(request), provider, redirect_uri))
 
 
-@router.post(
+@routes.post(
     "/v1/auth/oidc/finish",
-    openapi_extra=body(OidcFinish),
-    responses=ok(TokensDocument),
-    response_class=Response,
+    Action.SIGN_IN,
+    Action.REGISTER,
+    rate=SIGN_IN,
+    body=OidcFinish,
+    returns=TokensDocument,
+    problems=(401, 403),
 )
-async def oidc_finish(request: Request) -> Response:
-    """The code and state that came back."""
-    wanted = parsed(OidcFinish, await body_of(request))
-    return _secret(
+async def finish_oidc(request: Request) -> Response:
+    """Finish a sign-in with the `code` and `state` that the provider returned."""
+    wanted, _ = await document_of(request, OidcFinish)
+    return uncached(
         await oidc.finish(server_of(request), wanted, _label(request), address_of(request))
     )
 
 
-@router.post(
+@routes.post(
     "/v1/auth/refresh",
-    openapi_extra=body(RefreshRequest),
-    responses=ok(TokensDocument),
-    response_class=Response,
+    Action.REFRESH,
+    rate=RouteClass.REFRESH,
+    body=RefreshRequest,
+    returns=TokensDocument,
+    problems=(401,),
 )
-async def refresh(request: Request) -> Response:
-    """The next pair of tokens; the refresh token given is used up."""
-    wanted = parsed(RefreshRequest, await body_of(request))
-    return _secret(await sessions.refreshed(server_of(request), wanted.refresh_token))
+async def refresh_tokens(request: Request) -> Response:
+    """Exchange a refresh token for the next pair of tokens; it can be used once."""
+    wanted, _ = await document_of(request, RefreshRequest)
+    return uncached(await sessions.refresh_tokens(server_of(request), wanted.refresh_token))
 
 
-@router.post(
+@routes.post(
     "/v1/auth/logout",
-    status_code=204,
-    openapi_extra=body(SignOutRequest, required=False),
-    response_class=Response,
+    Action.SIGN_OUT,
+    rate=SIGN_IN,
+    body=SignOutRequest,
+    is_body_required=False,
+    returns=NO_CONTENT,
 )
 async def sign_out(request: Request) -> Response:
-    """End the session of a refresh token, the one that asks, or all of the account."""
+    """End the session of a refresh token, the calling session, or all sessions of the account."""
     who = await caller_if_any(request)
-    if who is not None and not isinstance(who, Caller):
-        raise Forbidden("not allowed: session.sign_out is for users, not for nodes")
-    wanted = parsed(SignOutRequest, await body_of(request))
+    if who is not None:
+        check(request, who)
+    assert not isinstance(who, NodeCredentials), "nodes have no sessions"
+    wanted, _ = await document_of(request, SignOutRequest)
+    if wanted.refresh_token is None:
+        check(request, who)
     await sessions.sign_out(server_of(request), who, wanted.refresh_token, wanted.everywhere)
-    return Response(status_code=204)
+    return no_content()
 
 
-@router.get("/.well-known/jwks.json", responses=ok(JwksDocument), response_class=Response)
-async def jwks(request: Request) -> Response:
-    """The public keys of our access tokens."""
-    permit(None, Action.PUBLIC_KEYS_READ, POOL)
-    server = server_of(request)
-    document = JwksDocument.model_validate({"keys": server.identity.signing.jwks(server.now)})
-    return tagged(request, document)
+# ---- the caller's account
 
 
-# ---- one's account
-
-
-@router.get("/v1/me", responses=ok(MeDocument), response_class=Response)
-async def me(request: Request) -> Response:
-    """The account behind the key or token."""
-    who = await user_of(request, Action.ME_READ)
+@routes.get("/v1/me", Action.ME_READ, returns=MeDocument)
+async def get_me(request: Request) -> Response:
+    """Read the account behind the key or token."""
+    who = await user_of(request)
     return tagged(request, await accounts.me(server_of(request), who))
 
 
-@router.put(
+@routes.put(
     "/v1/me/password",
-    status_code=204,
-    openapi_extra=body(PasswordChange),
-    response_class=Response,
+    Action.PASSWORD_CHANGE,
+    rate=SIGN_IN,
+    body=PasswordChange,
+    returns=NO_CONTENT,
 )
 async def change_password(request: Request) -> Response:
-    """Set or change the password; every other sign-in of yours ends."""
-    who = await user_of(request, Action.PASSWORD_CHANGE)
-    content = await body_of(request)
-    wanted = parsed(PasswordChange, content)
-    await accounts.change_password(
-        server_of(request), who, wanted.old, wanted.new, once_of(request, content)
-    )
-    return Response(status_code=204)
+    """Set or change your password; all your other sessions end."""
+    who = await user_of(request)
+    wanted, once = await document_of(request, PasswordChange)
+    await accounts.change_password(server_of(request), who, wanted.old, wanted.new, once)
+    return no_content()
 
 
-@router.get("/v1/sessions", responses=ok(SessionPage), response_class=Response)
+@routes.get("/v1/sessions", Action.SESSIONS_LIST, returns=SessionPage)
 async def list_sessions(request: Request) -> Response:
-    """Where you are signed in, the last used first."""
-    who = await user_of(request, Action.SESSIONS_LIST)
-    return answer(SessionPage(items=await sessions.listed(server_of(request), who)))
+    """List your sessions, the last used first."""
+    who = await user_of(request)
+    return answer(SessionPage(items=await sessions.list_sessions(server_of(request), who)))
 
 
-@router.delete("/v1/sessions/{id}", status_code=204, response_class=Response)
+@routes.delete("/v1/sessions/{id}", Action.SESSION_END, returns=NO_CONTENT)
 async def end_session(request: Request, id: SESSION) -> Response:
-    """Sign out there, within seconds."""
-    who = await user_of(request, Action.SESSION_END)
-    await sessions.end(server_of(request), who, id, once_of(request))
-    return Response(status_code=204)
+    """End a session; its tokens stop working within seconds."""
+    who = await user_of(request)
+    await sessions.end_session(server_of(request), who, id, once_of(request))
+    return no_content()
 
 
 # ---- wallets
 
 
-@router.get("/v1/wallets", responses=ok(WalletPage), response_class=Response)
+@routes.get("/v1/wallets", Action.ME_READ, returns=WalletPage)
 async def list_wallets(request: Request) -> Response:
-    who = await user_of(request, Action.ME_READ)
-    return answer(WalletPage(items=await wallets.listed(server_of(request), who)))
+    """List the wallets linked to your account."""
+    who = await user_of(request)
+    return answer(WalletPage(items=await wallets.list_wallets(server_of(request), who)))
 
 
-@router.post(
+@routes.post(
     "/v1/wallets",
-    status_code=201,
-    openapi_extra=body(WalletLink),
-    responses={201: {"model": WalletDocument, "description": "Linked"}},
-    response_class=Response,
+    Action.WALLET_LINK,
+    rate=SIGN_IN,
+    body=WalletLink,
+    returns=created(WalletDocument, "Linked"),
 )
 async def link_wallet(request: Request) -> Response:
-    """Link a wallet: its signature, and a way in that the account has."""
-    who = await user_of(request, Action.WALLET_LINK)
-    content = await body_of(request)
-    wanted = parsed(WalletLink, content)
-    linked = await wallets.link(server_of(request), who, wanted, once_of(request, content))
-    return answer(linked, 201)
+    """Link a wallet: takes the wallet's signature and a credential the account already has."""
+    who = await user_of(request)
+    wanted, once = await document_of(request, WalletLink)
+    return answer(await wallets.link(server_of(request), who, wanted, once), 201)
 
 
-@router.patch(
-    "/v1/wallets/{address}",
-    openapi_extra=body(WalletPatch),
-    responses=ok(WalletDocument),
-    response_class=Response,
+@routes.patch(
+    "/v1/wallets/{address}", Action.PAYOUT_WALLET_SET, body=WalletPatch, returns=WalletDocument
 )
 async def change_wallet(request: Request, address: WALLET) -> Response:
-    """Make it the wallet that earnings go to, or no longer."""
-    who = await user_of(request, Action.PAYOUT_WALLET_SET)
-    content = await body_of(request)
-    payout = parsed(WalletPatch, content).payout
-    changed = await wallets.set_payout(
-        server_of(request), who, address, payout, once_of(request, content)
-    )
-    return answer(changed)
+    """Make a wallet the payout wallet for your earnings, or stop using it as such."""
+    who = await user_of(request)
+    wanted, once = await document_of(request, WalletPatch)
+    return answer(await wallets.set_payout(server_of(request), who, address, wanted.payout, once))
 
 
-@router.delete(
+@routes.delete(
     "/v1/wallets/{address}",
-    status_code=204,
-    openapi_extra=body(WalletUnlink),
-    response_class=Response,
+    Action.WALLET_UNLINK,
+    rate=SIGN_IN,
+    body=WalletUnlink,
+    returns=NO_CONTENT,
 )
 async def unlink_wallet(request: Request, address: WALLET) -> Response:
-    """Unlink a wallet: its signature, and a way in that stays. The last way in cannot be removed."""
-    who = await user_of(request, Action.WALLET_UNLINK)
-    content = await body_of(request)
-    wanted = parsed(WalletUnlink, content)
-    await wallets.unlink(server_of(request), who, address, wanted, once_of(request, content))
-    return Response(status_code=204)
+    """Unlink a wallet: takes its signature and a credential that remains. The last credential stays."""
+    who = await user_of(request)
+    wanted, once = await document_of(request, WalletUnlink)
+    await wallets.unlink(server_of(request), who, address, wanted, once)
+    return no_content()
 
 
 # ---- API keys
 
 
-@router.get("/v1/keys", responses=ok(KeyPage), response_class=Response)
+@routes.get("/v1/keys", Action.KEYS_LIST, returns=KeyPage)
 async def list_keys(request: Request) -> Response:
-    """Newest first, the ended ones too."""
-    who = await user_of(request, Action.KEYS_LIST)
-    return answer(KeyPage(items=await keys.listed(server_of(request), who)))
+    """List your API keys, newest first, revoked keys included."""
+    who = await user_of(request)
+    return answer(KeyPage(items=await keys.list_keys(server_of(request), who)))
 
 
-@router.post(
+@routes.post(
     "/v1/keys",
-    status_code=201,
-    openapi_extra=body(KeyRequest),
-    responses={201: {"model": KeyMade, "description": "Made; the key is shown this once"}},
-    response_class=Response,
+    Action.KEY_MAKE,
+    body=KeyRequest,
+    returns=created(KeyMade, "Created; the key is shown only in this answer"),
 )
-async def make_key(request: Request) -> Response:
-    """A key for programs: named, scoped, expiring. Needs a sign-in."""
-    who = await user_of(request, Action.KEY_MAKE)
-    content = await body_of(request)
-    wanted = parsed(KeyRequest, content)
-    return _secret(await keys.make(server_of(request), who, wanted, once_of(request, content)), 201)
+async def create_key(request: Request) -> Response:
+    """Create an API key with a name, scopes and an expiry. Needs a sign-in."""
+    who = await user_of(request)
+    wanted, once = await document_of(request, KeyRequest)
+    return uncached(await keys.create_key(server_of(request), who, wanted, once), 201)
 
 
-@router.delete("/v1/keys/{id}", status_code=204, response_class=Response)
-async def end_key(request: Request, id: KEY) -> Response:
-    """The key opens nothing any more, within seconds."""
-    who = await user_of(request, Action.KEY_END)
-    await keys.end(server_of(request), who, decode("key", id), once_of(request))
-    return Response(status_code=204)
+@routes.delete("/v1/keys/{id}", Action.KEY_END, returns=NO_CONTENT)
+async def revoke_key(request: Request, id: KEY) -> Response:
+    """Revoke an API key; it stops working within seconds."""
+    who = await user_of(request)
+    await keys.revoke_key(server_of(request), who, decode("key", id), once_of(request))
+    return no_content()

@@ -1,14 +1,15 @@
-"""Routes for operators: the policy, cordons and reservations."""
+"""Routes with which operators manage the pool: policy, cordons, reservations, server keys, audit log."""
 
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Any
+from typing import Annotated
 
-from fastapi import APIRouter, Path
+from fastapi import Path, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gpool.core.errors import Invalid
 from gpool.core.ids import NodeId, UserId, decode, encode
 from gpool.core.model import SECOND, Instant, Span
 from gpool.core.permissions import Action, TeamId
@@ -16,52 +17,60 @@ from gpool.core.scheduler.order.limits import Holder
 from gpool.core.scheduler.place.portfolio import PLAIN, Learnt
 from gpool.core.scheduler.predict.dry_run import DryRun
 from gpool.core.scheduler.state.operator_rules import Reservation
-from gpool.server.actions.operators import policy
-from gpool.server.api.openapi import body, ok
-from gpool.server.api.requests import body_of, once_of, parsed, server_of, user_of
-from gpool.server.api.responses import answer
+from gpool.server.actions.operators import audit, policy
+from gpool.server.api.callers import address_of, server_of, user_of
+from gpool.server.api.endpoints import NO_CONTENT, EndpointRouter, SuccessReply, created
+from gpool.server.api.messages import (
+    NODE,
+    Limit,
+    answer,
+    document_of,
+    no_content,
+    once_of,
+)
+from gpool.server.identity.audit import AuditAnchor, AuditLink, ChainIntact
+from gpool.server.identity.secrets.sealer import KeyStatus
 from gpool.server.scheduling.pricing_training import sentence
 from gpool.server.settings import span
 from gpool.wire.admin import (
+    AuditCheck,
+    AuditDocument,
+    AuditPage,
     CordonDocument,
     CordonRequest,
     DryRunDocument,
+    KeysDocument,
     LearntDocument,
     PolicyDocument,
     PolicyRequest,
     ReservationDocument,
     ReservationPage,
     ReservationRequest,
+    RotateRequest,
     ShiftDocument,
 )
 from gpool.wire.documents import instant_to_datetime
 
-router = APIRouter(tags=["operators"])
+routes = EndpointRouter("operators")
 
-NODE = Annotated[str, Path(description="A node's id, n-…")]
-RESERVATION = Annotated[str, Path(description="A reservation's id, rs-…")]
-ASKED: dict[int | str, dict[str, Any]] = {202: {"description": "It begins"}}
-GONE: dict[int | str, dict[str, Any]] = {204: {"description": "Done"}}
+RESERVATION = Annotated[str, Path(description="Reservation id, rs-…")]
 
 
-@router.get("/v1/admin/policy", responses=ok(PolicyDocument), response_class=Response)
+# ---- the policy
+
+
+@routes.get("/v1/admin/policy", Action.POLICY_READ, returns=PolicyDocument)
 async def get_policy(request: Request) -> Response:
-    """By which rules tasks are started."""
-    await user_of(request, Action.POLICY_READ)
+    """Read the scheduling policy."""
+    await user_of(request)
     return answer(_policy(policy.policy(server_of(request))))
 
 
-@router.patch(
-    "/v1/admin/policy",
-    openapi_extra=body(PolicyRequest),
-    responses=ok(PolicyDocument),
-    response_class=Response,
-)
-async def patch_policy(request: Request) -> Response:
-    """From the next pass on; with `dry_run` it only says what it would do to those who wait."""
-    who = await user_of(request, Action.POLICY_CHANGE)
-    content = await body_of(request)
-    wanted = parsed(PolicyRequest, content)
+@routes.patch("/v1/admin/policy", Action.POLICY_CHANGE, body=PolicyRequest, returns=PolicyDocument)
+async def change_policy(request: Request) -> Response:
+    """Change the scheduling policy from the next pass on; with `dry_run`, only compare the waiting tasks' starts."""
+    who = await user_of(request)
+    wanted, once = await document_of(request, PolicyRequest)
     named = wanted.model_fields_set
     changes: dict[str, object] = {}
     if "order" in named:
@@ -76,31 +85,38 @@ async def patch_policy(request: Request) -> Response:
         changes["weights"] = policy.weights_with(server, given)
     if wanted.dry_run:
         return answer(_policy(await policy.try_policy(server, changes)))
-    once = once_of(request, content)
     return answer(_policy(await policy.change_policy(server, who, changes, once)))
 
 
-@router.post("/v1/admin/policy/learn", status_code=202, responses=ASKED, response_class=Response)
+@routes.post(
+    "/v1/admin/policy/learn",
+    Action.POLICY_CHANGE,
+    returns=SuccessReply(status=202, description="Training begins"),
+)
 async def learn_policy(request: Request) -> Response:
-    """Learn anew, from what was submitted lately, what free room is worth; it takes minutes and holds nobody up."""
-    who = await user_of(request, Action.POLICY_CHANGE)
+    """Train the placement's prices again on recent submissions; runs for minutes in the background."""
+    who = await user_of(request)
     await policy.learn(server_of(request), who, once_of(request))
     return Response(status_code=202)
 
 
-@router.put(
+# ---- cordons and reservations
+
+
+@routes.put(
     "/v1/admin/cordons/{id}",
-    openapi_extra=body(CordonRequest, required=False),
-    responses=ok(CordonDocument),
-    response_class=Response,
+    Action.POLICY_CHANGE,
+    body=CordonRequest,
+    is_body_required=False,
+    returns=CordonDocument,
+    problems=(404,),
 )
-async def put_cordon(request: Request, id: NODE) -> Response:
-    """Nothing new starts on this node; with `drain`, what may be preempted goes at once. Repeating it is safe."""
-    who = await user_of(request, Action.POLICY_CHANGE)
-    content = await body_of(request)
-    told = parsed(CordonRequest, content)
-    wanted = policy.NewCordon(NodeId(decode("node", id)), told.why, told.drain)
-    done = await policy.cordon(server_of(request), who, wanted, once_of(request, content))
+async def cordon_node(request: Request, id: NODE) -> Response:
+    """Cordon a node: no new task starts there; with `drain`, preemptible tasks are preempted now. Idempotent."""
+    who = await user_of(request)
+    wanted, once = await document_of(request, CordonRequest)
+    cordon = policy.NewCordon(NodeId(decode("node", id)), wanted.why, wanted.drain)
+    done = await policy.cordon(server_of(request), who, cordon, once)
     return answer(
         CordonDocument(
             node=encode("node", done.node),
@@ -112,60 +128,158 @@ async def put_cordon(request: Request, id: NODE) -> Response:
     )
 
 
-@router.delete("/v1/admin/cordons/{id}", status_code=204, responses=GONE, response_class=Response)
-async def delete_cordon(request: Request, id: NODE) -> Response:
-    """The node takes tasks again, if its owner lends it."""
-    who = await user_of(request, Action.POLICY_CHANGE)
+@routes.delete("/v1/admin/cordons/{id}", Action.POLICY_CHANGE, returns=NO_CONTENT, problems=(404,))
+async def uncordon_node(request: Request, id: NODE) -> Response:
+    """Remove the cordon of a node."""
+    who = await user_of(request)
     await policy.uncordon(server_of(request), who, NodeId(decode("node", id)), once_of(request))
-    return Response(status_code=204)
+    return no_content()
 
 
-@router.get("/v1/admin/reservations", responses=ok(ReservationPage), response_class=Response)
+@routes.get("/v1/admin/reservations", Action.POLICY_READ, returns=ReservationPage)
 async def list_reservations(request: Request) -> Response:
-    """Which nodes are kept for whom, and when."""
-    await user_of(request, Action.POLICY_READ)
+    """List reservations of nodes."""
+    await user_of(request)
     server = server_of(request)
     now = server.now
     items = [_reservation(one, now) for one in policy.reservations(server)]
     return answer(ReservationPage(items=items))
 
 
-@router.post(
+@routes.post(
     "/v1/admin/reservations",
-    status_code=201,
-    openapi_extra=body(ReservationRequest),
-    responses={201: {"model": ReservationDocument, "description": "Made"}},
-    response_class=Response,
+    Action.POLICY_CHANGE,
+    body=ReservationRequest,
+    returns=created(ReservationDocument),
+    problems=(404,),
 )
-async def make_reservation(request: Request) -> Response:
-    """Between the two times these nodes start only those people's tasks; what runs there goes on."""
-    who = await user_of(request, Action.POLICY_CHANGE)
-    content = await body_of(request)
-    told = parsed(ReservationRequest, content)
-    wanted = policy.Wanted(
-        [NodeId(decode("node", node)) for node in told.nodes],
-        [UserId(decode("user", user)) for user in told.users],
-        [TeamId(decode("team", team)) for team in told.teams],
-        _instant(told.first),
-        _instant(told.last),
-        told.why,
+async def create_reservation(request: Request) -> Response:
+    """Reserve nodes for users and teams for a time; running tasks of others finish."""
+    who = await user_of(request)
+    wanted, once = await document_of(request, ReservationRequest)
+    asked = policy.NewReservation(
+        [NodeId(decode("node", node)) for node in wanted.nodes],
+        [UserId(decode("user", user)) for user in wanted.users],
+        [TeamId(decode("team", team)) for team in wanted.teams],
+        _instant(wanted.first),
+        _instant(wanted.last),
+        wanted.why,
     )
     server = server_of(request)
-    made = await policy.reserve(server, who, wanted, once_of(request, content))
+    made = await policy.reserve(server, who, asked, once)
     return answer(_reservation(made, server.now), 201)
 
 
-@router.delete(
-    "/v1/admin/reservations/{id}", status_code=204, responses=GONE, response_class=Response
+@routes.delete(
+    "/v1/admin/reservations/{id}", Action.POLICY_CHANGE, returns=NO_CONTENT, problems=(404,)
 )
-async def end_reservation(request: Request, id: RESERVATION) -> Response:
-    who = await user_of(request, Action.POLICY_CHANGE)
+async def delete_reservation(request: Request, id: RESERVATION) -> Response:
+    """Delete a reservation."""
+    who = await user_of(request)
     await policy.unreserve(server_of(request), who, decode("reservation", id), once_of(request))
-    return Response(status_code=204)
+    return no_content()
 
 
-def _policy(told: policy.Operated) -> PolicyDocument:
-    change = told.change
+# ---- server keys and audit log
+
+
+@routes.get("/v1/admin/keys", Action.POLICY_READ, returns=KeysDocument)
+async def get_server_keys(request: Request) -> Response:
+    """Read the state of the encryption keys and of a running rotation."""
+    await user_of(request)
+    return answer(_keys(await server_of(request).sealer.status()))
+
+
+@routes.post(
+    "/v1/admin/keys/rotate",
+    Action.KEYS_ROTATE,
+    body=RotateRequest,
+    is_body_required=False,
+    returns=SuccessReply(KeysDocument, 202, "Rotation begun; it continues in the background"),
+)
+async def rotate_server_keys(request: Request) -> Response:
+    """Create a new data key and re-encrypt all sealed fields with it. Each request begins another rotation."""
+    user = await user_of(request)
+    wanted, _ = await document_of(request, RotateRequest)
+    server, address = server_of(request), address_of(request)
+    status = await policy.rotate_keys(server, user, master=wanted.master, address=address)
+    return answer(_keys(status), 202)
+
+
+@routes.get(
+    "/v1/audit",
+    Action.AUDIT_READ,
+    returns=SuccessReply(
+        AuditPage | AuditCheck,
+        description="A page, newest first; with `verify`, the result of the verification",
+    ),
+    problems=(400,),
+)
+async def get_audit(
+    request: Request,
+    limit: Limit = 50,
+    cursor: Annotated[int | None, Query(ge=1, le=(1 << 63) - 1)] = None,
+    verify: Annotated[bool, Query(description="Verify the hash chain instead")] = False,
+    anchor: Annotated[
+        list[str] | None,
+        Query(max_length=100, description="NUMBER:HASH of heads kept earlier, to verify against"),
+    ] = None,
+) -> Response:
+    """Read or verify the audit log."""
+    await user_of(request)
+    server = server_of(request)
+    if verify:
+        return answer(await _checked(request, [_anchor(text) for text in anchor or []]))
+    links = await audit.page(server, cursor, limit)
+    more = str(links[-1].entry.sequence) if len(links) == limit else None
+    return answer(AuditPage(items=[_entry(link) for link in links], next=more))
+
+
+async def _checked(request: Request, anchors: list[AuditAnchor]) -> AuditCheck:
+    found = await audit.verify(server_of(request), anchors)
+    if isinstance(found, ChainIntact):
+        head = f"{found.head.sequence}:{found.head.hash.hex()}"
+        return AuditCheck(whole=True, entries=found.head.sequence, head=head)
+    return AuditCheck(whole=False, entries=found.sequence - 1, why=found.why)
+
+
+def _anchor(text: str) -> AuditAnchor:
+    number, _, digest = text.partition(":")
+    try:
+        return AuditAnchor(int(number), bytes.fromhex(digest))
+    except ValueError:
+        raise Invalid(
+            f"{text[:80]!r} is not an anchor; give NUMBER:HASH, as `verify` returns it"
+        ) from None
+
+
+def _keys(status: KeyStatus) -> KeysDocument:
+    return KeysDocument(
+        data_keys=status.data_keys,
+        retired=status.retired,
+        fields=status.fields,
+        left=status.left,
+        masters=status.masters,
+    )
+
+
+def _entry(link: AuditLink) -> AuditDocument:
+    entry = link.entry
+    return AuditDocument(
+        number=entry.sequence,
+        at=instant_to_datetime(entry.at),
+        actor=entry.actor,
+        action=entry.action,
+        thing=entry.thing,
+        outcome=entry.outcome,
+        address=entry.address,
+        facts=dict(entry.facts),
+        hash=link.hash.hex(),
+    )
+
+
+def _policy(state: policy.PolicyState) -> PolicyDocument:
+    change = state.change
     by_name = {
         "order": change.order,
         "ageing_s": change.ageing,
@@ -173,16 +287,16 @@ def _policy(told: policy.Operated) -> PolicyDocument:
         "weights": change.weights,
     }
     return PolicyDocument(
-        order=told.policy.order,
-        ageing_s=told.policy.ageing / SECOND,
-        patience_s=told.policy.patience / SECOND,
+        order=state.policy.order,
+        ageing_s=state.policy.ageing / SECOND,
+        patience_s=state.policy.patience / SECOND,
         weights={
-            encode(kind, id_): weight / 1000 for (kind, id_), weight in told.policy.weights.items()
+            encode(kind, id_): weight / 1000 for (kind, id_), weight in state.policy.weights.items()
         },
-        orders=list(told.orders),
+        orders=list(state.orders),
         changed=[name for name, value in by_name.items() if value],
-        dry_run=None if told.dry_run is None else _dry_run(told.dry_run),
-        learnt=None if told.learnt is None else _learnt(told.learnt),
+        dry_run=None if state.dry_run is None else _dry_run(state.dry_run),
+        learnt=None if state.learnt is None else _learnt(state.learnt),
     )
 
 

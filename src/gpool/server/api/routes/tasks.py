@@ -1,11 +1,11 @@
-"""Routes of tasks and batches. The submission is the hot one: raw body in, built bytes out."""
+"""Routes of tasks, batches and the queue. Submission is the hot route: raw body in, encoded bytes out."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Annotated
 
-from fastapi import APIRouter, Header, Query
+from fastapi import Header, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,20 +14,26 @@ from gpool.core.ids import BatchId, TaskId, decode, encode
 from gpool.core.model import TaskStatus
 from gpool.core.permissions import Action, TeamId
 from gpool.server.actions.nodes import gpus
-from gpool.server.actions.tasks import cancel, documents, explain, logs, preempt, query
+from gpool.server.actions.tasks import documents, explain, logs, query, queue, stopping
 from gpool.server.actions.tasks.submit import submit
-from gpool.server.api.openapi import BATCH, TASK, body, ok
-from gpool.server.api.requests import (
+from gpool.server.api.callers import server_of, user_of
+from gpool.server.api.endpoints import EndpointRouter, SuccessReply, action_of
+from gpool.server.api.messages import (
+    BATCH,
+    TASK,
     After,
+    Cursor,
     Limit,
     Wait,
-    body_of,
+    answer,
+    document_of,
     once_of,
-    parsed,
-    server_of,
-    user_of,
+    raw,
+    stream,
+    tagged,
 )
-from gpool.server.api.responses import answer, raw, stream, tagged
+from gpool.server.identity.throttle import RouteClass
+from gpool.server.store.identity_values import Caller
 from gpool.wire.documents import (
     MAX_BODY_BYTES,
     BatchDocument,
@@ -36,6 +42,7 @@ from gpool.wire.documents import (
     LogDocument,
     LogPage,
     ProgressDocument,
+    QueuePage,
     ResultDocument,
     SubmittedDocument,
     TaskDocument,
@@ -44,27 +51,32 @@ from gpool.wire.documents import (
     TelemetryDocument,
 )
 
-router = APIRouter(tags=["tasks"])
+routes = EndpointRouter("tasks")
 
-SUBMITTING: dict[str, Any] = {
-    "status_code": 202,
-    "openapi_extra": body(TaskRequest),
-    "responses": {
-        200: {"model": list[ResultDocument], "description": "All ended within `wait` seconds"},
-        202: {"model": SubmittedDocument, "description": "Durable"},
-    },
-    "response_class": Response,
-}
-"""How a route that submits tasks is described; it has an alias."""
+NDJSON = "application/x-ndjson"
+EVENT_STREAM = "text/event-stream"
+SUBMITTED = (
+    SuccessReply(SubmittedDocument, 202, "Accepted; the tasks are stored durably"),
+    SuccessReply(list[ResultDocument], 200, "Results, if all tasks ended within `wait` seconds"),
+)
+"""Replies of the submission and of its alias."""
 
 
-@router.post("/v1/tasks", **SUBMITTING)
+@routes.post(
+    "/v1/tasks",
+    Action.TASK_SUBMIT,
+    Action.BATCH_EXTEND,
+    rate=RouteClass.SUBMIT,
+    body=TaskRequest,
+    returns=SUBMITTED,
+    problems=(422,),
+)
 async def submit_tasks(request: Request, wait: Wait = 0) -> Response:
-    """Submit one task or a batch; with `wait`, the results when they are there in time."""
+    """Submit one task or a batch of tasks. With `wait`, answer with the results if all end in time."""
     server = server_of(request)
     who = await user_of(request, Action.TASK_SUBMIT)
-    content = await body_of(request, MAX_BODY_BYTES)
-    accepted = await submit(server, who, parsed(TaskRequest, content), once_of(request, content))
+    wanted, once = await document_of(request, TaskRequest, MAX_BODY_BYTES)
+    accepted = await submit(server, who, wanted, once)
     if wait > 0 and accepted.tasks:
         seconds = min(wait, server.settings.max_wait_s)
         awaited = query.Awaited(accepted.batch, accepted.tasks, accepted.fresh)
@@ -74,16 +86,18 @@ async def submit_tasks(request: Request, wait: Wait = 0) -> Response:
     return raw(accepted.body, 202)
 
 
-@router.get("/v1/tasks", responses=ok(TaskPage), response_class=Response)
+@routes.get("/v1/tasks", Action.TASKS_LIST, Action.TASKS_LIST_ALL, returns=TaskPage)
 async def list_tasks(
     request: Request,
     limit: Limit = 50,
-    cursor: str | None = None,
-    status: Annotated[list[str] | None, Query()] = None,
-    all: bool = False,
-    team: str | None = None,
+    cursor: Cursor = None,
+    status: Annotated[
+        list[str] | None, Query(description="Statuses, repeated or joined by commas")
+    ] = None,
+    all: Annotated[bool, Query(description="Tasks of all users; operators only")] = False,
+    team: Annotated[str | None, Query(description="Team id: tasks of this team")] = None,
 ) -> Response:
-    """Newest first. `status` may be given several times or joined by commas; `all` is everybody's, for operators."""
+    """List your tasks, newest first."""
     who = await user_of(request, Action.TASKS_LIST_ALL if all else Action.TASKS_LIST)
     listing = query.Listing(
         before=TaskId(decode("task", cursor)) if cursor else None,
@@ -100,49 +114,76 @@ async def list_tasks(
     return tagged(request, page)
 
 
-@router.get("/v1/tasks/{id}", responses=ok(TaskDocument), response_class=Response)
+@routes.get("/v1/queue", Action.TASKS_LIST, Action.TASKS_LIST_ALL, returns=QueuePage)
+async def get_queue(
+    request: Request,
+    limit: Limit = 50,
+    cursor: Cursor = None,
+    all: Annotated[bool, Query(description="Tasks of all users; operators only")] = False,
+    team: Annotated[str | None, Query(description="Team id: tasks of this team")] = None,
+) -> Response:
+    """List your waiting tasks, oldest first, with position, expected start and reason; running tasks beside them."""
+    who = await user_of(request, Action.TASKS_LIST_ALL if all else Action.TASKS_LIST)
+    wanted = queue.QueueQuery(
+        everybody=all,
+        team=TeamId(decode("team", team)) if team else None,
+        after=TaskId(decode("task", cursor)) if cursor else None,
+        limit=limit,
+    )
+    return answer(await queue.queue_page(server_of(request), who, wanted))
+
+
+@routes.get("/v1/tasks/{id}", Action.TASK_READ, returns=TaskDocument)
 async def get_task(request: Request, id: TASK, wait: Wait = 0) -> Response:
-    """One task; with `wait`, as soon as it has ended or the seconds are over."""
-    return await task_answer(request, id, wait)
-
-
-async def task_answer(request: Request, id: str, wait: float) -> Response:
+    """Read one task. With `wait`, answer when it has ended or after that many seconds."""
     server = server_of(request)
-    who = await user_of(request, Action.TASK_READ)
+    who = await user_of(request)
     seconds = min(wait, server.settings.max_wait_s)
     view = await query.wait_for_task(server, who, TaskId(decode("task", id)), seconds)
     return tagged(request, documents.task(view))
 
 
-@router.delete("/v1/tasks/{id}", responses=ok(TaskDocument), response_class=Response)
+@routes.delete("/v1/tasks/{id}", Action.TASK_CANCEL, returns=TaskDocument)
 async def cancel_task(request: Request, id: TASK) -> Response:
-    """Cancel. Repeating it, or cancelling what has ended, changes nothing."""
-    server = server_of(request)
-    who = await user_of(request, Action.TASK_CANCEL)
+    """Cancel a task. Cancelling an ended task changes nothing."""
+    server, who = server_of(request), await user_of(request)
     task = TaskId(decode("task", id))
-    await cancel.cancel_task(server, who, task, once_of(request))
-    return answer(documents.task(await query.task(server, who, task)))
+    is_asked = await stopping.cancel_task(server, who, task, once_of(request))
+    return await _changed(request, who, task, is_asked)
 
 
-@router.post("/v1/tasks/{id}/preempt", responses=ok(TaskDocument), response_class=Response)
+@routes.post("/v1/tasks/{id}/preempt", Action.TASK_PREEMPT, returns=TaskDocument)
 async def preempt_task(request: Request, id: TASK) -> Response:
-    """Operators make a task give up its place: it is warned, saved and queued again. 409 where it has none."""
-    server = server_of(request)
-    who = await user_of(request, Action.TASK_PREEMPT)
+    """Preempt a task: it is warned, saves its checkpoint and is queued again. 409 if it has no lease."""
+    server, who = server_of(request), await user_of(request)
     task = TaskId(decode("task", id))
-    await preempt.preempt_task(server, who, task, once_of(request))
-    return answer(documents.task(await query.task(server, who, task)))
+    is_asked = await stopping.preempt_task(server, who, task, once_of(request))
+    return await _changed(request, who, task, is_asked)
 
 
-@router.get(
+async def _changed(request: Request, who: Caller, id_: TaskId, is_asked: bool) -> Response:
+    """The task after a change; the permission is asked here if the change was a repetition."""
+    server = server_of(request)
+    view = (
+        await query.task_again(server, id_)
+        if is_asked
+        else await query.task(server, who, id_, action_of(request))
+    )
+    return answer(documents.task(view))
+
+
+@routes.get(
     "/v1/tasks/{id}/result",
-    responses=ok(ResultDocument) | {202: {"model": TaskDocument, "description": "Not ended yet"}},
-    response_class=Response,
+    Action.TASK_READ,
+    returns=(
+        SuccessReply(ResultDocument),
+        SuccessReply(TaskDocument, 202, "The task has not ended yet"),
+    ),
 )
 async def get_result(request: Request, id: TASK, wait: Wait = 0) -> Response:
-    """What the task left behind; 202 with the task while it has not ended."""
+    """Read the result of an ended task; 202 with the task until it has ended."""
     server = server_of(request)
-    who = await user_of(request, Action.TASK_READ)
+    who = await user_of(request)
     seconds = min(wait, server.settings.max_wait_s)
     view = await query.wait_for_task(server, who, TaskId(decode("task", id)), seconds)
     if not view.row.status.is_final:
@@ -150,42 +191,41 @@ async def get_result(request: Request, id: TASK, wait: Wait = 0) -> Response:
     return tagged(request, documents.result(view, who.user.id))
 
 
-@router.get("/v1/tasks/{id}/explain", responses=ok(ExplainDocument), response_class=Response)
+@routes.get("/v1/tasks/{id}/explain", Action.TASK_READ, returns=ExplainDocument)
 async def get_explanation(request: Request, id: TASK) -> Response:
-    """Why the task waits, when it will start and what would start it now; or what became of it."""
-    who = await user_of(request, Action.TASK_READ)
+    """Explain why a task waits, when it is expected to start and which changes would start it now."""
+    who = await user_of(request)
     return answer(await explain.explain(server_of(request), who, TaskId(decode("task", id))))
 
 
-@router.get("/v1/tasks/{id}/events", responses=ok(list[EventDocument]), response_class=Response)
+@routes.get("/v1/tasks/{id}/events", Action.TASK_READ, returns=SuccessReply(list[EventDocument]))
 async def get_events(request: Request, id: TASK) -> Response:
-    """The task's story, oldest first."""
-    who = await user_of(request, Action.TASK_READ)
-    told = await query.events(server_of(request), who, TaskId(decode("task", id)))
+    """List the events of a task, oldest first."""
+    who = await user_of(request)
+    found = await query.events(server_of(request), who, TaskId(decode("task", id)))
     return tagged(
-        request, b"[" + b",".join(event.model_dump_json().encode() for event in told) + b"]"
+        request, b"[" + b",".join(event.model_dump_json().encode() for event in found) + b"]"
     )
 
 
-@router.get("/v1/tasks/{id}/telemetry", responses=ok(TelemetryDocument), response_class=Response)
-async def get_telemetry(request: Request, id: TASK) -> Response:
-    """What the task took of its GPUs in the last quarter of an hour."""
-    who = await user_of(request, Action.TASK_READ)
-    told = await gpus.task_telemetry(server_of(request), who, TaskId(decode("task", id)))
-    return tagged(request, told)
+@routes.get("/v1/tasks/{id}/telemetry", Action.TASK_READ, returns=TelemetryDocument)
+async def get_task_telemetry(request: Request, id: TASK) -> Response:
+    """Read the GPU usage of a task over the last 15 minutes."""
+    who = await user_of(request)
+    found = await gpus.task_telemetry(server_of(request), who, TaskId(decode("task", id)))
+    return tagged(request, found)
 
 
-@router.get(
+@routes.get(
     "/v1/tasks/{id}/logs",
-    responses={
-        200: {
-            "model": LogPage,
-            "description": "A page, or with `Accept: text/event-stream` all there is and what comes "
-            "(`event: progress` in between: a `ProgressDocument`)",
-            "content": {"text/event-stream": {"schema": {"type": "string"}}},
-        }
-    },
-    response_class=Response,
+    Action.TASK_READ,
+    rate=RouteClass.STREAM,
+    returns=SuccessReply(
+        LogPage,
+        description="A page; with `Accept: text/event-stream` all output so far and, as it comes, the rest "
+        "(`event: progress` carries a `ProgressDocument`)",
+        media_types=(EVENT_STREAM,),
+    ),
 )
 async def get_logs(
     request: Request,
@@ -193,16 +233,16 @@ async def get_logs(
     after: After = 0,
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> Response:
-    """Output after a cursor."""
+    """Read the output of a task after a cursor."""
     server = server_of(request)
-    who = await user_of(request, Action.TASK_READ)
+    who = await user_of(request)
     task = TaskId(decode("task", id))
     if last_event_id is not None:
         if not (last_event_id.isascii() and last_event_id.isdigit() and len(last_event_id) < 19):
-            raise Invalid(f"Last-Event-ID {last_event_id[:40]!r} is not one that came from here")
+            raise Invalid(f"Last-Event-ID {last_event_id[:40]!r} is not an id of this stream")
         after = max(after, int(last_event_id))
-    if "text/event-stream" in request.headers.get("accept", ""):
-        return stream(_events(await logs.follow(server, who, task, after)), "text/event-stream")
+    if EVENT_STREAM in request.headers.get("accept", ""):
+        return stream(_events(await logs.follow(server, who, task, after)), EVENT_STREAM)
     page = await logs.page(server, who, task, after)
     return answer(LogPage(items=page.items, next=page.next, ended=page.ended))
 
@@ -222,38 +262,43 @@ async def _events(
     yield b"event: end\ndata: {}\n\n"
 
 
-@router.get("/v1/batches/{id}", responses=ok(BatchDocument), response_class=Response)
+# ---- batches
+
+
+@routes.get("/v1/batches/{id}", Action.BATCH_READ, returns=BatchDocument)
 async def get_batch(request: Request, id: BATCH) -> Response:
-    who = await user_of(request, Action.BATCH_READ)
+    """Read one batch: its name and how many of its tasks have ended."""
+    who = await user_of(request)
     found = await query.batch(server_of(request), who, BatchId(decode("batch", id)))
     return tagged(request, documents.batch(found))
 
 
-@router.delete("/v1/batches/{id}", responses=ok(BatchDocument), response_class=Response)
+@routes.delete("/v1/batches/{id}", Action.BATCH_CANCEL, returns=BatchDocument)
 async def cancel_batch(request: Request, id: BATCH) -> Response:
-    """Cancel what has not ended, and close the batch."""
-    server = server_of(request)
-    who = await user_of(request, Action.BATCH_CANCEL)
+    """Cancel all tasks of a batch that have not ended, and close the batch."""
+    server, who = server_of(request), await user_of(request)
     batch = BatchId(decode("batch", id))
-    await cancel.cancel_batch(server, who, batch, once_of(request))
-    return answer(documents.batch(await query.batch(server, who, batch)))
+    if await stopping.cancel_batch(server, who, batch, once_of(request)):
+        return answer(documents.batch(await query.batch_again(server, batch)))
+    return answer(documents.batch(await query.batch(server, who, batch, Action.BATCH_CANCEL)))
 
 
-@router.get(
+@routes.get(
     "/v1/batches/{id}/results",
-    responses={
-        200: {
-            "description": "One `ResultDocument` a line, in the order of ending; blank lines mean: still here",
-            "content": {"application/x-ndjson": {"schema": {"type": "string"}}},
-        }
-    },
-    response_class=Response,
+    Action.BATCH_READ,
+    rate=RouteClass.STREAM,
+    returns=SuccessReply(
+        description="One `ResultDocument` a line, in order of ending; blank lines keep the connection alive. "
+        "`Accept: text/plain` selects the second media type, with the same content",
+        media_types=(NDJSON, "text/plain"),
+    ),
 )
 async def get_batch_results(request: Request, id: BATCH, after: After = 0) -> Response:
-    """A stream that ends when the batch is closed and done; resume with the last `sequence` as `after`."""
-    who = await user_of(request, Action.BATCH_READ)
+    """Stream results until the batch is closed and done. Resume with the last `sequence` as `after`."""
+    who = await user_of(request)
     pieces = await query.batch_results(server_of(request), who, BatchId(decode("batch", id)), after)
-    return stream(pieces, "application/x-ndjson")
+    is_text = "text/plain" in request.headers.get("accept", "")
+    return stream(pieces, "text/plain" if is_text else NDJSON)
 
 
 def _statuses(given: list[str]) -> list[TaskStatus]:
@@ -263,5 +308,5 @@ def _statuses(given: list[str]) -> list[TaskStatus]:
     except ValueError:
         known = ", ".join(status.value for status in TaskStatus)
         raise Invalid(
-            f"'status' is {','.join(words)[:80]!r}; it is one or more of {known}"
+            f"'status' is {','.join(words)[:80]!r}; it must be one or more of {known}"
         ) from None

@@ -1,186 +1,178 @@
-"""Routes of teams and their members."""
+"""Routes of teams, their members and invites."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path
+from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gpool.core.ids import UserId, decode, encode
 from gpool.core.permissions import Action, Role, TeamId
 from gpool.server.actions.accounts import teams
-from gpool.server.api.openapi import Responses, body, ok
-from gpool.server.api.requests import Limit, body_of, once_of, parsed, server_of, user_of
-from gpool.server.api.responses import answer
+from gpool.server.api.callers import caller, check, server_of, user_of
+from gpool.server.api.endpoints import NO_CONTENT, EndpointRouter, created
+from gpool.server.api.messages import (
+    TEAM,
+    USER,
+    Cursor,
+    Limit,
+    answer,
+    document_of,
+    no_content,
+    once_of,
+)
+from gpool.server.identity.throttle import RouteClass
+from gpool.server.store.identity_values import Caller
 from gpool.wire.identity import (
-    MemberDocument,
     MemberPage,
     MemberPatch,
     MemberRequest,
     TeamDocument,
     TeamInviteRequest,
     TeamJoin,
+    TeamMemberDocument,
     TeamPage,
     TeamPatch,
     TeamRequest,
     UserInviteDocument,
 )
 
-router = APIRouter(tags=["teams"])
-
-TEAM = Annotated[str, Path(description="A team's id, tm-…")]
-USER = Annotated[str, Path(description="A user's id, u-…")]
-_MADE: Responses = {201: {"model": TeamDocument, "description": "Made"}}
+routes = EndpointRouter("teams")
 
 
-@router.get("/v1/teams", responses=ok(TeamPage), response_class=Response)
+@routes.get("/v1/teams", Action.TEAMS_LIST, Action.USERS_LIST, returns=TeamPage)
 async def list_teams(
     request: Request,
-    all: bool = False,
+    all: Annotated[bool, Query(description="All teams, the oldest first; operators only")] = False,
     limit: Limit = 50,
-    cursor: str | None = None,
+    cursor: Cursor = None,
 ) -> Response:
-    """Those you are in; `all`, for operators: all there are, the oldest first."""
-    who = await user_of(request, Action.TEAMS_LIST)
+    """List the teams you belong to."""
+    server = server_of(request)
     if not all:
-        return answer(TeamPage(items=await teams.listed(server_of(request), who)))
+        who = await user_of(request, Action.TEAMS_LIST)
+        return answer(TeamPage(items=await teams.list_teams(server, who)))
+    who = await user_of(request, Action.USERS_LIST)
     after = TeamId(decode("team", cursor)) if cursor else TeamId(0)
-    found = await teams.all_of_them(server_of(request), who, after, limit)
+    found = await teams.list_all_teams(server, who, after, limit)
     return answer(TeamPage(items=found, next=found[-1].id if len(found) == limit else None))
 
 
-@router.post(
-    "/v1/teams",
-    status_code=201,
-    openapi_extra=body(TeamRequest),
-    responses=_MADE,
-    response_class=Response,
-)
-async def make_team(request: Request) -> Response:
-    """A new team; you own it."""
-    who = await user_of(request, Action.TEAM_MAKE)
-    content = await body_of(request)
-    name = parsed(TeamRequest, content).name
-    made = await teams.make(server_of(request), who, name, once_of(request, content))
-    return answer(made, 201)
+@routes.post("/v1/teams", Action.TEAM_MAKE, body=TeamRequest, returns=created(TeamDocument))
+async def create_team(request: Request) -> Response:
+    """Create a team; you become its owner."""
+    who = await user_of(request)
+    wanted, once = await document_of(request, TeamRequest)
+    return answer(await teams.create_team(server_of(request), who, wanted.name, once), 201)
 
 
-@router.post(
+@routes.post(
     "/v1/teams/join",
-    openapi_extra=body(TeamJoin),
-    responses=ok(TeamDocument),
-    response_class=Response,
+    Action.TEAM_JOIN,
+    rate=RouteClass.SIGN_IN,
+    body=TeamJoin,
+    returns=TeamDocument,
+    problems=(404,),
 )
 async def join_team(request: Request) -> Response:
-    """Join with an invite's token."""
-    who = await user_of(request, Action.TEAM_JOIN)
-    content = await body_of(request)
-    token = parsed(TeamJoin, content).token
-    return answer(await teams.join(server_of(request), who, token, once_of(request, content)))
+    """Join a team with the token of an invite."""
+    who = await user_of(request)
+    wanted, once = await document_of(request, TeamJoin)
+    return answer(await teams.join(server_of(request), who, wanted.token, once))
 
 
-@router.get("/v1/teams/{id}", responses=ok(TeamDocument), response_class=Response)
+@routes.get("/v1/teams/{id}", Action.TEAM_READ, returns=TeamDocument)
 async def get_team(request: Request, id: TEAM) -> Response:
-    who = await user_of(request, Action.TEAM_READ)
-    return answer(await teams.one(server_of(request), who, _team(id)))
+    """Read one team."""
+    who = await user_of(request)
+    return answer(await teams.get_team(server_of(request), who, _team(id)))
 
 
-@router.patch(
-    "/v1/teams/{id}",
-    openapi_extra=body(TeamPatch),
-    responses=ok(TeamDocument),
-    response_class=Response,
+@routes.patch(
+    "/v1/teams/{id}", Action.TEAM_CHANGE, Action.QUOTA_SET, body=TeamPatch, returns=TeamDocument
 )
 async def change_team(request: Request, id: TEAM) -> Response:
-    """Owners change the name, operators the quota."""
+    """Change a team: its name (owners) or its quota (operators)."""
     who = await user_of(request, Action.TEAM_CHANGE)
-    content = await body_of(request)
-    wanted = parsed(TeamPatch, content)
-    changed = await teams.change(
-        server_of(request), who, _team(id), wanted, once_of(request, content)
-    )
-    return answer(changed)
+    wanted, once = await document_of(request, TeamPatch)
+    return answer(await teams.change(server_of(request), who, _team(id), wanted, once))
 
 
-@router.delete("/v1/teams/{id}", status_code=204, response_class=Response)
+@routes.delete("/v1/teams/{id}", Action.TEAM_DELETE, returns=NO_CONTENT)
 async def delete_team(request: Request, id: TEAM) -> Response:
-    """Only when nothing of it is open."""
-    who = await user_of(request, Action.TEAM_DELETE)
+    """Delete a team. 409 while it has tasks that have not ended."""
+    who = await user_of(request)
     await teams.delete(server_of(request), who, _team(id), once_of(request))
-    return Response(status_code=204)
+    return no_content()
 
 
-@router.post(
+@routes.post(
     "/v1/teams/{id}/invites",
-    status_code=201,
-    openapi_extra=body(TeamInviteRequest, required=False),
-    responses={201: {"model": UserInviteDocument, "description": "Made"}},
-    response_class=Response,
+    Action.TEAM_INVITE,
+    body=TeamInviteRequest,
+    is_body_required=False,
+    returns=created(UserInviteDocument),
 )
-async def invite_to_team(request: Request, id: TEAM) -> Response:
-    """A token with which one person who has an account may join."""
-    who = await user_of(request, Action.TEAM_INVITE)
-    content = await body_of(request)
-    wanted = parsed(TeamInviteRequest, content)
-    made = await teams.invite(server_of(request), who, _team(id), wanted, once_of(request, content))
-    return answer(made, 201)
+async def create_team_invite(request: Request, id: TEAM) -> Response:
+    """Create a token with which one existing user may join the team."""
+    who = await user_of(request)
+    wanted, once = await document_of(request, TeamInviteRequest)
+    return answer(await teams.invite(server_of(request), who, _team(id), wanted, once), 201)
 
 
-@router.get("/v1/teams/{id}/members", responses=ok(MemberPage), response_class=Response)
-async def list_members(request: Request, id: TEAM) -> Response:
-    who = await user_of(request, Action.TEAM_READ)
+@routes.get("/v1/teams/{id}/members", Action.TEAM_READ, returns=MemberPage)
+async def list_team_members(request: Request, id: TEAM) -> Response:
+    """List the members of a team."""
+    who = await user_of(request)
     return answer(MemberPage(items=await teams.members(server_of(request), who, _team(id))))
 
 
-@router.post(
+@routes.post(
     "/v1/teams/{id}/members",
-    status_code=201,
-    openapi_extra=body(MemberRequest),
-    responses={201: {"model": MemberDocument, "description": "A member"}},
-    response_class=Response,
+    Action.TEAM_ROLE_SET,
+    body=MemberRequest,
+    returns=created(TeamMemberDocument, "The member"),
 )
-async def add_member(request: Request, id: TEAM) -> Response:
-    """Take somebody in, by name or id; or change their role."""
-    who = await user_of(request, Action.TEAM_ROLE_SET)
-    content = await body_of(request)
-    wanted = parsed(MemberRequest, content)
-    made = await teams.set_member(
-        server_of(request),
-        who,
-        _team(id),
-        wanted.user,
-        Role(wanted.role),
-        once_of(request, content),
-    )
+async def add_team_member(request: Request, id: TEAM) -> Response:
+    """Add a user to a team by name or id, or change a member's role."""
+    who = await user_of(request)
+    wanted, once = await document_of(request, MemberRequest)
+    role = Role(wanted.role)
+    made = await teams.set_member(server_of(request), who, _team(id), wanted.user, role, once)
     return answer(made, 201)
 
 
-@router.patch(
+@routes.patch(
     "/v1/teams/{id}/members/{user}",
-    openapi_extra=body(MemberPatch),
-    responses=ok(MemberDocument),
-    response_class=Response,
+    Action.TEAM_ROLE_SET,
+    body=MemberPatch,
+    returns=TeamMemberDocument,
 )
-async def change_member(request: Request, id: TEAM, user: USER) -> Response:
-    who = await user_of(request, Action.TEAM_ROLE_SET)
-    content = await body_of(request)
-    role = Role(parsed(MemberPatch, content).role)
-    changed = await teams.change_role(
-        server_of(request), who, _team(id), _user(user), role, once_of(request, content)
-    )
+async def change_team_member(request: Request, id: TEAM, user: USER) -> Response:
+    """Change the role of a member."""
+    who = await user_of(request)
+    wanted, once = await document_of(request, MemberPatch)
+    role = Role(wanted.role)
+    changed = await teams.change_role(server_of(request), who, _team(id), _user(user), role, once)
     return answer(changed)
 
 
-@router.delete("/v1/teams/{id}/members/{user}", status_code=204, response_class=Response)
-async def remove_member(request: Request, id: TEAM, user: USER) -> Response:
-    """Send somebody away, or leave."""
-    who = await user_of(request, Action.TEAM_LEAVE)
-    if encode("user", who.user.id) != user:
-        who = await user_of(request, Action.TEAM_ROLE_SET)
+@routes.delete(
+    "/v1/teams/{id}/members/{user}",
+    Action.TEAM_LEAVE,
+    Action.TEAM_ROLE_SET,
+    returns=NO_CONTENT,
+)
+async def remove_team_member(request: Request, id: TEAM, user: USER) -> Response:
+    """Remove a member, or leave the team yourself."""
+    who = await caller(request)
+    is_self = isinstance(who, Caller) and encode("user", who.user.id) == user
+    check(request, who, Action.TEAM_LEAVE if is_self else Action.TEAM_ROLE_SET)
+    assert isinstance(who, Caller), "no node may do this"
     await teams.remove_member(server_of(request), who, _team(id), _user(user), once_of(request))
-    return Response(status_code=204)
+    return no_content()
 
 
 def _team(text: str) -> TeamId:

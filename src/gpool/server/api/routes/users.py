@@ -1,19 +1,16 @@
-"""Routes of operators: users and invites."""
+"""Routes with which operators manage users and invites to the pool."""
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from fastapi import APIRouter, Path
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gpool.core.ids import UserId, decode
 from gpool.core.permissions import Action
 from gpool.server.actions.operators import users
-from gpool.server.api.openapi import body, ok
-from gpool.server.api.requests import Limit, body_of, once_of, parsed, server_of, user_of
-from gpool.server.api.responses import answer
+from gpool.server.api.callers import server_of, user_of
+from gpool.server.api.endpoints import EndpointRouter, created
+from gpool.server.api.messages import USER, Cursor, Limit, answer, document_of
 from gpool.wire.identity import (
     UserDocument,
     UserInviteDocument,
@@ -22,56 +19,50 @@ from gpool.wire.identity import (
     UserPatch,
 )
 
-router = APIRouter(tags=["operators"])
-
-USER = Annotated[str, Path(description="A user's id, u-…")]
+routes = EndpointRouter("operators")
 
 
-@router.get("/v1/users", responses=ok(UserPage), response_class=Response)
-async def list_users(request: Request, limit: Limit = 50, cursor: str | None = None) -> Response:
-    """Everybody, the oldest account first."""
-    who = await user_of(request, Action.USERS_LIST)
+@routes.get("/v1/users", Action.USERS_LIST, returns=UserPage, problems=(400,))
+async def list_users(request: Request, limit: Limit = 50, cursor: Cursor = None) -> Response:
+    """List all users, the oldest account first."""
+    await user_of(request)
     after = UserId(decode("user", cursor)) if cursor else UserId(0)
-    found = await users.listed(server_of(request), who, after, limit)
+    found = await users.list_users(server_of(request), after, limit)
     return answer(UserPage(items=found, next=found[-1].id if len(found) == limit else None))
 
 
-@router.post(
+@routes.post(
     "/v1/users/invites",
-    status_code=201,
-    openapi_extra=body(UserInviteRequest, required=False),
-    responses={201: {"model": UserInviteDocument, "description": "Made"}},
-    response_class=Response,
+    Action.USER_INVITE,
+    body=UserInviteRequest,
+    is_body_required=False,
+    returns=created(UserInviteDocument),
 )
-async def invite_user(request: Request) -> Response:
-    """A token with which one person may register."""
-    who = await user_of(request, Action.USER_INVITE)
-    content = await body_of(request)
-    wanted = parsed(UserInviteRequest, content)
-    return answer(
-        await users.invite(server_of(request), who, wanted, once_of(request, content)), 201
-    )
+async def create_user_invite(request: Request) -> Response:
+    """Create a token with which one person may register."""
+    who = await user_of(request)
+    wanted, once = await document_of(request, UserInviteRequest)
+    return answer(await users.invite(server_of(request), who, wanted, once), 201)
 
 
-@router.get("/v1/users/{id}", responses=ok(UserDocument), response_class=Response)
+@routes.get("/v1/users/{id}", Action.USER_READ, returns=UserDocument)
 async def get_user(request: Request, id: USER) -> Response:
-    """Yourself, or for operators anybody."""
-    who = await user_of(request, Action.USER_READ)
-    return answer(await users.one(server_of(request), who, UserId(decode("user", id))))
+    """Read your own account; operators read any account."""
+    who = await user_of(request)
+    return answer(await users.get_user(server_of(request), who, UserId(decode("user", id))))
 
 
-@router.patch(
+@routes.patch(
     "/v1/users/{id}",
-    openapi_extra=body(UserPatch),
-    responses=ok(UserDocument),
-    response_class=Response,
+    Action.USER_SUSPEND,
+    Action.USER_PERMISSIONS_SET,
+    Action.QUOTA_SET,
+    body=UserPatch,
+    returns=UserDocument,
 )
 async def change_user(request: Request, id: USER) -> Response:
-    """Permissions, disabled, quota. Who is disabled is signed out everywhere."""
+    """Change a user's permissions, disabled state or quota. Disabling ends all the user's sessions."""
     who = await user_of(request, Action.USER_SUSPEND)
-    content = await body_of(request)
-    wanted = parsed(UserPatch, content)
-    changed = await users.change(
-        server_of(request), who, UserId(decode("user", id)), wanted, once_of(request, content)
-    )
-    return answer(changed)
+    wanted, once = await document_of(request, UserPatch)
+    user = UserId(decode("user", id))
+    return answer(await users.change(server_of(request), who, user, wanted, once))

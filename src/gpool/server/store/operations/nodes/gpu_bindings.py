@@ -16,7 +16,7 @@ from gpool.server.store.identity_values import Binding, GpuRow
 from gpool.server.store.operation import operation
 from gpool.server.store.protocol import Operation, Statement
 from gpool.server.store.queries import columns, select, values
-from gpool.server.store.rows import of_names
+from gpool.server.store.rows import of_ids, of_names
 
 TAKEN = "this GPU's uuid is bound to another owner, who claimed it first; an operator can decide otherwise"
 ANOTHERS = "an operator decided that this GPU is another owner's"
@@ -196,3 +196,18 @@ def gpu_rows(owner: UserId | None = None) -> Operation[tuple[GpuRow, ...]]:
 @operation
 def flagged() -> Operation[tuple[GpuRow, ...]]:
     return (yield from _gpus("g.flagged IS NOT NULL"))
+
+
+@operation
+def gpus_of_nodes(nodes: Collection[NodeId]) -> Operation[tuple[GpuRow, ...]]:
+    """GPUs that these nodes have now, by node and position."""
+    if not nodes:
+        return ()
+    rows = yield from select(
+        _OwnedGpu,
+        f"SELECT {GPU} FROM {{wanted}} AS w JOIN gpus g ON g.node_id = w.id JOIN nodes n ON n.id = g.node_id "  # noqa: S608
+        "WHERE g.gone = 0 ORDER BY g.node_id, g.position",
+        {},
+        {"wanted": of_ids(nodes)},
+    )
+    return tuple(_gpu(row) for row in rows)

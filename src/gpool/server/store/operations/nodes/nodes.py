@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpool.core.errors import Conflict, Forbidden, Invalid, NotFound
@@ -205,7 +207,7 @@ def greet(node: NodeId, offer: Offer, gpu_ids: Sequence[int], at: Instant) -> Op
     yield from _put_gpus(node, gpus)
 
 
-def load_nodes(where: str, parameters: dict[str, int]) -> Operation[tuple[NodeRow, ...]]:
+def load_nodes(where: str, parameters: Mapping[str, int | str]) -> Operation[tuple[NodeRow, ...]]:
     """Read nodes with the indexes of the GPUs that must not be leased: withheld, sick or flagged. `where` is about `n`."""
     withheld: dict[NodeId, set[int]] = {}
     flagged: dict[NodeId, set[int]] = {}
@@ -393,3 +395,60 @@ def put_reliability_records(found: Mapping[NodeId, ReliabilityRecord]) -> Operat
 @operation
 def forget_reliability_records() -> Operation[None]:
     yield Statement("DELETE FROM node_records WHERE node_id NOT IN (SELECT id FROM nodes)", {})
+
+
+# ---- pages
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFilter:
+    """Which nodes a listing holds; None and the empty text do not filter.
+
+    `search` is compared with names and, as a prefilter, with everything past the first GPU model of the offer: the
+    caller compares the models themselves.
+    """
+
+    owner: UserId | None = None
+    node: NodeId | None = None
+    availability: Availability | None = None
+    search: str = ""
+
+
+@operation
+def node_page(
+    wanted: NodeFilter, after: NodeId | None, limit: int
+) -> Operation[tuple[NodeRow, ...]]:
+    """At most `limit` nodes with ids past `after`, ascending."""
+    where = ["n.id > :after"]
+    parameters: dict[str, int | str] = {"after": -1 if after is None else after}
+    if wanted.owner is not None:
+        where.append("n.owner_id = :owner")
+        parameters["owner"] = wanted.owner
+    if wanted.node is not None:
+        where.append("n.id = :node")
+        parameters["node"] = wanted.node
+    if wanted.availability is not None:
+        where.append("n.availability = :availability")
+        parameters["availability"] = wanted.availability.value
+    if wanted.search:
+        where.append(
+            "(LOWER(n.name) LIKE :name ESCAPE '!' OR LOWER(n.offer) LIKE :model ESCAPE '!')"
+        )
+        pattern = _escaped(wanted.search.lower())
+        parameters |= {"name": f"%{pattern}%", "model": f'%"model":"%{pattern}%'}
+    page = yield from values(
+        int,
+        f"SELECT n.id FROM nodes n WHERE {' AND '.join(where)} ORDER BY n.id LIMIT :limit",  # noqa: S608
+        {**parameters, "limit": limit},
+    )
+    if not page:
+        return ()
+    last = max(page)
+    where.append("n.id <= :last")
+    return (yield from load_nodes(" AND ".join(where), {**parameters, "last": last}))
+
+
+def _escaped(text: str) -> str:
+    """The text as a literal part of a LIKE pattern with '!' as escape character, as the offer's JSON spells it."""
+    literal = json.dumps(text, ensure_ascii=False)[1:-1]
+    return literal.replace("!", "!!").replace("%", "!%").replace("_", "!_")

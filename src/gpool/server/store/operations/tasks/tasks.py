@@ -422,3 +422,44 @@ def cancel(
             *of_gangs,
         ),
     )
+
+
+# ---- the queue
+
+
+@operation
+def queued_page(
+    user: UserId | None, team: int | None, after: TaskId | None, limit: int
+) -> Operation[tuple[TaskView, ...]]:
+    """At most `limit` queued tasks with ids past `after`, oldest first; of a user, of a team, or of everybody."""
+    whose, parameters = _queue_of(user, team)
+    order = "t.id" if whose else "+t.id"
+    parameters |= {"after": -1 if after is None else after, "limit": limit}
+    oldest = (
+        f"SELECT id FROM (SELECT t.id FROM tasks t WHERE t.status = 'queued'{whose} "  # noqa: S608
+        f"AND {order} > :after ORDER BY {order} LIMIT :limit) AS oldest"
+    )
+    return (yield from _views(f"t.id IN ({oldest})", parameters))[::-1]
+
+
+@operation
+def queued_count(user: UserId | None, team: int | None, most: int) -> Operation[int]:
+    """Number of queued tasks, counted up to `most`."""
+    whose, parameters = _queue_of(user, team)
+    return sum(
+        (
+            yield from values(
+                int,
+                f"SELECT COUNT(*) FROM (SELECT 1 FROM tasks t WHERE t.status = 'queued'{whose} LIMIT :most) AS counted",  # noqa: S608
+                {**parameters, "most": most},
+            )
+        )
+    )
+
+
+def _queue_of(user: UserId | None, team: int | None) -> tuple[str, dict[str, int]]:
+    if team is not None:
+        return " AND t.team_id = :team", {"team": team}
+    if user is not None:  # the plus keeps SQLite on the index of queued tasks
+        return " AND t.user_id = :user AND +t.team_id IS NULL", {"user": user}
+    return "", {}

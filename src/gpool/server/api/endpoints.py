@@ -1,0 +1,203 @@
+"""Declaration of REST routes: one decorator names a route's actions, rate class and documents.
+
+The permission table, rate classes, OpenAPI document and test matrix are derived from the `Endpoint` values collected
+here. Depends on core.permissions and FastAPI; knows no route and no business rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import Response
+
+from gpool.core.permissions import RULES, Action, ObjectKind, Relation
+from gpool.server.identity.throttle import RouteClass
+
+H = TypeVar("H", bound=Callable[..., Awaitable[Any]])
+DECLARED = "gpool.endpoint"
+"""Key of the request scope under which the matched `Endpoint` is kept."""
+
+WEBSOCKET = "WEBSOCKET"
+JSON = "application/json"
+OCTETS = "application/octet-stream"
+_RATES = {"GET": RouteClass.READ, "HEAD": RouteClass.READ}
+
+
+@dataclass(frozen=True, slots=True)
+class SuccessReply:
+    """A declared success response. `media_types` beside a document are alternatives to JSON."""
+
+    document: Any = None
+    status: int = 200
+    description: str = "Success"
+    media_types: tuple[str, ...] = ()
+
+    @property
+    def openapi(self) -> dict[str, Any]:
+        response: dict[str, Any] = {"description": self.description}
+        if self.document is not None:
+            response["model"] = self.document
+        if self.media_types:
+            response["content"] = {kind: {"schema": _schema(kind)} for kind in self.media_types}
+        return response
+
+
+def _schema(media_type: str) -> dict[str, str]:
+    return {"type": "string"} | ({"format": "binary"} if media_type == OCTETS else {})
+
+
+NO_CONTENT = SuccessReply(status=204, description="Done; no content")
+
+
+def created(document: type[BaseModel], description: str = "Created") -> SuccessReply:
+    return SuccessReply(document, 201, description)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One method of one path. With several `actions`, each request asks about exactly one of them."""
+
+    method: str
+    path: str
+    name: str  # the operation id, unique among all endpoints
+    actions: tuple[Action, ...]
+    rate: RouteClass
+    body: type[BaseModel] | type[bytes] | None = None
+    is_body_required: bool = True
+    problems: tuple[int, ...] = ()  # statuses beyond those that `problem_statuses` derives
+
+    @property
+    def is_open(self) -> bool:
+        return all(Relation.ANYONE in RULES[action].may for action in self.actions)
+
+    @property
+    def security(self) -> list[dict[str, list[str]]]:
+        """OpenAPI security requirements, any of which suffices: `key` names the scope that an API key needs."""
+        found: list[dict[str, list[str]]] = []
+        for rule in (RULES[action] for action in self.actions):
+            if Relation.ANYONE in rule.may:
+                found.append({})
+            elif rule.may != {Relation.HOLDER}:
+                found += [{"key": [rule.scope.value]}] if rule.scope else []
+                found.append({"session": []})
+        return [each for place, each in enumerate(found) if each not in found[:place]]
+
+    @property
+    def problem_statuses(self) -> list[int]:
+        changes = any(RULES[action].changes for action in self.actions)
+        found = {429, *self.problems}
+        if changes or "{" in self.path:
+            found.add(400)
+        if not self.is_open:
+            found |= {401, 403}
+        if any(RULES[action].kind is not ObjectKind.SERVER for action in self.actions):
+            found.add(404)
+        if changes and not self.is_open:
+            found.add(409)  # of the object's state, or of a reused Idempotency-Key
+        if self.body is not None:
+            found |= {400, 413}
+        return sorted(found)
+
+
+class EndpointRouter:
+    """Routes of one subject. Its decorators register a handler with FastAPI and return it unchanged in type.
+
+    A handler takes the request first. While it runs, the request's scope holds its `Endpoint`, so that
+    `callers.user_of(request)` knows the action to ask about.
+    """
+
+    def __init__(self, tag: str) -> None:
+        self.router = APIRouter(tags=[tag])
+        self.endpoints: list[Endpoint] = []
+
+    def get(self, path: str, *actions: Action, **declared: Any) -> Callable[[H], H]:
+        return self._route("GET", path, actions, **declared)
+
+    def head(self, path: str, *actions: Action, **declared: Any) -> Callable[[H], H]:
+        return self._route("HEAD", path, actions, **declared)
+
+    def post(self, path: str, *actions: Action, **declared: Any) -> Callable[[H], H]:
+        return self._route("POST", path, actions, **declared)
+
+    def put(self, path: str, *actions: Action, **declared: Any) -> Callable[[H], H]:
+        return self._route("PUT", path, actions, **declared)
+
+    def patch(self, path: str, *actions: Action, **declared: Any) -> Callable[[H], H]:
+        return self._route("PATCH", path, actions, **declared)
+
+    def delete(self, path: str, *actions: Action, **declared: Any) -> Callable[[H], H]:
+        return self._route("DELETE", path, actions, **declared)
+
+    def websocket(self, path: str, *actions: Action, rate: RouteClass) -> Callable[[H], H]:
+        def declare(handler: H) -> H:
+            self.endpoints.append(Endpoint(WEBSOCKET, path, handler.__name__, actions, rate))
+            self.router.add_api_websocket_route(path, handler)
+            return handler
+
+        return declare
+
+    def _route(
+        self,
+        method: str,
+        path: str,
+        actions: tuple[Action, ...],
+        *,
+        returns: type[BaseModel] | SuccessReply | Iterable[SuccessReply],
+        rate: RouteClass | None = None,
+        body: type[BaseModel] | type[bytes] | None = None,
+        is_body_required: bool = True,
+        problems: tuple[int, ...] = (),
+        include_in_schema: bool = True,
+    ) -> Callable[[H], H]:
+        """`returns`: the document of a 200, or the replies declared; the first is the usual one."""
+        if isinstance(returns, type):
+            returns = SuccessReply(returns)
+        replies = (returns,) if isinstance(returns, SuccessReply) else tuple(returns)
+
+        def declare(handler: H) -> H:
+            endpoint = Endpoint(
+                method,
+                path,
+                handler.__name__,
+                actions,
+                rate or _RATES.get(method, RouteClass.CHANGE),
+                body,
+                is_body_required,
+                problems,
+            )
+
+            @wraps(handler)
+            async def declared(request: Request, **parameters: Any) -> Any:
+                request.scope[DECLARED] = endpoint
+                return await handler(request, **parameters)
+
+            self.endpoints.append(endpoint)
+            self.router.add_api_route(
+                path,
+                declared,
+                methods=[method],
+                operation_id=endpoint.name,
+                status_code=replies[0].status,
+                responses={reply.status: reply.openapi for reply in replies},
+                response_class=Response,
+                include_in_schema=include_in_schema,
+            )
+            return cast("H", declared)
+
+        return declare
+
+
+def action_of(connection: HTTPConnection, action: Action | None = None) -> Action:
+    """The action that this request asks about: the only one declared, or the one given, which must be declared."""
+    endpoint: Endpoint = connection.scope[DECLARED]
+    if action is None:
+        assert len(endpoint.actions) == 1, f"{endpoint.name} declares several actions"
+        return endpoint.actions[0]
+    assert action in endpoint.actions, f"{endpoint.name} does not declare {action}"
+    return action
