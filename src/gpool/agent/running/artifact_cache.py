@@ -36,9 +36,7 @@ class ArtifactCache:
         self._fetch = fetch
         self._cap = cap_bytes
         self._sizes: OrderedDict[str, int] = OrderedDict()  # the least recently used first
-        self._parts: OrderedDict[str, int] = (
-            OrderedDict()
-        )  # partial downloads that nobody waits for
+        self._parts: OrderedDict[str, int] = OrderedDict()  # partial downloads without a caller
         self._total = 0
         self._users: dict[str, int] = {}
         self._downloads: dict[str, _Download] = {}

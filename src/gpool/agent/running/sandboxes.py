@@ -298,9 +298,8 @@ def environment_of(spec: TaskSpec) -> tuple[str, Recipe | None] | None:
 
 def warm_key_of(runtime: Runtime, spec: TaskSpec, allocation: Allocation) -> WarmKey | None:
     isolated = spec.requirements.network is Network.NONE
-    whole = all(
-        part.share_milli == 1000 for part in allocation.slices
-    )  # a part needs a GPU share first
+    # A part of a GPU needs a GPU share first.
+    whole = all(part.share_milli == 1000 for part in allocation.slices)
     if not spec.preload or not isolated or not whole:
         return None
     if image_of(spec) or RuntimeAbility.WARM_RUNNERS not in runtime.abilities:

@@ -40,10 +40,8 @@ RETURN_AFTER_US = 2_000_000  # waiting leases are returned when the one before t
 PHASE_AFTER_US = 200_000  # shorter phases are not reported
 IDLE_RUNNER_US = 60_000_000
 MAX_IDLE_RUNNERS = 8
-SENT, READY = (
-    LeaseMove.SENT,
-    RunnerState.READY,
-)  # for each call: a member of an enum is slow to look up
+# Looked up for each call: access to a member through its enum is slow.
+SENT, READY = LeaseMove.SENT, RunnerState.READY
 
 
 class Dispatch:

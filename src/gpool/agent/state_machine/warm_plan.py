@@ -159,9 +159,8 @@ class WarmPool:
         preparing = sum(entry.stage is Stage.PREPARING for entry in self.entries.values())
         while missing and preparing < AT_ONCE:
             next_one = missing.popleft()
-            room_left = (
-                room_bytes - self.bytes_held
-            )  # discarded ones hold their memory until they are gone
+            # Discarded sandboxes hold their memory until they are gone.
+            room_left = room_bytes - self.bytes_held
             if next_one.bytes_held > room_left or len(self.entries) >= MOST_ENTRIES:
                 break
             self.last_number += 1
