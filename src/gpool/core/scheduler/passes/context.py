@@ -37,23 +37,22 @@ _PREEMPTION_WORK = 10_000  # about microseconds
 _HELPED_TENANTS = 8
 
 
+_UNRANKED = Rank(WITHIN, ())
+
+
 class QueueCursor:
     """The waiting tasks of one shape in this pass, with the rank of the next one."""
 
-    __slots__ = ("_entries", "entry", "head", "is_blocked", "left", "rank", "ranked_at")
+    __slots__ = ("_entries", "entry", "head", "is_blocked", "left", "rank", "ranked_at", "shape")
 
     def __init__(self, entry: ShapeState) -> None:
-        self.entry = entry
+        self.entry, self.shape = entry, entry.shape
         self.left = entry.queue.size
         self.head: QueueEntry = entry.queue.front()
         self.is_blocked = False  # by a GPU limit, or waiting for inputs: more room would not help
-        self.rank = Rank(WITHIN, ())
+        self.rank = _UNRANKED
         self.ranked_at = 0  # number of the ledger's last change when the rank was computed
         self._entries: Iterator[QueueEntry] | None = None  # made when it is first taken from
-
-    @property
-    def shape(self) -> Shape:
-        return self.entry.shape
 
     def set_rank(self, rank: Rank, changes: int) -> None:
         self.rank, self.ranked_at = rank, changes

@@ -47,14 +47,17 @@ def plan(
 ) -> PassPlan:
     """Decide what to lease and what to preempt now; `Invalid` if the policy names an order that is not in the table."""
     order = order_named(policy.order, orders)
-    with index.overlaid(state, policy.pricing):
-        ctx = begin(state, index, now, policy, order)
-        scored = index.scored_for_new
+    index.follow(state, policy.pricing)
+    ctx = begin(state, index, now, policy, order)
+    scored = index.scored_for_new
+    try:
         cursors = look(ctx)
         among = contention(ctx, cursors)
         count_stopping(ctx)
         keep_pins(ctx, cursors)
         waiting = start(ctx, cursors, among, scored)
+    finally:
+        index.end_pass()
     fill_queues(ctx, waiting)
     return _result(ctx)
 

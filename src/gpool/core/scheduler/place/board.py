@@ -70,10 +70,16 @@ class BoardColumns:
     fits: Floats  # by class of the mix: GPUs that fit it
     rests: Floats  # by class of the mix: free parts too small for it
     model: Slots
+    size: int  # slots
+    width: int  # GPUs of a slot
+    free: Ints  # of `gpus`
+    holder: Ints  # of `gpus`
 
     @classmethod
     def empty(cls, rows: int, gpus: int, classes: int) -> BoardColumns:
-        columns = cls(
+        parts = np.zeros((rows, 4, gpus), np.int64)
+        parts[:, 3] = NOBODY
+        return cls(
             ids=np.zeros(rows, np.int64),
             kind=np.zeros(rows, np.intp),
             alike=np.zeros(rows, np.intp),
@@ -85,29 +91,15 @@ class BoardColumns:
             rank=np.zeros((2, rows), np.int64),
             tight=np.zeros(rows, np.int64),
             amounts=np.zeros((9, rows)),
-            gpus=np.zeros((rows, 4, gpus), np.int64),
+            gpus=parts,
             fits=np.zeros((rows, classes)),
             rests=np.zeros((rows, classes)),
             model=np.zeros(rows, np.intp),
+            size=rows,
+            width=gpus,
+            free=parts[:, 2],
+            holder=parts[:, 3],
         )
-        columns.holder[:] = NOBODY
-        return columns
-
-    @property
-    def size(self) -> int:
-        return len(self.ids)
-
-    @property
-    def width(self) -> int:
-        return int(self.gpus.shape[2])
-
-    @property
-    def free(self) -> Ints:
-        return self.gpus[:, 2]
-
-    @property
-    def holder(self) -> Ints:
-        return self.gpus[:, 3]
 
 
 class MostFree(NamedTuple):

@@ -14,8 +14,7 @@ nodes that the board notes as changed are scored anew, and the largest score win
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -88,17 +87,12 @@ class PlacementIndex:
     def scored(self) -> int:
         return self._scorer.scored
 
-    @contextmanager
-    def overlaid(self, state: State, pricing: Pricing) -> Iterator[None]:
-        """Follow the state, and forget at the end what the pass proposed."""
-        self.follow(state, pricing)
-        try:
-            yield
-        finally:
-            for id_ in self._overlay:
-                self.board.touch(id_)
-            self._overlay = {}
-            self._rows.end_pass()
+    def end_pass(self) -> None:
+        """Forget what the pass proposed."""
+        for id_ in self._overlay:
+            self.board.touch(id_)
+        self._overlay = {}
+        self._rows.end_pass()
 
     def follow(self, state: State, pricing: Pricing) -> None:
         """Read the changes since the last call; everything if the state or the pricing is another."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from gpool.core.ids import NodeId
 
@@ -41,14 +41,16 @@ class NodeChanges:
 
     def rooms_since(self, number: int) -> list[NodeId]:
         """Nodes noted after change `number`, the last one first."""
-        return list(_since(self._rooms, number))
+        return _since(self._rooms, number)
 
     def inputs_since(self, number: int) -> list[NodeId]:
-        return list(_since(self._inputs, number))
+        return _since(self._inputs, number)
 
 
-def _since(log: dict[NodeId, int], number: int) -> Iterator[NodeId]:
+def _since(log: dict[NodeId, int], number: int) -> list[NodeId]:
+    found = []
     for node in reversed(log):
         if log[node] <= number:
-            return
-        yield node
+            break
+        found.append(node)
+    return found

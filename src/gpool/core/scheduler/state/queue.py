@@ -87,7 +87,8 @@ class Queue:
         left: set[Queue] = set()
         if not self._has_no_dead():
             self._arrival += 1
-        added, stamp, epoch_before, ticket = 0, -1, -1, QueueTicket(self, -1)
+        added, stamp, epoch_before = 0, -1, -1
+        ticket: QueueTicket | None = None
         for task in tasks:
             id_, epoch, at = task.id, task.epoch, task.queued_at
             if id_ in live:
@@ -99,7 +100,9 @@ class Queue:
             if epoch != epoch_before:
                 epoch_before = epoch
                 stamp = self._arrival << _EPOCH_BITS | epoch
-                ticket = tickets.setdefault(stamp, QueueTicket(self, stamp))
+                known = tickets.get(stamp)
+                ticket = tickets[stamp] = known or QueueTicket(self, stamp)
+            assert ticket is not None
             live[id_] = ticket
             added += 1
             if at > last_at or (at == last_at and id_ > last_id):
