@@ -27,6 +27,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.nodeid.startswith(FOLDERS):
             item.add_marker("host_speed")
-    if config.cache is not None:
+    cache = getattr(config, "cache", None)  # absent with -p no:cacheprovider
+    if cache is not None:
         marked = [item.nodeid for item in items if item.get_closest_marker("host_speed")]
-        config.cache.set("gpool/host_speed", marked)
+        cache.set("gpool/host_speed", marked)
