@@ -68,6 +68,10 @@ check: setup                ## lint, types, import contracts, structure, generat
 		|| { echo 'docs/lifecycle.md is stale: run make docs'; exit 1; }
 	$(BIN)/python -m gpool.agent.state_machine.transitions | diff -u docs/agent-lifecycle.md - \
 		|| { echo 'docs/agent-lifecycle.md is stale: run make docs'; exit 1; }
+	$(BIN)/python -m gpool.server.settings | diff -u docs/settings.md - \
+		|| { echo 'docs/settings.md is stale: run make docs'; exit 1; }
+	$(BIN)/python -m gpool.server.store.row_generator | diff -u src/gpool/server/store/generated_rows.py - \
+		|| { echo 'server/store/generated_rows.py is stale: run make docs'; exit 1; }
 
 # In CI, as root, what requirements/apt.txt lists is installed, so that nothing has to be skipped.
 system:
@@ -96,6 +100,8 @@ bench: setup                ## every benchmark that needs nothing but gpool; tab
 docs: setup                 ## write the generated pages again
 	$(BIN)/python -m gpool.core.lifecycle > docs/lifecycle.md
 	$(BIN)/python -m gpool.agent.state_machine.transitions > docs/agent-lifecycle.md
+	$(BIN)/python -m gpool.server.settings > docs/settings.md
+	$(BIN)/python -m gpool.server.store.row_generator > .generated_rows && mv .generated_rows src/gpool/server/store/generated_rows.py
 
 lock: $(VENV)/pyvenv.cfg    ## resolve requirements/*.txt again
 	@command -v uv >/dev/null || $(PIP) install uv

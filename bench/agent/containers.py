@@ -16,11 +16,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpool.agent.runtime.protocol import CommandJob, Limits
+from gpool.agent.runtime.protocol import CommandJob, SandboxLimits
 from tests.tools.components import missing
 from tests.tools.runtimes import MAKERS, NEEDS, caller
 
-LIMITS = Limits(cpu_milli=2000, memory_bytes=512 << 20)
+LIMITS = SandboxLimits(cpu_milli=2000, memory_bytes=512 << 20)
 
 
 async def one(runtime: Any) -> tuple[float, float, float]:

@@ -20,12 +20,12 @@ import uvloop
 from gpool.agent.environments import Environments, Indexes, UvBuilder, find_uv
 from gpool.agent.environments.interpreters import own_interpreter
 from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
-from gpool.agent.runtime.protocol import CommandJob, Limits
+from gpool.agent.runtime.protocol import CommandJob, SandboxLimits
 from gpool.core.model import Recipe
 from gpool.core.specs.environment import name_of, recipe
 from tests.tools.packages import PackageIndex
 
-LIMITS = Limits(cpu_milli=2000, memory_bytes=1 << 30)
+LIMITS = SandboxLimits(cpu_milli=2000, memory_bytes=1 << 30)
 MODULES = 40  # of a small package
 
 

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 from gpool.agent.runtime.microvm.runtime import MicrovmRuntime
-from gpool.agent.runtime.protocol import CommandJob, Limits
+from gpool.agent.runtime.protocol import CommandJob, SandboxLimits
 
-LIMITS = Limits(cpu_milli=1000, memory_bytes=256 << 20, disk_bytes=1 << 30)
+LIMITS = SandboxLimits(cpu_milli=1000, memory_bytes=256 << 20, disk_bytes=1 << 30)
 ARGV = ("/bin/echo", "up")
 
 

@@ -22,10 +22,17 @@ from pathlib import Path
 import cloudpickle
 import uvloop
 
-from gpool.agent.runtime.bubblewrap.runtime import FIRST_UID, BubblewrapRuntime
-from gpool.agent.runtime.protocol import Answer, Call, CommandJob, Limits, RunnerJob
+from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
+from gpool.agent.runtime.protocol import (
+    CallAnswer,
+    CommandJob,
+    FunctionCall,
+    RunnerJob,
+    SandboxLimits,
+)
+from gpool.agent.runtime.slots import FIRST_UID
 
-LIMITS = Limits(cpu_milli=2000, memory_bytes=1 << 30)
+LIMITS = SandboxLimits(cpu_milli=2000, memory_bytes=1 << 30)
 LINE = 500  # calls in line at a runner, as the scheduler keeps them
 
 
@@ -65,15 +72,17 @@ async def calls(runtime: BubblewrapRuntime, count: int) -> dict[str, float]:
     before, began = spent_s(), time.perf_counter()
     while got < count:
         room = min(LINE - (sent - got), count - sent)
-        await runner.send([Call(number, name, arguments) for number in range(sent, sent + room)])
+        await runner.send(
+            [FunctionCall(number, name, arguments) for number in range(sent, sent + room)]
+        )
         sent += room
-        got += sum(isinstance(event, Answer) for event in await anext(events))
+        got += sum(isinstance(event, CallAnswer) for event in await anext(events))
     took = time.perf_counter() - began
     cpu = (spent_s() - before) / count * 1e6
     trips = []
     for number in range(300):
         start = time.perf_counter()
-        await runner.send([Call(count + number, name, arguments)])
+        await runner.send([FunctionCall(count + number, name, arguments)])
         await anext(events)
         trips.append(time.perf_counter() - start)
     await runner.remove()
@@ -151,15 +160,15 @@ async def in_a_row(count: int) -> dict[str, float]:
         for number in range(len(ROW)):  # the launcher starts, the first slot is made
             await one(number)
         await asyncio.sleep(SETTLE_S)
-        before = census(data, runtime.tag)
+        before = census(data, runtime.groups.prefix)
         starts.clear()
         ends.clear()
         for number in range(count):
             await one(number)
         await asyncio.sleep(SETTLE_S)
-        after = census(data, runtime.tag)
+        after = census(data, runtime.groups.prefix)
         await runtime.close()
-        closed = census(data, runtime.tag)
+        closed = census(data, runtime.groups.prefix)
         assert not closed["groups"], closed["groups"]
     found = {f"{kind} left": float(len(after[kind]) - len(before[kind])) for kind in after}
     for name, times in (("start", sorted(starts)), ("tear-down", sorted(ends))):

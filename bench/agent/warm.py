@@ -24,14 +24,14 @@ import httpx2
 import uvloop
 
 from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
-from gpool.agent.runtime.protocol import Limits, RunnerJob
+from gpool.agent.runtime.protocol import RunnerJob, SandboxLimits
 from gpool.agent.runtime.runner_calls import PYTHON
 from gpool.client.client import Client
 from tests.tools.processes import Daemon, Pool, eventually
 from tests.tools.runtimes import Caller
 
 BAR_MS = 15.0
-LIMITS = Limits(cpu_milli=2000, memory_bytes=1 << 30)
+LIMITS = SandboxLimits(cpu_milli=2000, memory_bytes=1 << 30)
 WARM_WITHIN_S = 60.0
 
 
@@ -93,7 +93,7 @@ def fresh_user(pool: Pool, number: int) -> Client:
         http.post("/v1/users", json=account).raise_for_status()
         signed_in = http.post("/v1/auth/password", json=account).raise_for_status()
     client = Client(pool.address, signed_in.json()["access_token"])
-    client.door.get_json("/v1/me")
+    client.api.get_json("/v1/me")
     return client
 
 

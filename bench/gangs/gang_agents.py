@@ -12,7 +12,7 @@ from bench.gang_judge import Judge
 
 from gpool.core.ids import NodeId
 from gpool.core.model import SECOND, Allocation, EndReason, Instant, Node
-from gpool.server.nodes.connection import Channel
+from gpool.server.nodes.connection import NodeChannel
 from gpool.server.store.operations.leases import leases
 from gpool.server.store.protocol import Operation
 from gpool.server.store.values import Recording
@@ -39,12 +39,13 @@ class Around(Protocol):
     def absorb(self, operation: Operation[Recording]) -> None: ...
 
 
-class Wire(Channel):
+class Wire(NodeChannel):
     """The real channel of a node whose hello was taken already."""
 
     def open(self, node: Node) -> None:
         self._greeted = True
-        self._server.scheduler.connect(self, node)
+        self._server.nodes.attach(self)
+        self._server.picture.node_changed(node)
 
 
 @dataclass(slots=True)
@@ -208,7 +209,7 @@ class Agent:
         elif self.channel is not None:
             finish(self.channel.receive(frames.Reports(1, tuple(items))))
         else:  # it was on its way when the agent died
-            self.pool.absorb(leases.record(NodeId(self.number), items, self.pool.now))
+            self.pool.absorb(leases.record([(NodeId(self.number), items)], self.pool.now))
 
     def send(self) -> None:
         items, self.outbox = self.outbox, []

@@ -7,34 +7,34 @@ from typing import Any, TypeVar
 
 from gpool.core.model import Node
 from gpool.core.scheduler.state.events import Event, NodeChanged, TasksLeased, TasksQueued
-from gpool.server.scheduling.scheduler import Scheduler
+from gpool.server.scheduling.picture import StatePicture
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
 
 T = TypeVar("T")
 
 
-class ForgetsMembers(Scheduler):
+class ForgetsMembers(StatePicture):
     """Counts a gang's first node only as taken."""
 
     def fold(self, event: Event) -> None:
         super().fold(replace(event, members=()) if isinstance(event, TasksLeased) else event)
 
 
-class OneSite(Scheduler):
+class OneSite(StatePicture):
     """Takes all nodes for neighbours."""
 
-    def _with_connection(self, node: Node) -> Node:
-        node = super()._with_connection(node)
+    def effective_node(self, node: Node) -> Node:
+        node = super().effective_node(node)
         offer = replace(node.offer, site="here", address="10.0.0.1", gang_port=7000)
         return replace(node, offer=offer)
 
     def fold(self, event: Event) -> None:
         if isinstance(event, NodeChanged):
-            event = NodeChanged(self._with_connection(event.node))
+            event = NodeChanged(self.effective_node(event.node))
         super().fold(event)
 
 
-class Forgets(Scheduler):
+class Forgets(StatePicture):
     """Does not take back to its queue what comes back."""
 
     def fold(self, event: Event) -> None:
@@ -64,7 +64,7 @@ def _shortened(statement: Statement) -> Statement:
     return Statement(statement.sql, statement.parameters, kept)
 
 
-SCHEDULERS: dict[str, type[Scheduler]] = {
+FLAWED_PICTURES: dict[str, type[StatePicture]] = {
     "forgets_members": ForgetsMembers,
     "one_site": OneSite,
     "requeue_not_folded": Forgets,
@@ -73,4 +73,4 @@ UNCOMPARED = ("forgets_members", "one_site")
 """Their states are wrong at once: what is looked at is what comes of it in the store."""
 
 REWRITES: dict[str, Any] = {"one_member_not_written": without_last_member}
-FLAWS = (*SCHEDULERS, *REWRITES, "fence_off", "expires_early", "silent_stop")
+FLAWS = (*FLAWED_PICTURES, *REWRITES, "fence_off", "expires_early", "silent_stop")

@@ -15,8 +15,12 @@ from gpool.core.scheduler.order.orders import Policy
 from gpool.server.clock import Ids
 from gpool.server.identity.secrets.sealer import MasterSource, Sealer
 from gpool.server.metrics import Metrics
-from gpool.server.nodes.connection import Channel
+from gpool.server.nodes.connection import NodeChannel
+from gpool.server.nodes.registry import NodeRegistry
+from gpool.server.nodes.report_batches import ReportBatches
 from gpool.server.nodes.telemetry import Telemetry
+from gpool.server.scheduling.picture import StatePicture
+from gpool.server.scheduling.policy import ActivePolicy
 from gpool.server.scheduling.scheduler import Scheduler
 from gpool.server.settings import Settings
 from gpool.server.store import SqliteStore
@@ -26,7 +30,7 @@ from gpool.server.store.protocol import Operation, Statement
 from gpool.server.store.values import NodeCredentials, User
 from gpool.server.wakeups import Hub
 from gpool.testing.dice import Dice
-from gpool.testing.world.files import empty_database, fast_folder
+from gpool.testing.world.database import empty_database, fast_folder
 from gpool.wire import frames
 
 T = TypeVar("T")
@@ -118,7 +122,10 @@ class Desk:
     store: Door
     sealer: Sealer
     ids: Ids
+    nodes: NodeRegistry
+    picture: StatePicture
     scheduler: Scheduler
+    reports: ReportBatches
     time: Time
     examiner: None = None
     telemetry: Telemetry = field(default_factory=Telemetry)
@@ -164,21 +171,31 @@ class Ground:
             int(row.node.id): row.node for row in self.store.now(nodes.nodes())
         }
 
-    def scheduler(
-        self, policy: Policy | None = None, kind: type[Scheduler] = Scheduler
-    ) -> Scheduler:
-        ttl = Span(60 * SECOND)
-        return kind(self.store, self.hub, self.metrics, policy or Policy(), ttl, self.sealer)
+    def picture(
+        self, policy: Policy | None = None, kind: type[StatePicture] = StatePicture
+    ) -> StatePicture:
+        registry = NodeRegistry(self.metrics, Span(60 * SECOND))
+        active = ActivePolicy(policy or Policy())
+        return kind(self.store, registry, active, self.hub, self.metrics)
 
-    def desk(self, scheduler: Scheduler, dice: Dice) -> Desk:
-        ids = Ids(self.time, dice)
-        return Desk(self.settings, self.store, self.sealer, ids, scheduler, self.time)
+    def desk(self, picture: StatePicture, dice: Dice) -> Desk:
+        return Desk(
+            self.settings,
+            self.store,
+            self.sealer,
+            Ids(self.time, dice),
+            picture.nodes,
+            picture,
+            Scheduler(picture, self.sealer, self.metrics),
+            ReportBatches(picture.write, picture.absorb),
+            self.time,
+        )
 
     def _greet(self, number: int) -> None:
         """Once for real: what the server keeps of an offer is its own matter."""
-        desk: Any = self.desk(self.scheduler(), Dice("ground"))
+        desk: Any = self.desk(self.picture(), Dice("ground"))
         hello = frames.Hello(frames.PROTOCOL, "boot-0000", OFFERS[number], 1, ())
-        finish(Channel(desk, self.credentials[number], lambda _: None).receive(hello))
+        finish(NodeChannel(desk, self.credentials[number], lambda _: None).receive(hello))
 
     def settle(self, run: Callable[[], None]) -> None:
         """Makes for good the temporary tables that a run needs: made anew in each, they would cost more than all the rest."""

@@ -165,7 +165,7 @@ class Judge:
         if seen != {id_: sorted(parts) for id_, parts in held.items()}:
             raise Broken("state_differs", f"held: {seen}, and the store says {held}")
         queued: dict[int, int] = {}
-        for entry in state.waiting():
+        for entry in state.queues.shapes():
             queued.update({e[1]: epoch_of(e) for e in entry.queue.entries()})
         if queued != waiting:
             raise Broken("state_differs", f"waiting: {queued}, and the store says {waiting}")

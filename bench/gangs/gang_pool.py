@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 from bench.gang_agents import Agent
-from bench.gang_flaws import REWRITES, SCHEDULERS, UNCOMPARED
+from bench.gang_flaws import FLAWED_PICTURES, REWRITES, UNCOMPARED
 from bench.gang_ground import BEGIN, OFFERS, Ground, finish
 from bench.gang_judge import Broken, Judge, look, unended
 
@@ -29,15 +29,17 @@ from gpool.core.model import (
     TaskKind,
     TaskSpec,
 )
-from gpool.core.scheduler.order.orders import ORDERS, Policy
-from gpool.server.scheduling.scheduler import Scheduler
-from gpool.server.store.operations.leases import leases
+from gpool.core.scheduler.order.builtin import ORDERS
+from gpool.core.scheduler.order.orders import Policy
+from gpool.server.scheduling.picture import StatePicture
+from gpool.server.store.operations.leases import leases, preemption
 from gpool.server.store.operations.nodes import nodes
-from gpool.server.store.operations.tasks import checkpoints, tasks
+from gpool.server.store.operations.tasks import tasks
+from gpool.server.store.operations.tasks.submissions import NewTask, Submission
 from gpool.server.store.protocol import Operation
-from gpool.server.store.values import NewTask, Recording, Submission
+from gpool.server.store.values import Recording
 from gpool.testing.dice import Dice
-from gpool.testing.world.files import rebuilt
+from gpool.testing.world.database import rebuilt
 from gpool.wire import frames
 from gpool.wire.frames import Hold
 
@@ -93,11 +95,11 @@ class Pool:
     def _begin(self) -> None:
         ground, dice = self.ground, self.dice
         policy = Policy(order=dice.pick(tuple(sorted(ORDERS))), preemption=dice.chance(0.8))
-        kind = SCHEDULERS.get(self.flaw, Scheduler)
-        scheduler = self.scheduler = ground.scheduler(policy, kind)
-        self.desk = ground.desk(scheduler, dice.branch("ids"))
+        kind = FLAWED_PICTURES.get(self.flaw, StatePicture)
+        self.picture = ground.picture(policy, kind)
+        self.desk = ground.desk(self.picture, dice.branch("ids"))
         self.agents = {number: Agent(self, number) for number in OFFERS}
-        finish(scheduler.rebuild(self.now))
+        finish(self.picture.rebuild(self.now))
         for agent in self.agents.values():
             agent.connect()
 
@@ -129,12 +131,12 @@ class Pool:
             self.judge.wanted[task.id] = spec.requirements.nodes
         self.gangs += count * (spec.requirements.nodes > 1)
         submitted: Any = self.ground.store.now(tasks.submit(submission))
-        self.scheduler.queued(submitted, submission)
+        self.picture.add_submission(submitted, submission)
 
     def plan(self) -> None:
         """A pass begins; its plan is written in a later step."""
         self.passes += 1
-        self.pass_ = self.scheduler.run_once(self.now)
+        self.pass_ = self.desk.scheduler.run_once(self.now)
         self._go_on()
 
     def apply(self) -> None:
@@ -154,7 +156,7 @@ class Pool:
         while self.pass_ is not None:
             self._go_on()
         self.passes += 1
-        self.leases += finish(self.scheduler.run_once(self.now))
+        self.leases += finish(self.desk.scheduler.run_once(self.now))
 
     def read(self) -> None:
         self.dice.pick(self.some(_is_told)).read()
@@ -205,8 +207,8 @@ class Pool:
         self.absorb(tasks.cancel((task,), None, self.now))
 
     def preempt(self) -> None:
-        task = self.dice.pick(sorted(self.scheduler.state.held))
-        self.absorb(checkpoints.preempt((task,), self.now))
+        task = self.dice.pick(sorted(self.picture.state.held))
+        self.absorb(preemption.preempt((task,), self.now))
 
     def hand_back(self) -> None:
         self.dice.pick(self.some(_has_some)).hand_back(self.dice)
@@ -223,20 +225,20 @@ class Pool:
             nodes.set_availability(NodeId(node), None, availability, self.now)
         )
         if row is not None:
-            self.scheduler.node_changed(row.node)
+            self.picture.node_changed(row.node)
 
     def doubt(self) -> None:
         """The next pass takes a new term and a new picture; a plan on its way is of the old one."""
-        self.scheduler.doubt()
+        self.picture.invalidate()
         if self.dice.chance(0.5) and self.pass_ is not None:
             old, self.pass_ = self.pass_, None
-            self.leases += finish(self.scheduler.run_once(self.now))
+            self.leases += finish(self.desk.scheduler.run_once(self.now))
             self.pass_ = old
 
     # ---- what the agents and the judge need
 
     def absorb(self, operation: Operation[Recording]) -> None:
-        self.scheduler.absorb(self.ground.store.now(operation))
+        self.picture.absorb(self.ground.store.now(operation))
 
     def take_for_current(self, node: int, items: list[frames.ReportItem]) -> None:
         """As if every report were about the lease that is current, whoever has it."""
@@ -247,7 +249,7 @@ class Pool:
             has += [row[3] for row in members if row[0] == item.task and row[6]]
             renewed = msgspec.structs.replace(item, epoch=epoch)
             where = node if node in has or not has else has[0]
-            self.absorb(leases.record(NodeId(where), [renewed], self.now))
+            self.absorb(leases.record([(NodeId(where), [renewed])], self.now))
 
     def met(self, node: int, hold: Hold, line: frames.Line) -> None:
         """All members of one epoch are told the same of each other, each its own rank."""
@@ -266,16 +268,12 @@ class Pool:
             raise Broken("partial_gang", f"{hold}: rank {rank} is not at {line.gang.peers}")
 
     def _check(self, *, picture: bool) -> None:
-        store, scheduler = self.ground.store, self.scheduler
-        state = None if scheduler.in_doubt or self.flaw in UNCOMPARED else scheduler.state
+        store, known = self.ground.store, self.picture
+        state = None if known.is_stale or self.flaw in UNCOMPARED else known.state
         if store.wrote:
             self.judge.check(store.now(look()), state)
             store.wrote = False
-        if (
-            picture
-            and state is not None
-            and state != rebuilt(scheduler, store.now(leases.picture()))
-        ):
+        if picture and state is not None and state != rebuilt(known, store.now(leases.picture())):
             raise Broken("state_differs", "from one rebuilt from the store")
 
     # ---- the end
@@ -391,9 +389,9 @@ STEPS = {
 }
 CAN: dict[str, Callable[[Pool], object]] = {
     "submit": lambda pool: len(pool.judge.wanted) < MOST_TASKS,
-    "plan": lambda pool: pool.pass_ is None and pool.scheduler.state.queued_count,
+    "plan": lambda pool: pool.pass_ is None and pool.picture.state.queued_count,
     "apply": lambda pool: pool.pass_ is not None,
-    "whole_pass": lambda pool: pool.scheduler.state.queued_count,
+    "whole_pass": lambda pool: pool.picture.state.queued_count,
     "read": lambda pool: pool.some(_is_told),
     "start": lambda pool: pool.some(_can_start),
     "end": lambda pool: pool.some(_runs),
@@ -404,7 +402,7 @@ CAN: dict[str, Callable[[Pool], object]] = {
     "expire": lambda pool: pool.lost or (pool.flaw == "expires_early" and pool.some(_runs)),
     "boot": lambda pool: pool.lost,
     "cancel": lambda pool: pool.judge.wanted,
-    "preempt": lambda pool: pool.scheduler.state.held,
+    "preempt": lambda pool: pool.picture.state.held,
     "hand_back": lambda pool: pool.some(_has_some),
     "pause": lambda pool: pool.judge.wanted,
     "resume": lambda pool: pool.judge.wanted,

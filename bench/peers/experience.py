@@ -36,6 +36,7 @@ from gpool.core.model import (
 )
 from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.passes.plan import plan
+from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.state.events import (
     NodeChanged,
     QueuedTask,
@@ -63,6 +64,7 @@ class Pool:
 
     def __init__(self, nodes: list[Node], run: Callable[[TaskId, NodeId, float], float]) -> None:
         self.state = State()
+        self.index = PlacementIndex()
         self.run = run
         self.ends: list[tuple[float, TaskId]] = []
         for node in nodes:
@@ -85,7 +87,7 @@ class Pool:
 
     def start(self, now: float) -> None:
         at = Instant(round(now * SECOND))
-        for place in plan(self.state, at, POLICY).places:
+        for place in plan(self.state, self.index, at, POLICY).places:
             for grant in place.grants:
                 self.state.fold(place.leased((grant.task,), at))
                 heappush(self.ends, (now + self.run(grant.task, place.node, now), grant.task))

@@ -26,7 +26,7 @@ from peers.base import Peer
 
 import gpool
 from gpool.client.client import Client
-from gpool.client.mapping import Broken, ResultReader
+from gpool.client.mapping import ReaderFailure, ResultReader
 from gpool.client.pickling import PYTHON, dumps_call
 from gpool.client.results import Result
 
@@ -98,12 +98,12 @@ class P(Peer):  # type: ignore[misc]  # the harness is untyped
         self.client = Client(self.url, key)
         self.noop, self.each = self.client.task(tasks.noop), self.client.task(_ignore)
         self.mark = self.client.task(mark)
-        self.link = self._door.send_json("POST", "/v1/nodes/invites", {})["link"]
+        self.link = self._api.send_json("POST", "/v1/nodes/invites", {})["link"]
 
     @property
-    def _door(self) -> Any:
+    def _api(self) -> Any:
         assert self.client is not None
-        return self.client.door
+        return self.client.api
 
     def start_worker(self, slots: int = 2) -> None:
         argv = [self.bin / "gpool", "join", self.link, "--slots", slots]
@@ -124,7 +124,7 @@ class P(Peer):  # type: ignore[misc]  # the harness is untyped
         return self._calls(self.noop, itertools.repeat((), n), deadline)
 
     def submit_true(self, n: int, deadline: float | None = None) -> Submitted:
-        answer = self._door.send_json("POST", "/v1/tasks", {"command": ["/bin/true"], "copies": n})
+        answer = self._api.send_json("POST", "/v1/tasks", {"command": ["/bin/true"], "copies": n})
         return Submitted(answer["batch"], len(answer["ids"]))
 
     def submit_mark(self, n: int, path: str) -> Submitted:
@@ -164,14 +164,14 @@ class P(Peer):  # type: ignore[misc]  # the harness is untyped
                 "batch": batch,
                 "more": bool(following),
             }
-            answer = self._door.send_json("POST", "/v1/tasks", document)
+            answer = self._api.send_json("POST", "/v1/tasks", document)
             batch, count, chunk = answer["batch"], count + len(calls), following
         assert batch is not None
         return Submitted(batch, count)
 
     def _results(self, submitted: Submitted, timeout: float) -> Iterator[list[Result]]:
         """Each result once, in order of acceptance, across restarts of the server; ends early after `timeout`."""
-        reader = ResultReader(self._door, submitted.batch)
+        reader = ResultReader(self._api, submitted.batch)
         alarm = threading.Timer(timeout, lambda: reader.inbox.put([]))
         alarm.daemon = True
         alarm.start()
@@ -179,7 +179,7 @@ class P(Peer):  # type: ignore[misc]  # the harness is untyped
             seen = 0
             while seen < submitted.count:
                 found = reader.inbox.get()
-                if isinstance(found, Broken):
+                if isinstance(found, ReaderFailure):
                     raise found.error
                 if not found:
                     return
@@ -197,7 +197,7 @@ class P(Peer):  # type: ignore[misc]  # the harness is untyped
                 file.flush()
             for task in self.client.listing("tasks"):  # type: ignore[union-attr]
                 if task["batch"] == submitted.batch and task["epoch"] > 1:
-                    page = self._door.get_json(f"/v1/tasks/{task['id']}/logs")
+                    page = self._api.get_json(f"/v1/tasks/{task['id']}/logs")
                     said = {(item["epoch"], item["text"].strip()) for item in page["items"]}
                     file.writelines(f"{index}\n" for _, index in sorted(said)[1:])
 

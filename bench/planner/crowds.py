@@ -35,6 +35,7 @@ from gpool.core.model import (
 from gpool.core.scheduler.order.limits import GpuLimits
 from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.passes.plan import plan
+from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.state.events import (
     Leased,
     NodeChanged,
@@ -252,6 +253,7 @@ SCENES: dict[str, Callable[[], Made]] = {
 def measure(name: str, scene: Callable[[], Made], passes: int) -> Row:
     state, policy = scene()
     now, spent, starts, stops = NOW, [], 0, 0
+    index = PlacementIndex()
     for number in range(passes):
         now = Instant(now + SECOND)
         if number:
@@ -261,7 +263,7 @@ def measure(name: str, scene: Callable[[], Made], passes: int) -> Row:
             state.fold(TasksQueued(new, (QueuedTask(TaskId(10**8 + number), 0, now),)))
         state.pass_time(now)
         began = process_time()
-        decided = plan(state, now, policy)
+        decided = plan(state, index, now, policy)
         spent.append(1000 * (process_time() - began))
         starts, stops = starts + len(decided.places), stops + len(decided.preemptions)
     return {

@@ -26,6 +26,7 @@ from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, Instant, Shape, Span
 from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.passes.plan import plan
+from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.predict.calibration import Calibration, StatedForecast
 from gpool.core.scheduler.predict.forecast import Bounds, ForecastQuestion, courses, waits
 from gpool.core.scheduler.predict.run_times import RunTimes
@@ -80,6 +81,7 @@ class Trial:
         self, nodes: int, policy: Policy, every: Span, passes: int, sample: int = 1
     ) -> None:
         self.state, self.policy, self.every = State(), policy, every
+        self.index = PlacementIndex()
         self.sample, self.due = sample, 0
         self.bounds = Bounds(passes)
         for node in as_nodes(nodes):
@@ -128,7 +130,7 @@ class Trial:
         self.state.fold(TasksReleased((task,)))
 
     def start(self, now: Instant) -> None:
-        for place in plan(self.state, now, self.policy).places:
+        for place in plan(self.state, self.index, now, self.policy).places:
             tasks = tuple(grant.task for grant in place.grants)
             self.state.fold(place.leased(tasks, now))
             for task in tasks:

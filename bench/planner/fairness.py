@@ -53,6 +53,7 @@ from gpool.core.model import (
 from gpool.core.scheduler.order.limits import GpuLimits, Holder
 from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.passes.plan import plan
+from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.state.events import (
     NodeChanged,
     QueuedTask,
@@ -127,6 +128,7 @@ class Pool:
 
     def __init__(self, nodes: int, policy: Policy, seed: int, cpus: int = 64) -> None:
         self.state, self.policy, self.dice = State(), policy, Random(seed)
+        self.index = PlacementIndex()
         self.state.shares.weights = policy.weights
         self.now, self.tasks = Instant(START + self.dice.randrange(HOUR)), 0
         self.tenants: dict[int, Tenant] = {}
@@ -200,7 +202,7 @@ class Pool:
         while True:
             begun = process_time()
             self.state.pass_time(self.now)
-            decided = plan(self.state, self.now, self.policy)
+            decided = plan(self.state, self.index, self.now, self.policy)
             self.planning_s += process_time() - begun
             self.passes += 1
             for place in decided.places:
@@ -449,7 +451,9 @@ def _swapped(name: str, pool: Pool, options: Options, into: list[Measured]) -> R
         "worst_hour_pct": round(100 * worst(ran.hours[1:]), 2),
         "any_hour_worst_pct": round(100 * worst(ran.any_hours[6:]), 2),
         "of_whole_pieces_pct": round(100 * of_whole_pieces(ran.fair, sizes, pool.lent[0]), 2),
-        "of_turns_pct": round(100 * of_turns(ran.fair, sizes, pool.lent[0], pool.policy.turn), 2),
+        "of_turns_pct": round(
+            100 * of_turns(ran.fair, sizes, pool.lent[0], pool.policy.quantum), 2
+        ),
         "preemptions_an_hour_between_teams": round((pool.between - before[0]) / options.hours, 1),
         "preemptions_an_hour": round((pool.preempted - before[1]) / options.hours, 1),
         "pool_used_pct": round(100 * ran.used(), 1),

@@ -27,6 +27,7 @@ from gpool.core.model import SECOND, Instant, Shape, Span
 from gpool.core.scheduler.order.levels import AGES
 from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.passes.plan import plan
+from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.state.events import (
     NodeChanged,
     QueuedTask,
@@ -47,6 +48,7 @@ class Gpool:
 
     def __init__(self, nodes: int, policy: Policy, *, preemptible: bool, step: float) -> None:
         self.state = State()
+        self.index = PlacementIndex()
         for node in as_nodes(nodes):
             self.state.fold(NodeChanged(node))
         self.policy, self.preemptible, self.step = policy, preemptible, step
@@ -105,7 +107,7 @@ class Gpool:
         at = instant(now)
         while True:
             self.passes += 1
-            decided = plan(self.state, at, self.policy)
+            decided = plan(self.state, self.index, at, self.policy)
             for place in decided.places:
                 tasks = tuple(grant.task for grant in place.grants)
                 self.state.fold(place.leased(tasks, at))

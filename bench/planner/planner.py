@@ -9,6 +9,7 @@ import argparse
 import json
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from time import process_time
 
@@ -17,6 +18,7 @@ from gpool.core.model import GIB, Instant, Node, Offer, Requirements, Shape, Spa
 from gpool.core.scheduler.explain.waiting import explain
 from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.passes.plan import plan
+from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.state.events import (
     NodeChanged,
     QueuedTask,
@@ -71,13 +73,13 @@ def passes() -> list[dict[str, float]]:
         (100_000, 1, 1),
     ):
         state = pool(tasks, shapes, nodes)
-        policy = Policy(order="fcfs")
-        first = best(lambda s=state, p=policy: plan(s, NOW, p), 9)  # type: ignore[misc]
-        places = plan(state, NOW, policy).places
+        policy, index = Policy(order="fcfs"), PlacementIndex()
+        first = best(partial(plan, state, index, NOW, policy), 9)
+        places = plan(state, index, NOW, policy).places
         for place in places:
             ids = tuple(grant.task for grant in place.grants)
             state.fold(TasksLeased(place.node, place.allocation, place.shape, ids))
-        full = best(lambda s=state, p=policy: plan(s, NOW, p), 9)  # type: ignore[misc]
+        full = best(partial(plan, state, index, NOW, policy), 9)
         last = TaskId(FIRST_ID + tasks // shapes - 1)
         told = best(lambda s=state, t=last: explain(s, t, NOW), 5)  # type: ignore[misc]
         rows.append(
@@ -97,7 +99,7 @@ def passes() -> list[dict[str, float]]:
 def folding(total: int = 100_000) -> dict[str, float]:
     """A backlog queued in batches of 10,000 and drained through two lines of up to 500."""
     spent = {"queue": 0.0, "plan": 0.0, "lease": 0.0, "release": 0.0}
-    state = pool(0, 1, 0)
+    state, index = pool(0, 1, 0), PlacementIndex()
     offer = Offer(2000, 16 * GIB, GIB)
     state.fold(NodeChanged(Node(NodeId(1), UserId(1), "n1", offer)))
     state.fold(RunTimesObserved(shape(0), 10, Span(400)))
@@ -108,7 +110,7 @@ def folding(total: int = 100_000) -> dict[str, float]:
         spent["queue"] += process_time() - start
     while state.queued_count or state.held:
         start = process_time()
-        decided = plan(state, NOW)
+        decided = plan(state, index, NOW)
         spent["plan"] += process_time() - start
         for place in decided.places:
             ids = tuple(grant.task for grant in place.grants)

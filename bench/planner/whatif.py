@@ -35,12 +35,14 @@ from gpool.core.model import (
     Tier,
 )
 from gpool.core.scheduler.explain.whatif import Suggestion, cost_of, suggest
+from gpool.core.scheduler.order.builtin import ORDERS
 from gpool.core.scheduler.order.limits import GpuLimits
-from gpool.core.scheduler.order.orders import ORDERS, Policy
+from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.passes.plan import plan
+from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.state.events import (
     NodeChanged,
-    Place,
+    Placement,
     QueuedTask,
     TasksQueued,
     TasksWithdrawn,
@@ -114,7 +116,7 @@ def some_pool(dice: Random) -> tuple[State, Policy, list[TaskId]]:
     state, policy = State(), some_policy(dice)
     for number in range(1, dice.randint(2, 8)):
         state.fold(NodeChanged(some_node(dice, number)))
-    last, waiting = 0, []
+    last, waiting, index = 0, [], PlacementIndex()
     for turn in range(dice.randint(3, 30)):
         count = dice.choice((1, 1, 1, 3))
         ids = [TaskId(id_) for id_ in range(last + 1, last + 1 + count)]
@@ -124,13 +126,13 @@ def some_pool(dice: Random) -> tuple[State, Policy, list[TaskId]]:
         state.fold(TasksQueued(some_shape(dice), tasks))
         waiting += ids
         if turn % 3 == 0:
-            for place in plan(state, NOW, policy).places:
+            for place in plan(state, index, NOW, policy).places:
                 state.fold(place.leased(tuple(grant.task for grant in place.grants), NOW))
     return state, policy, [id_ for id_ in waiting if state.queue_of(id_) is not None]
 
 
-def start_of(state: State, policy: Policy, task: TaskId) -> Place | None:
-    for place in plan(state, NOW, policy).places:
+def start_of(state: State, policy: Policy, task: TaskId) -> Placement | None:
+    for place in plan(state, PlacementIndex(), NOW, policy).places:
         if place.grants[0].task == task:
             taken = place.allocation.number in state.nodes[place.node].lines
             return None if taken else place

@@ -21,7 +21,7 @@ from pathlib import Path
 from time import perf_counter
 
 from gpool.client.client import Client
-from gpool.client.mapping import Broken, ResultReader
+from gpool.client.mapping import ReaderFailure, ResultReader
 from gpool.client.pickling import PYTHON, dumps_call
 from tests.tools.processes import Daemon, Pool, cpu_s
 
@@ -96,7 +96,7 @@ def fill(client: Client, tasks: int) -> tuple[str, float]:
             "batch": batch,
             "more": first + count < tasks,
         }
-        batch = client.door.send_json("POST", "/v1/tasks", document)["batch"]
+        batch = client.api.send_json("POST", "/v1/tasks", document)["batch"]
     assert batch is not None
     return batch, perf_counter() - began
 
@@ -104,12 +104,12 @@ def fill(client: Client, tasks: int) -> tuple[str, float]:
 def drain(client: Client, batch: str, tasks: int, pool: Pool) -> tuple[tuple[Fifth, ...], int]:
     """Every fifth's rates, and how many succeeded."""
     agent = pool.join("first", "--slots", "2")
-    reader = ResultReader(client.door, batch)
+    reader = ResultReader(client.api, batch)
     marks: list[tuple[int, float, float, float]] = []
     seen = succeeded = 0
     while seen < tasks:
         found = reader.inbox.get()
-        if isinstance(found, Broken):
+        if isinstance(found, ReaderFailure):
             raise found.error
         if seen == 0 or seen // (tasks // FIFTHS) < (seen + len(found)) // (tasks // FIFTHS):
             used = (pool.server.cpu_s(), tree_cpu_s(agent))

@@ -27,12 +27,14 @@ from gpool.core.ids import BatchId, SpecId, TaskId, UserId, encode
 from gpool.core.model import Instant, Permission, TaskKind, TaskSpec
 from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.passes.plan import plan
+from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.server.app import OPERATOR
 from gpool.server.clock import SystemClock, system_ids
 from gpool.server.store import open_store
 from gpool.server.store.operations.identity import users
-from gpool.server.store.operations.tasks import tasks
-from gpool.server.store.values import NewTask, Submission, User
+from gpool.server.store.operations.tasks import submissions, tasks
+from gpool.server.store.operations.tasks.submissions import NewTask, Submission
+from gpool.server.store.values import User
 from tests.tools.postgres import postgres as own_postgres
 from tests.tools.processes import Pool
 
@@ -67,7 +69,10 @@ def passes(rounds: int, nodes: int) -> Cost:
     few, many = (planner.pool(count, SHAPES, nodes) for count in (FEW, QUEUED))
     policy = Policy(order="fcfs")
     timed = [
-        [planner.best(partial(plan, state, planner.NOW, policy), 5) for state in (few, many)]
+        [
+            planner.best(partial(plan, state, PlacementIndex(), planner.NOW, policy), 5)
+            for state in (few, many)
+        ]
         for _ in range(rounds)
     ]
     best = [round(min(column) * 1e6, 1) for column in zip(*timed, strict=True)]
@@ -91,7 +96,9 @@ async def fill(url: str, rows: int) -> list[TaskId]:
             for position, id_ in enumerate(ids.take(min(CHUNK, rows - first)))
         ]
         batch, spec, at = BatchId(ids.next()), SpecId(ids.next()), Instant(clock.now())
-        await store.write(tasks.submit(Submission(batch, True, True, spec, TRUE, user.id, new, at)))
+        await store.write(
+            submissions.submit([Submission(batch, True, True, spec, TRUE, user.id, new, at)])
+        )
         await store.write(tasks.cancel([task.id for task in new], None, at))
         kept += [task.id for task in new[:: max(1, len(new) // 100)]]
     await store.close()

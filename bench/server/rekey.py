@@ -22,11 +22,11 @@ from time import perf_counter
 import httpx2
 
 from gpool.server.clock import SystemClock
-from gpool.server.identity.secrets.envelope import Place
+from gpool.server.identity.secrets.envelope import FieldLocation
 from gpool.server.identity.secrets.sealer import MasterSource, Sealer
 from gpool.server.store.drivers.opening import open_store
 from gpool.server.store.operations.identity import sealed_fields
-from gpool.server.store.sealed_values import SealedField
+from gpool.server.store.values import SealedField
 from tests.tools.processes import Pool
 
 EACH = 100
@@ -128,7 +128,9 @@ async def _open_all(data: Path) -> int:
     while page := await store.read(sealed_fields.sealed_fields(after, 5000)):
         after = page[-1]
         for field in page:
-            plain = await sealer.open(Place(field.table, field.row, field.column), field.sealed)
+            plain = await sealer.open(
+                FieldLocation(field.table, field.row, field.column), field.sealed
+            )
             opened += field.table == "task_secrets" and bool(plain) and field.sealed[1:9] in live
     await store.close()
     return opened

@@ -17,15 +17,16 @@ from typing import Any
 
 from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
 from gpool.core.model import Allocation, EndReason, Instant, Offer, Permission, TaskKind, TaskSpec
-from gpool.core.scheduler.state.events import Grant, Place
+from gpool.core.scheduler.state.events import LeaseGrant, Placement
 from gpool.core.scheduler.state.shapes import shape_of
 from gpool.server.store import open_store
 from gpool.server.store.operations.identity import users
 from gpool.server.store.operations.leases import leases
 from gpool.server.store.operations.nodes import nodes
-from gpool.server.store.operations.tasks import artifacts, tasks
+from gpool.server.store.operations.tasks import artifacts, submissions, tasks
+from gpool.server.store.operations.tasks.submissions import NewTask, Submission
 from gpool.server.store.protocol import Store
-from gpool.server.store.values import NewTask, Submission, User
+from gpool.server.store.values import User
 from gpool.wire.frames import Finished, ReportItem
 
 USER, NODE, FUNCTION = UserId(1), NodeId(2), "f" * 64
@@ -49,9 +50,9 @@ def submission(batch: int, first: int, count: int) -> Submission:
     return Submission(BatchId(batch), True, True, SpecId(9), SPEC, USER, made, AT)
 
 
-def place(first: int, count: int) -> Place:
-    grants = tuple(Grant(TaskId(first + i), 1) for i in range(count))
-    return Place(NODE, Allocation(0, 1000, 1 << 30), SHAPE, grants)
+def place(first: int, count: int) -> Placement:
+    grants = tuple(LeaseGrant(TaskId(first + i), 1) for i in range(count))
+    return Placement(NODE, Allocation(0, 1000, 1 << 30), SHAPE, grants)
 
 
 def reports(first: int, count: int) -> list[ReportItem]:
@@ -82,7 +83,9 @@ async def measure(url: str, total: int) -> dict[str, dict[str, float]]:
     results: dict[str, dict[str, float]] = {}
 
     async def submit(number: int) -> None:
-        await store.write(tasks.submit(submission(100 + number, base + number * SIZE, SIZE)))
+        await store.write(
+            submissions.submit([submission(100 + number, base + number * SIZE, SIZE)])
+        )
 
     async def lease(number: int) -> None:
         applied = await store.write(
@@ -91,7 +94,7 @@ async def measure(url: str, total: int) -> dict[str, dict[str, float]]:
         assert len(applied.lines[0].leases) == SIZE
 
     async def record(number: int) -> None:
-        done = await store.write(leases.record(NODE, reports(base + number * SIZE, SIZE), AT))
+        done = await store.write(leases.record([(NODE, reports(base + number * SIZE, SIZE))], AT))
         assert len(done.ended) == SIZE
 
     for name, work in (("submit", submit), ("lease", lease), ("record", record)):
@@ -107,13 +110,13 @@ async def measure(url: str, total: int) -> dict[str, dict[str, float]]:
     single = base + 10_000_000
 
     async def submit_one(number: int) -> None:
-        await store.write(tasks.submit(submission(10_000_000 + number, single + number, 1)))
+        await store.write(submissions.submit([submission(10_000_000 + number, single + number, 1)]))
 
     async def lease_one(number: int) -> None:
         await store.write(leases.apply_plan([place(single + number, 1)], term, AT))
 
     async def record_one(number: int) -> None:
-        await store.write(leases.record(NODE, reports(single + number, 1), AT))
+        await store.write(leases.record([(NODE, reports(single + number, 1))], AT))
 
     async def status_one(number: int) -> None:
         await store.read(tasks.task(TaskId(single + number), USER))

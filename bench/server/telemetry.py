@@ -23,7 +23,7 @@ from gpool.agent.machine.detection.processes import AgentProcesses, ForeignProgr
 from gpool.agent.machine.detection.real_nvml import RealNvml
 from gpool.agent.machine.detection.vendors import ParsedGpus
 from gpool.agent.machine.gpu_monitor import GpuMonitor
-from gpool.agent.machine.monitor import MachineMonitor, PolicyFile, sampler
+from gpool.agent.machine.monitor import NodeMonitor, PolicyFile, sampler
 from gpool.core.model import GIB, Offer
 from gpool.testing.fake_nvml import FakeNvml, h200
 
@@ -35,10 +35,10 @@ def spent_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def lookouts(count: int, rules: Path | None) -> tuple[str, list[MachineMonitor]]:
+def lookouts(count: int, rules: Path | None) -> tuple[str, list[NodeMonitor]]:
     """As many as it takes to look at that many GPUs."""
     has_driver = Path("/dev/nvidiactl").exists()
-    made: list[MachineMonitor] = []
+    made: list[NodeMonitor] = []
     seen = 0
     while seen < count:
         nvml: Nvml = RealNvml() if has_driver else FakeNvml(*map(h200, range(count)))
@@ -48,7 +48,7 @@ def lookouts(count: int, rules: Path | None) -> tuple[str, list[MachineMonitor]]
         kin = AgentProcesses(os.getpid())
         watch, programs = GpuMonitor(nvml, kin), ForeignPrograms(kin)
         made.append(
-            MachineMonitor(
+            NodeMonitor(
                 book,
                 lambda d=detector: Offer(1000, GIB, GIB, d.survey().gpus),  # type: ignore[misc]
                 lambda m=meter: facts_now(wall_clock(), m, lambda: None),  # type: ignore[misc]

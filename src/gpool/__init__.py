@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpool.client.client import Client as Client
-    from gpool.client.client import Completed as Completed
     from gpool.client.client import run as run
     from gpool.client.client import task as task
     from gpool.client.files.local_files import local_files as local_files
+    from gpool.client.results import Completed as Completed
     from gpool.client.results import RemoteTraceback as RemoteTraceback
     from gpool.client.runs import Run as Run
     from gpool.client.tasks import Task as Task
@@ -29,7 +29,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Client": "gpool.client.client",
-    "Completed": "gpool.client.client",
+    "Completed": "gpool.client.results",
     "RemoteTraceback": "gpool.client.results",
     "Run": "gpool.client.runs",
     "Task": "gpool.client.tasks",

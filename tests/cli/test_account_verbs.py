@@ -75,7 +75,7 @@ def test_a_wrong_password_is_exit_code_3(ada: Terminal) -> None:
     assert PASSWORD not in ada("whoami").output
 
 
-def test_who_is_not_signed_in_is_told_so(ada: Terminal) -> None:
+def test_a_command_without_a_sign_in_exits_3_with_advice(ada: Terminal) -> None:
     told = ada("ps", code=3)
     assert "gpool login" in told.output
 
@@ -90,7 +90,7 @@ def test_tokens_are_renewed_by_themselves(ada: Terminal) -> None:
     assert renewed["refresh_token"] != tokens["refresh_token"]
 
 
-def test_an_ended_sign_in_is_exit_code_3(ada: Terminal, live: Live, tmp_path: Path) -> None:
+def test_a_revoked_session_is_exit_code_3(ada: Terminal, live: Live, tmp_path: Path) -> None:
     ada("register", "ada")
     elsewhere = Terminal(live, tmp_path / "elsewhere")
     elsewhere("login", "ada")
@@ -139,7 +139,7 @@ def test_a_wallet_is_linked_and_unlinked(ada: Terminal, tmp_path: Path) -> None:
     "pasted",
     ["0xABcd", "ABcd", " 0xabcd \n", "'0xabcd'", '"0XABCD"', "0xab\n  cd"],
 )
-def test_pasted_signatures_are_tidied(pasted: str) -> None:
+def test_pasted_signatures_are_normalised(pasted: str) -> None:
     assert normalised_signature(pasted) == "0xabcd"
 
 

@@ -1,4 +1,4 @@
-"""What `--by`, `--from`, `--to` and `by=` understand."""
+"""Times and durations as `--by`, `--from`, `--to` and `by=` parse them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from gpool.client.moments import due, due_at, moment
+from gpool.client.times import due, due_at, moment
 from gpool.core.errors import Invalid
 
 NOON = datetime(2026, 11, 15, 12, 0, tzinfo=UTC)
@@ -23,28 +23,28 @@ NOON = datetime(2026, 11, 15, 12, 0, tzinfo=UTC)
         ("2026-12-01T08:00+02:00", "2026-12-01T08:00:00+02:00"),
     ],
 )
-def test_a_time_of_day_is_the_next_and_a_date_is_itself(text: str, meant: str) -> None:
+def test_a_time_of_day_is_the_next_one_and_a_date_is_exact(text: str, meant: str) -> None:
     assert due_at(text, NOON).isoformat() == meant
 
 
 @pytest.mark.parametrize("text", ["noon", "25:00", "", "2026-13-01T00:00"])
-def test_what_is_no_time_is_refused(text: str) -> None:
-    with pytest.raises(Invalid, match="no time"):
+def test_a_malformed_time_is_refused(text: str) -> None:
+    with pytest.raises(Invalid, match="not a time"):
         due_at(text, NOON)
 
 
-def test_a_date_is_meant_by_the_clock_of_that_day() -> None:
+def test_a_date_uses_the_utc_offset_of_that_day() -> None:
     """In Berlin summer is two hours ahead of UTC and winter one, whenever that is said."""
-    said = "from gpool.client.moments import moment\n"
+    said = "from gpool.client.times import moment\n"
     said += "for month in (1, 7): print(moment(f'2030-0{month}-01T09:00').isoformat())"
     zone = {"TZ": "CET-1CEST,M3.5.0,M10.5.0/3", "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", said], env=zone, capture_output=True, check=True)
     assert done.stdout.split() == [b"2030-01-01T09:00:00+01:00", b"2030-07-01T09:00:00+02:00"]
 
 
-def test_so_long_from_now_is_as_long_when_clocks_are_put_forward_or_back() -> None:
+def test_a_duration_ignores_changes_of_daylight_saving_time() -> None:
     """In Berlin at 01:00 UTC: in March two hours are two, in October too, and a time shown twice is the one to come."""
-    said = "from datetime import datetime\nfrom gpool.client.moments import moment\n"
+    said = "from datetime import datetime\nfrom gpool.client.times import moment\n"
     said += "for begins, text in (('2026-03-29T00:30', '2h'), ('2026-10-25T00:30', '2h'), ('2026-10-25T01:30', '10m'), "
     said += "('2026-10-25T01:30', '02:45')):\n"
     said += "    begins = datetime.fromisoformat(begins + '+00:00')\n"
@@ -58,16 +58,16 @@ def test_so_long_from_now_is_as_long_when_clocks_are_put_forward_or_back() -> No
     ("text", "meant"),
     [("2h", "2026-11-15T14:00:00+00:00"), ("1d12h", "2026-11-17T00:00:00+00:00")],
 )
-def test_a_duration_is_so_long_from_now(text: str, meant: str) -> None:
+def test_a_duration_counts_from_now(text: str, meant: str) -> None:
     assert due_at(text, NOON).isoformat() == meant
 
 
-def test_a_time_of_day_after_another_is_the_next_after_that() -> None:
+def test_an_end_time_of_day_is_the_first_one_after_the_start() -> None:
     begins = moment("2030-07-01T22:00")
     assert moment("18:00", begins) - begins == timedelta(hours=20)
     assert moment("90m", begins) - begins == timedelta(minutes=90)
 
 
-def test_what_is_over_is_refused() -> None:
+def test_a_time_in_the_past_is_refused() -> None:
     with pytest.raises(Invalid, match="is over"):
         due("2001-01-01T00:00")

@@ -1,4 +1,4 @@
-"""What owners do about single GPUs, against a real server on loopback."""
+"""Owners' verbs for single GPUs, against a real server on loopback."""
 
 from __future__ import annotations
 
@@ -70,16 +70,16 @@ def test_one_gpu_is_paused_and_resumed_by_its_short_name(owner: Owner) -> None:
     assert owner.gpu(0)["available"] is False
 
 
-def test_a_gpu_that_is_not_there_is_named_with_those_that_are(owner: Owner) -> None:
+def test_an_unknown_gpu_is_reported_with_the_existing_ones(owner: Owner) -> None:
     told = owner("node", "pause", "gpu7", code=4)
     assert "gpu0, gpu1" in told.output
 
 
-def test_a_whole_node_is_not_taken_back_by_now(owner: Owner) -> None:
+def test_now_reclaims_single_gpus_only(owner: Owner) -> None:
     owner("node", "pause", "studio", "--now", code=2)
 
 
-def test_resuming_says_that_a_gpu_in_quarantine_is_well(owner: Owner) -> None:
+def test_resuming_a_gpu_ends_its_quarantine(owner: Owner) -> None:
     sick = owner.gpu(0)["id"]
     owner.ask("PATCH", f"/v1/resources/{sick}", {"quarantined": "it smells of smoke"})
     listed = owner("gpus")
@@ -95,6 +95,6 @@ def test_the_listing_has_a_column_for_each_reading(owner: Owner) -> None:
         assert word in heading
 
 
-def test_a_cards_memory_is_said_as_explain_says_it(owner: Owner) -> None:
+def test_gpu_memory_is_formatted_as_in_explain(owner: Owner) -> None:
     """Not 128 GB here and 137GB there."""
     assert "128 GiB" in owner("gpus").stdout

@@ -1,4 +1,4 @@
-"""What README and the pages print as commands are commands: each is parsed as if it were typed, none is run."""
+"""Commands in README and the pages: each is parsed as if it were typed; none is run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FILES = ("requirements.txt", "rules.toml", "train.py", "hello.py", "data.csv", "
 
 
 def commands() -> Iterator[tuple[str, str, bool]]:
-    """An id, what is typed, and whether it stands in a sentence, where what is meant anyway is left out."""
+    """(test id, command, whether it stands in a sentence, where required arguments may be left out)."""
     for page in PAGES:
         for found in TYPED.finditer(page.read_text(encoding="utf-8")):
             said = (found["block"] or found["inline"]).replace("\n", " ")
@@ -30,7 +30,7 @@ def commands() -> Iterator[tuple[str, str, bool]]:
     ("said", "in_passing"),
     [pytest.param(said, in_passing, id=id_) for id_, said, in_passing in commands()],
 )
-def test_every_command_on_a_page_can_be_typed(
+def test_every_command_on_a_page_parses(
     said: str, in_passing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in FILES:

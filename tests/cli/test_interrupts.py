@@ -1,4 +1,4 @@
-"""Ctrl-C while a task is followed: whatever else goes on at that moment, it is heard."""
+"""Ctrl-C while a task is followed: no press is lost, whatever code is running."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Dropping:
         self.cancelled = True
 
 
-def test_a_press_that_is_dropped_elsewhere_still_detaches(
+def test_a_swallowed_keyboard_interrupt_still_detaches(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     task = Dropping()
@@ -87,7 +87,7 @@ def test_a_press_that_is_dropped_elsewhere_still_detaches(
     assert not task.cancelled
 
 
-def test_a_second_press_is_told_from_the_first() -> None:
+def test_a_second_press_is_distinguished_from_the_first() -> None:
     detached, over = threading.Event(), threading.Event()
 
     def work(say: Say) -> None:
@@ -104,7 +104,7 @@ def test_a_second_press_is_told_from_the_first() -> None:
         over.set()
 
 
-def test_what_is_said_comes_in_order_and_the_result_after_it() -> None:
+def test_pieces_arrive_in_order_and_before_the_result() -> None:
     def count(say: Say) -> str:
         for number in range(1000):
             say(number)
@@ -116,7 +116,7 @@ def test_what_is_said_comes_in_order_and_the_result_after_it() -> None:
     assert heard == list(range(1000))
 
 
-def test_the_reading_is_never_far_ahead_of_the_printing() -> None:
+def test_the_reader_is_never_far_ahead_of_the_printer() -> None:
     said, shown = [0], [0]
 
     def count(say: Say) -> None:
@@ -134,7 +134,7 @@ def test_the_reading_is_never_far_ahead_of_the_printing() -> None:
     assert said == shown == [1000]
 
 
-def test_what_the_reading_raises_is_raised_to_whoever_shows() -> None:
+def test_an_error_of_the_reader_is_raised_in_the_main_thread() -> None:
     def fail(say: Say) -> None:
         say(1)
         raise Unreachable("the server went away")
@@ -201,7 +201,7 @@ def test_a_press_in_the_middle_of_a_write_leaves_a_whole_list() -> None:
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
-def test_a_press_ends_a_write_into_a_pipe_that_nobody_reads() -> None:
+def test_a_press_ends_a_write_into_a_full_pipe() -> None:
     reader_end, writer = os.pipe()
     over = threading.Event()
 
@@ -240,7 +240,7 @@ def test_ctrl_c_that_is_ignored_from_the_start_stays_ignored() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def test_whoever_reads_no_further_is_told_that_the_task_goes_on(
+def test_a_closed_pipe_is_reported_and_the_task_continues(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As in `gpool run … | head`."""
@@ -298,7 +298,7 @@ def submitted(gpool: Callable[..., Done], count: int = 1) -> list[str]:
 
 
 @pytest.mark.parametrize("path", ["", "/logs"])
-def test_ctrl_c_ends_the_following_and_says_how_to_come_back(
+def test_ctrl_c_ends_the_following_and_prints_how_to_attach_again(
     gpool: Callable[..., Done], pool: Pressed, path: str
 ) -> None:
     [task] = submitted(gpool)
@@ -319,7 +319,7 @@ def test_logs_as_json_are_a_whole_list_after_ctrl_c(
 
 
 @pytest.mark.parametrize("follow", [(), ("-f",)])
-def test_logs_that_nobody_has_are_no_empty_list(
+def test_logs_of_an_unknown_task_are_an_error_not_an_empty_list(
     gpool: Callable[..., Done], follow: tuple[str, ...]
 ) -> None:
     """A program that reads it would take it for a task that printed nothing."""
@@ -327,7 +327,7 @@ def test_logs_that_nobody_has_are_no_empty_list(
     assert (done.exit_code, done.stdout) == (NOT_FOUND, "")
 
 
-def test_ctrl_c_ends_the_waiting_and_names_those_still_waited_for(
+def test_ctrl_c_ends_the_waiting_and_names_the_unfinished_tasks(
     gpool: Callable[..., Done], pool: Pressed
 ) -> None:
     first, second, third = submitted(gpool, 3)
@@ -338,7 +338,7 @@ def test_ctrl_c_ends_the_waiting_and_names_those_still_waited_for(
     assert done.stderr.endswith(f" {second} {third}\n")
 
 
-def test_ctrl_c_while_a_task_is_submitted_says_where_to_look(
+def test_ctrl_c_during_a_submission_prints_how_to_check(
     gpool: Callable[..., Done], pool: Pressed
 ) -> None:
     """The server may have it: nobody knows until it answers."""
@@ -349,7 +349,7 @@ def test_ctrl_c_while_a_task_is_submitted_says_where_to_look(
         assert "gpool ps" in done.stderr
 
 
-def test_ctrl_c_while_outputs_are_fetched_says_how_to_fetch_them_again(
+def test_ctrl_c_during_a_download_prints_how_to_repeat_it(
     gpool: Callable[..., Done], pool: Pressed, tmp_path: Path
 ) -> None:
     sha256 = hashlib.sha256(b"w").hexdigest()
@@ -365,7 +365,7 @@ def test_ctrl_c_while_outputs_are_fetched_says_how_to_fetch_them_again(
     assert (tmp_path / "again" / "w").read_bytes() == b"w"
 
 
-def test_waiting_and_following_go_on_where_ctrl_c_is_ignored(
+def test_waiting_and_following_continue_if_ctrl_c_is_ignored(
     gpool: Callable[..., Done], pool: Pressed
 ) -> None:
     [task] = submitted(gpool)

@@ -12,7 +12,7 @@ from gpool import Invalid
 from gpool.cli.lending.enrolment import enrol, identity_file, load_identity, parse_link
 from gpool.cli.lending.join import require_same_certificate
 from gpool.cli.lending.terms import LendingTerms, agent_variables
-from gpool.client.connection.transport import Door
+from gpool.client.connection.transport import ApiTransport
 from gpool.core.errors import Conflict, Forbidden
 from gpool.transfer.requests import Address
 
@@ -43,7 +43,7 @@ class Desk(httpx2.BaseTransport):
         )
 
 
-def test_a_link_is_taken_apart() -> None:
+def test_a_join_link_is_parsed() -> None:
     link = parse_link(f"gpool://pool.example:8642/join/gpi_a-b_c#sha256={PRINT}")
     assert (link.address, link.token) == (Address("https://pool.example:8642", PRINT), "gpi_a-b_c")
     assert "gpi_a" not in repr(link)
@@ -62,7 +62,7 @@ def test_a_link_is_taken_apart() -> None:
         (f"gpool://pool.example/join/t#sha256={PRINT}", True, "https://pool.example"),
     ],
 )
-def test_off_this_machine_only_the_owner_can_say_no_encryption(
+def test_beyond_loopback_only_the_owner_can_disable_encryption(
     link: str, plain: bool, url: str
 ) -> None:
     assert parse_link(link, plain=plain).address.url == url
@@ -76,35 +76,35 @@ def test_a_link_with_half_a_fingerprint_is_refused() -> None:
 @pytest.mark.parametrize(
     "text", ["", "gpool://h/x/y", "http://h/join/t", "gpool:///join/t", "gpool://h/join/"]
 )
-def test_what_is_no_link_is_refused_with_an_example(text: str) -> None:
+def test_a_malformed_link_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(Invalid, match="gpool node invite"):
         parse_link(text)
 
 
-def test_an_identity_is_kept_and_found_again(tmp_path: Path) -> None:
+def test_an_identity_is_saved_and_loaded(tmp_path: Path) -> None:
     file = identity_file(tmp_path, "http://pool.example:8642")
     assert load_identity(file) is None
-    door = Door("http://pool.example:8642", "", Desk())
-    made = enrol(door, file, name="first", token="t")
+    api = ApiTransport("http://pool.example:8642", "", Desk())
+    made = enrol(api, file, name="first", token="t")
     assert load_identity(file) == made
     assert made.key_file.stat().st_mode & 0o777 == 0o600
     told = agent_variables(made, tmp_path / "d", LendingTerms(2, "H100"))
     assert made.key_file.read_text().strip() not in str(told)
 
 
-def test_each_try_of_joining_has_a_challenge_of_its_own_and_one_key(tmp_path: Path) -> None:
+def test_each_attempt_to_join_has_a_new_challenge_and_the_same_key(tmp_path: Path) -> None:
     desk = Desk()
     desk.names.append("taken")
-    door = Door("http://pool.example:8642", "", desk)
+    api = ApiTransport("http://pool.example:8642", "", desk)
     with pytest.raises(Conflict):
-        enrol(door, tmp_path / "a.json", name="taken", token="t")
-    enrol(door, tmp_path / "a.json", name="free", token="t")
+        enrol(api, tmp_path / "a.json", name="taken", token="t")
+    enrol(api, tmp_path / "a.json", name="free", token="t")
     first, second = desk.asked
     assert first["public_key"] == second["public_key"]
     assert first["proof"]["nonce"] != second["proof"]["nonce"]
 
 
-def test_who_joined_before_nodes_had_keys_joins_anew(tmp_path: Path) -> None:
+def test_a_node_without_a_key_joins_again(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_text('{"url": "http://127.0.0.1:1", "id": "n-0000000000001", "name": "old"}')
     assert load_identity(file) is None
@@ -117,11 +117,11 @@ def test_a_link_with_another_certificate_is_refused(tmp_path: Path) -> None:
     require_same_certificate(known, known, tmp_path)
 
 
-def test_a_taken_host_name_gets_a_number_and_a_chosen_one_does_not(tmp_path: Path) -> None:
+def test_a_host_name_in_use_gets_a_number_and_a_chosen_name_does_not(tmp_path: Path) -> None:
     desk = Desk()
-    door = Door("http://pool.example:8642", "", desk)
-    enrol(door, tmp_path / "a.json", name=None, token=None)
-    second = enrol(door, tmp_path / "b.json", name=None, token=None)
+    api = ApiTransport("http://pool.example:8642", "", desk)
+    enrol(api, tmp_path / "a.json", name=None, token=None)
+    second = enrol(api, tmp_path / "b.json", name=None, token=None)
     assert second.name.endswith("-2")
     with pytest.raises(Conflict):
-        enrol(door, tmp_path / "c.json", name=desk.names[0], token=None)
+        enrol(api, tmp_path / "c.json", name=desk.names[0], token=None)

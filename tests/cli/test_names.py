@@ -1,4 +1,4 @@
-"""By which word a node is addressed, against a real server with two owners whose machines have one name."""
+"""Names and ids of nodes, against a real server with two owners whose machines have the same name."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def two(live: Live, tmp_path: Path) -> Two:
     return Two(operator, ada, first, ada.ask("/v1/nodes", NODE)["id"])
 
 
-def test_an_operator_who_names_two_nodes_at_once_is_told_their_ids_and_nothing_happens(
+def test_an_ambiguous_node_name_is_refused_with_the_ids(
     two: Two,
 ) -> None:
     said = two.operator("admin", "cordon", "vm", code=2)
@@ -86,7 +86,7 @@ def test_an_operator_who_names_two_nodes_at_once_is_told_their_ids_and_nothing_h
     assert two.operator.cordoned(two.second)
 
 
-def test_an_owner_means_their_own(two: Two) -> None:
+def test_an_owners_own_nodes_are_preferred(two: Two) -> None:
     two.ada("node", "pause", "vm")
     assert two.ada.availability(two.first) == "available"
     assert two.ada.availability(two.second) == "paused"
@@ -102,7 +102,7 @@ def test_an_owner_means_their_own(two: Two) -> None:
     assert two.first not in said
 
 
-def test_operators_see_everybodys_tasks_and_whose_they_are(two: Two) -> None:
+def test_operators_see_the_tasks_of_all_users_with_user_names(two: Two) -> None:
     task = two.ada("run", "-d", "--label", "nvme", "--", "true").strip()
     assert "No tasks yet" in two.operator("ps")
     for verb in ("ps", "queue"):
@@ -112,7 +112,7 @@ def test_operators_see_everybodys_tasks_and_whose_they_are(two: Two) -> None:
     assert "No node has the label nvme" in two.ada("queue")
 
 
-def test_a_node_is_removed_by_its_owner_who_is_asked_first(two: Two) -> None:
+def test_an_owner_removes_a_node_after_a_confirmation(two: Two) -> None:
     two.ada("node", "remove", "vm", code=1)  # nobody said yes
     two.ada("node", "remove", two.first, "--yes", code=4)  # somebody else's
     assert two.ada("node", "remove", "vm", "--yes") == "vm removed\n"
@@ -121,7 +121,7 @@ def test_a_node_is_removed_by_its_owner_who_is_asked_first(two: Two) -> None:
     assert "gpool whoami" in two.ada("admin", "policy", code=3)
 
 
-def test_status_shows_what_was_asked_for(two: Two) -> None:
+def test_status_shows_the_requested_resources(two: Two) -> None:
     words = "--cpus 1.5 --memory 4GB --disk 20GB --label nvme --label zone=a --max-price 0.4 --timeout 2h --retries 3"
     task = two.ada("run", "-d", *words.split(), "--", "true").strip()
     shown = dict(line.split(maxsplit=1) for line in two.ada("status", task).splitlines())
@@ -141,7 +141,7 @@ def test_status_shows_what_was_asked_for(two: Two) -> None:
     assert (shown["nodes"], shown["engine"], shown["on_loss"]) == ("2", "ray", "end")
 
 
-def test_a_key_that_may_do_little_reads_ids_where_names_are_kept_from_it(two: Two) -> None:
+def test_a_restricted_key_sees_ids_instead_of_names(two: Two) -> None:
     def with_key(who: Person, *scopes: str) -> Person:
         made = who.ask("/v1/keys", {"name": "small", "scopes": scopes})
         return Person(who.url, made["key"], who.home)
@@ -161,7 +161,7 @@ def test_a_key_that_may_do_little_reads_ids_where_names_are_kept_from_it(two: Tw
 
 
 @pytest.mark.parametrize("name", ["n-1", "n-0000000000002", "u-0000000000001", "tm-0000000000001"])
-def test_nobody_is_shown_under_a_name_that_looks_like_an_id(name: str) -> None:
+def test_a_name_that_looks_like_an_id_is_never_shown(name: str) -> None:
     assert shown_as("n-0000000000001", name) == "n-0000000000001"
     assert shown_as("tm-0000000000009", name.replace("n-", "tm-")) == "tm-0000000000009"
 

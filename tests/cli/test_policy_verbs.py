@@ -1,4 +1,4 @@
-"""What operators steer with, against a real server on loopback: policy, cordon, drain, reservations, and a richer explain."""
+"""Operators' verbs against a real server on loopback: policy, cordon, drain, reservations, explain."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gpool.cli.admin.policy import NOT_LEARNT
 from gpool.cli.main import cli
 from gpool.core.model import EndReason
 from gpool.core.scheduler.place.portfolio import LEAST_ARRIVALS
-from gpool.server.store.operations.tasks.arrivals import MOST_ALIKE
+from gpool.server.store.operations.tasks.submissions import MOST_ALIKE
 from gpool.transfer.node_proofs import NodeKey
 from gpool.wire.frames import Finished, Started, Stop, StopReason
 from tests.server.server_desk import Live, serving
@@ -55,7 +55,7 @@ def gpool(live: Live, tmp_path: Path) -> Operator:
     return Operator(live, tmp_path / "home")
 
 
-def test_a_policy_is_shown_tried_changed_and_set_back(gpool: Operator) -> None:
+def test_a_policy_is_shown_simulated_changed_and_restored(gpool: Operator) -> None:
     configured = gpool.json("admin", "policy")["order"]
     tried = gpool("admin", "policy", "--order", "round_robin", "--dry-run")
     assert tried == "Nothing waits: it would change nothing now.\n"
@@ -90,7 +90,7 @@ def test_a_node_is_cordoned_drained_and_reserved_by_its_name(gpool: Operator, li
     assert gpool.json("admin", "reservations", "ls") == []
 
 
-def test_nobody_gets_a_weight_by_calling_a_team_as_somebody_is_called(gpool: Operator) -> None:
+def test_a_weight_for_a_name_shared_by_team_and_user_is_refused(gpool: Operator) -> None:
     me = gpool.json("whoami")
     team = gpool.json("team", "create", me["name"])["id"]
     told = gpool("admin", "policy", "--weight", f"{me['name']}=3", code=2)
@@ -98,7 +98,7 @@ def test_nobody_gets_a_weight_by_calling_a_team_as_somebody_is_called(gpool: Ope
     assert gpool.json("admin", "policy", "--weight", f"{team}=2")["weights"] == {team: 2}
 
 
-def test_teams_and_users_are_named_and_times_are_local_where_no_zone_is_said(
+def test_teams_and_users_are_named_and_times_without_a_zone_are_local(
     gpool: Operator, live: Live
 ) -> None:
     made = httpx2.post(f"{live.url}/v1/nodes", json=NODE, headers=live.headers, timeout=PATIENCE_S)
@@ -155,7 +155,7 @@ def submitted(gpool: Operator, *options: str) -> str:
     return gpool("run", "--detach", *options, "--", "true").strip().splitlines()[-1]
 
 
-def test_a_dry_run_says_what_starts_sooner_and_later_and_changes_nothing(
+def test_a_dry_run_lists_changed_starts_and_changes_nothing(
     gpool: Operator, live: Live, agents: Callable[..., ScriptedAgent]
 ) -> None:
     agent = agents("box")
@@ -181,7 +181,7 @@ def test_a_dry_run_says_what_starts_sooner_and_later_and_changes_nothing(
     assert gpool.json("explain", newer)["ahead"] == 0
 
 
-def test_a_drained_node_moves_a_whole_gang_away_and_a_cordon_holds_it_back(
+def test_draining_a_node_preempts_a_whole_gang_and_the_cordon_blocks_it(
     gpool: Operator, agents: Callable[..., ScriptedAgent]
 ) -> None:
     agents_by_name = {name: agents(name, site="lab") for name in ("one", "two")}
@@ -205,7 +205,7 @@ def test_a_drained_node_moves_a_whole_gang_away_and_a_cordon_holds_it_back(
         assert agent.granted(2)[-1].epoch == 2
 
 
-def test_reserved_nodes_are_kept_from_others_gangs(
+def test_reserved_nodes_take_no_gangs_of_other_users(
     gpool: Operator, live: Live, agents: Callable[..., ScriptedAgent]
 ) -> None:
     agents("one", site="lab")
@@ -253,12 +253,12 @@ def test_explain_prints_the_sentence_first(gpool: Operator) -> None:
     assert gpool.json("explain", task)["code"] == "no_node"
 
 
-def test_what_learning_needs_is_said_where_nothing_was_learnt(gpool: Operator) -> None:
+def test_the_policy_shows_what_learning_still_needs(gpool: Operator) -> None:
     assert re.findall(r"\d+", NOT_LEARNT) == [str(2 * LEAST_ARRIVALS), str(MOST_ALIKE)]
     assert NOT_LEARNT in gpool("admin", "policy", "--learn")
 
 
-def test_a_quota_is_told_in_words_and_can_be_set_back(gpool: Operator) -> None:
+def test_a_quota_is_shown_as_text_and_can_be_reset(gpool: Operator) -> None:
     me = gpool.json("whoami")["name"]
     said = gpool("admin", "users", "set", me, "--gpus", "2.5", "--queued", "9", "--storage", "1GB")
     assert "at most 2.5 GPU(s), at most 9 waiting task(s), at most 1.0 GB stored" in said

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from gpool.cli import tasks
-from gpool.cli.main import say_error
+from gpool.cli.main import print_error
 from gpool.cli.output.printing import TerminalText, age, emit_json, neutral, table
 from gpool.core.errors import Conflict
 
@@ -37,19 +37,19 @@ def test_nothing_else_reaches_the_terminal(attack: str) -> None:
     assert len(shown) == len(attack)
 
 
-def test_a_colour_cut_in_two_is_still_a_colour() -> None:
+def test_a_colour_sequence_split_by_the_stream_still_passes() -> None:
     text = TerminalText()
     assert text.feed("a\x1b[3") + text.feed("1mb") + text.flush() == "a\x1b[31mb"
 
 
-def test_an_attack_cut_in_two_is_still_shown() -> None:
+def test_a_control_sequence_split_by_the_stream_is_still_neutralised() -> None:
     text = TerminalText()
     shown = text.feed("a\x1b") + text.feed("]0;x\x07") + text.flush()
     assert "\x1b" not in shown
     assert "\x1b" not in text.feed("\x1b[") + text.flush()
 
 
-def test_age_is_told_in_one_unit() -> None:
+def test_age_is_shown_in_one_unit() -> None:
     now = "Thu, 01 Jan 2026 03:00:00 GMT"
     assert age("2026-01-01T02:59:18Z", now) == "42s"
     assert age("2026-01-01T02:57:00Z", now) == "3m"
@@ -63,17 +63,17 @@ def is_harmless(text: str) -> bool:
     return not any(letter in text for letter in "\x1b\x07\x9b\r\u202e\u2066\u2028")
 
 
-def test_names_of_strangers_are_harmless_in_tables(capsys: pytest.CaptureFixture[str]) -> None:
+def test_untrusted_names_are_neutralised_in_tables(capsys: pytest.CaptureFixture[str]) -> None:
     table(("name",), [(EVIL,)], "")
     assert is_harmless(capsys.readouterr().out)
 
 
-def test_what_the_server_says_is_harmless_in_errors(capsys: pytest.CaptureFixture[str]) -> None:
-    say_error(Conflict(EVIL))
+def test_server_texts_are_neutralised_in_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    print_error(Conflict(EVIL))
     assert is_harmless(capsys.readouterr().err)
 
 
-def test_json_shown_on_a_terminal_is_harmless_and_means_the_same(
+def test_json_output_is_neutralised_and_decodes_to_the_same_value(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     emit_json({"name": EVIL})
@@ -82,7 +82,7 @@ def test_json_shown_on_a_terminal_is_harmless_and_means_the_same(
     assert json.loads(shown) == {"name": EVIL}
 
 
-def test_a_gang_is_listed_by_its_members_and_one_that_waits_by_how_many_it_wants() -> None:
+def test_a_gang_is_listed_by_its_nodes_and_a_waiting_one_by_their_number() -> None:
     members = [
         {"rank": 0, "node": "node_1", "node_name": "ada", "status": "running"},
         {"rank": 1, "node": "node_2", "node_name": None, "status": "leased"},
@@ -94,7 +94,7 @@ def test_a_gang_is_listed_by_its_members_and_one_that_waits_by_how_many_it_wants
     assert tasks._member(members[1]) == "rank 1 on node_2 (leased);"
 
 
-def test_columns_stand_beneath_each_other_in_every_script(
+def test_columns_are_aligned_in_every_writing_system(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     table(("name", "status"), [("訓練", "a"), ("e\u0301te\u0301", "b"), ("train", "c")], "")

@@ -37,7 +37,7 @@ def test_help_is_quick_and_loads_neither_http_nor_rich() -> None:
     assert "gpool run" in said.stdout
 
 
-def test_an_absent_server_is_one_helpful_line_and_code_5(tmp_path: Path) -> None:
+def test_an_unreachable_server_is_one_helpful_line_and_code_5(tmp_path: Path) -> None:
     environment = {"GPOOL_HOME": str(tmp_path), "GPOOL_URL": "http://127.0.0.1:9", "PATH": ""}
     environment |= {"PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(
@@ -49,12 +49,12 @@ def test_an_absent_server_is_one_helpful_line_and_code_5(tmp_path: Path) -> None
     assert "http://127.0.0.1:9" in done.stderr
 
 
-def test_two_pools_never_share_a_folder(tmp_path: Path) -> None:
+def test_two_pools_never_share_a_data_directory(tmp_path: Path) -> None:
     with locked_folder(tmp_path), pytest.raises(Conflict, match="already"), locked_folder(tmp_path):
         pass
 
 
-def test_a_port_that_is_taken_is_said_before_anything_starts() -> None:
+def test_a_port_in_use_is_reported_before_anything_starts() -> None:
     port = free_port()
     with (
         socket.create_server(("127.0.0.1", port)),
@@ -66,7 +66,7 @@ def test_a_port_that_is_taken_is_said_before_anything_starts() -> None:
         require_free_port("203.0.113.7", port)
 
 
-def test_a_child_that_dies_is_started_again_and_stops_when_told(tmp_path: Path) -> None:
+def test_a_child_is_restarted_after_a_crash_and_stops_on_request(tmp_path: Path) -> None:
     (tmp_path / "sleeper.py").write_text("import signal\nprint('up', flush=True)\nsignal.pause()\n")
     child = ChildProcess(
         Program("sleeper", "sleeper", {"PYTHONPATH": str(tmp_path)}, tmp_path / "sleeper.log")
@@ -122,14 +122,14 @@ def told_to_exit(tmp_path: Path, code: int) -> ChildProcess:
     return ChildProcess(Program("agent", "ends", {"PYTHONPATH": str(tmp_path)}, log))
 
 
-def test_a_mistake_in_how_a_child_was_started_ends_the_first_start(tmp_path: Path) -> None:
+def test_a_usage_error_ends_the_first_start_of_a_child(tmp_path: Path) -> None:
     """Another start would not mend it: it is said at once, in the child's own words."""
     child = ended(told_to_exit(tmp_path, 2))
     with pytest.raises(Invalid, match=r"the agent does not start: what was wrong\Z"):
         child.keep_alive()
 
 
-def test_a_child_that_ran_before_is_started_again_whatever_is_wrong_now(tmp_path: Path) -> None:
+def test_a_child_that_ran_before_is_restarted_after_any_error(tmp_path: Path) -> None:
     """The pool around it goes on meanwhile."""
     child = ended(told_to_exit(tmp_path, 1))
     told = child.keep_alive()
@@ -146,7 +146,7 @@ def test_a_child_that_ran_before_is_started_again_whatever_is_wrong_now(tmp_path
 
 
 @pytest.mark.parametrize("code", [1, 2])
-def test_what_was_wrong_is_said_and_not_the_advice_beneath_it(tmp_path: Path, code: int) -> None:
+def test_the_error_line_is_reported_without_the_advice_below_it(tmp_path: Path, code: int) -> None:
     child = told_to_exit(tmp_path, code)
     program = tmp_path / "ends.py"
     advice = "import sys; print('gpool: no bwrap\\n  Look closer with: gpool node doctor', file=sys.stderr)"
@@ -160,13 +160,13 @@ def test_what_was_wrong_is_said_and_not_the_advice_beneath_it(tmp_path: Path, co
     child.stop()
 
 
-def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+def test_a_data_directory_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(Invalid, match="--data"):
         data_folder(tmp_path / "file" / "data")
 
 
-def test_a_server_alone_says_that_its_port_is_taken(tmp_path: Path) -> None:
+def test_gpool_server_reports_a_port_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         words = ["server", "--port", port, "--data", str(tmp_path)]
@@ -175,13 +175,13 @@ def test_a_server_alone_says_that_its_port_is_taken(tmp_path: Path) -> None:
     assert f"port {port}" in done.stderr
 
 
-def test_a_bar_is_drawn_only_when_bytes_are_moved() -> None:
+def test_a_progress_bar_is_drawn_only_for_transfers() -> None:
     drawn = "from gpool.cli.output.progress import progress_bar\nwith progress_bar() as show:\n    "
     assert on_a_terminal(drawn + "pass") == b""
     assert b"weights" in on_a_terminal(drawn + "show('weights', 1, 2)")
 
 
-def test_what_to_try_first_can_be_typed_as_it_is_printed(tmp_path: Path) -> None:
+def test_the_suggested_command_works_as_printed(tmp_path: Path) -> None:
     here, elsewhere = tmp_path / "clone", tmp_path / "elsewhere"
     this, other = here / ".venv" / "bin" / "gpool", elsewhere / "gpool"
     for file in (this, other):
@@ -196,14 +196,14 @@ def test_what_to_try_first_can_be_typed_as_it_is_printed(tmp_path: Path) -> None
     assert command_name(here / "__main__.py", None, here) == "gpool"
 
 
-def test_a_link_that_no_other_machine_reaches_is_said_to_be_one() -> None:
+def test_a_loopback_join_link_has_a_note() -> None:
     for link in ("gpool://127.0.0.1:8642/join/x", "gpool://[::1]:8642/join/x"):
         assert "--host" in loopback_note(link)
     assert loopback_note("gpool://10.0.0.7:8642/join/x#sha256=00") == ""
     assert loopback_note("gpool://pool.example:443/join/x") == ""
 
 
-def test_where_nobody_can_be_asked_for_a_password_it_is_said_how_to_give_it() -> None:
+def test_without_a_terminal_the_error_names_the_password_variable() -> None:
     """A script would else read of a prompt that was aborted."""
     ask = (
         "from gpool.cli.account import password_of\nfrom gpool.core.errors import Invalid\n"
@@ -222,7 +222,7 @@ def test_where_nobody_can_be_asked_for_a_password_it_is_said_how_to_give_it() ->
     assert "GPOOL_PASSWORD" in done.stdout, done.stderr
 
 
-def test_who_is_asked_for_a_password_on_the_terminal_and_leaves_is_told_nothing_else() -> None:
+def test_aborting_the_password_prompt_prints_no_advice() -> None:
     """Standard input may be a file: the terminal is asked all the same."""
     ask = (
         "import fcntl, os, signal, termios\nfrom gpool.cli.account import password_of\n"
@@ -252,7 +252,7 @@ def test_who_is_asked_for_a_password_on_the_terminal_and_leaves_is_told_nothing_
 
 
 @pytest.mark.parametrize("mistaken", ["--policy", "--simulate-gpus"])
-def test_a_mistake_in_the_terms_is_said_before_anything_starts(
+def test_an_invalid_lending_option_is_reported_before_anything_starts(
     tmp_path: Path, mistaken: str
 ) -> None:
     """Nothing was up, and no profile leads to what is gone again."""

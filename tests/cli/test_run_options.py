@@ -1,4 +1,4 @@
-"""`gpool run` with environments, folders, scripts and checkpoints: what is sent, and what a terminal is shown."""
+"""`gpool run` with environments, directories, scripts and checkpoints: the request and the terminal output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from click.testing import Result
 
 from gpool.cli.output.progress import ProgressLine
-from gpool.client.logs import Progress
+from gpool.client.logs import TaskProgress
 from tests.client.standin import Pool
 
 Gpool = Callable[..., Result]
@@ -53,7 +53,7 @@ def test_every_option_reaches_the_server(gpool: Gpool, pool: Pool, tmp_path: Pat
     assert sent(pool) == {"command": ["true"]}
 
 
-def test_what_a_gang_asks_for_reaches_the_server(gpool: Gpool, pool: Pool) -> None:
+def test_the_options_of_a_gang_reach_the_server(gpool: Gpool, pool: Pool) -> None:
     words = (
         "run --nodes 4 --engine torchrun --on-loss end --label ssd --label zone=a --max-price 0.40/h -d -- "
         "python train.py"
@@ -71,19 +71,19 @@ def test_what_a_gang_asks_for_reaches_the_server(gpool: Gpool, pool: Pool) -> No
     }
 
 
-def test_a_time_that_is_over_is_refused(gpool: Gpool, pool: Pool) -> None:
+def test_a_deadline_in_the_past_is_refused(gpool: Gpool, pool: Pool) -> None:
     done = gpool("run", "--by", "2020-01-01T00:00", "-d", "--", "true")
     assert (done.exit_code, pool.bodies) == (2, [])
-    assert "say a time to come" in done.output
+    assert "give a future time" in done.output
 
 
-def test_the_team_in_whose_name_it_runs_reaches_the_server(gpool: Gpool, pool: Pool) -> None:
+def test_the_team_of_a_task_reaches_the_server(gpool: Gpool, pool: Pool) -> None:
     done = gpool("run", "--team", "tm-0000000000001", "-d", "--", "true")
     assert done.exit_code == 0, done.output
     assert sent(pool) == {"command": ["true"], "team": "tm-0000000000001"}
 
 
-def test_a_script_is_shipped_and_its_own_block_is_honoured(
+def test_a_script_is_uploaded_with_its_inline_metadata(
     gpool: Gpool, pool: Pool, tmp_path: Path
 ) -> None:
     (tmp_path / "jobs").mkdir()
@@ -95,7 +95,7 @@ def test_a_script_is_shipped_and_its_own_block_is_honoured(
     assert sent(pool)["recipe"]["packages"] == ["numpy", "rich>=13", "tqdm"]
 
 
-def test_a_script_of_the_shipped_folder_goes_by_its_name_there(
+def test_a_script_below_the_workdir_keeps_its_relative_path(
     gpool: Gpool, pool: Pool, tmp_path: Path
 ) -> None:
     (tmp_path / "project").mkdir()
@@ -108,7 +108,7 @@ def test_a_script_of_the_shipped_folder_goes_by_its_name_there(
     assert "recipe" not in sent(pool)
 
 
-def test_a_script_may_be_named_as_it_lies_in_the_shipped_folder(
+def test_a_script_may_be_named_relative_to_the_workdir(
     gpool: Gpool, pool: Pool, tmp_path: Path
 ) -> None:
     (tmp_path / "project").mkdir()
@@ -121,7 +121,7 @@ def test_a_script_may_be_named_as_it_lies_in_the_shipped_folder(
         assert sent(pool)["recipe"]["packages"] == ["numpy", "rich>=13"]
 
 
-def test_the_shipped_folder_may_lie_above(
+def test_the_workdir_may_be_a_parent_directory(
     gpool: Gpool, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sub").mkdir()
@@ -133,7 +133,7 @@ def test_the_shipped_folder_may_lie_above(
         assert [one["path"] for one in pool.bodies[-1]["inputs"]] == ["train.py"]
 
 
-def test_a_script_from_elsewhere_goes_by_its_last_name(
+def test_a_script_outside_the_workdir_is_named_by_its_file_name(
     gpool: Gpool, pool: Pool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere") / "train.py"
@@ -143,19 +143,19 @@ def test_a_script_from_elsewhere_goes_by_its_last_name(
     assert [one["path"] for one in sent(pool)["inputs"]] == ["train.py"]
 
 
-def test_a_word_that_is_no_file_here_is_a_command(gpool: Gpool, pool: Pool) -> None:
+def test_a_word_that_is_no_local_file_is_a_command(gpool: Gpool, pool: Pool) -> None:
     gpool("run", "train.py")
     assert sent(pool)["command"] == ["train.py"]
 
 
-def test_what_cannot_be_is_said_before_anything_is_sent(
+def test_invalid_options_are_reported_before_anything_is_sent(
     gpool: Gpool, pool: Pool, tmp_path: Path
 ) -> None:
     (tmp_path / "a.txt").write_text("x")
     for words, said in (
         (("--pip", "./x"), "is not a package requirement"),
         (("--checkpoint-every", "soon"), "is not a duration"),
-        (("--ignore", "x"), "name a folder to ship"),
+        (("--ignore", "x"), "the folder to ship"),
         (("--workdir", "nowhere"), "nowhere"),
         (("--network", "lan"), "lan"),
         (("--nodes", "0"), "1<=x<=1024"),
@@ -167,18 +167,18 @@ def test_what_cannot_be_is_said_before_anything_is_sent(
     assert (pool.bodies, pool.artifacts) == ([], {})
 
 
-def test_a_terminal_is_told_what_happens_before_the_start(
+def test_the_phases_before_the_start_are_printed_on_a_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     tell = ProgressLine()
     for progress in (
-        Progress(0, "queued", None),
-        Progress(1, "leased", None),
-        Progress(1, "leased", "build"),
-        Progress(1, "leased", "build"),
-        Progress(1, "running", "run"),
-        Progress(1, "running", "collect"),
-        Progress(1, "queued", None),
+        TaskProgress(0, "queued", None),
+        TaskProgress(1, "leased", None),
+        TaskProgress(1, "leased", "build"),
+        TaskProgress(1, "leased", "build"),
+        TaskProgress(1, "running", "run"),
+        TaskProgress(1, "running", "collect"),
+        TaskProgress(1, "queued", None),
     ):
         tell(progress)
     out, err = capsys.readouterr()
@@ -191,13 +191,13 @@ def test_a_terminal_is_told_what_happens_before_the_start(
     ]
 
 
-def test_what_is_no_terminal_is_told_nothing(gpool: Gpool, pool: Pool) -> None:
+def test_the_phases_are_not_printed_without_a_terminal(gpool: Gpool, pool: Pool) -> None:
     pool.progress = [{"epoch": 1, "status": "leased", "phase": "build"}]
     done = gpool("run", "--", "true")
     assert (done.exit_code, done.stderr) == (0, "")
 
 
-def test_whoever_waits_for_long_is_told_why_once(gpool: Gpool, pool: Pool) -> None:
+def test_the_reason_for_a_long_wait_is_printed_once(gpool: Gpool, pool: Pool) -> None:
     pool.progress = [{"epoch": 0, "status": "queued", "phase": None}]
     assert gpool("run", "--", "true").stderr == ""
     pool.silences = 3
@@ -237,7 +237,7 @@ def test_status_shows_phase_and_checkpoint(gpool: Gpool, pool: Pool) -> None:
     assert shown["checkpoint"] == "2 file(s), 20 bytes, saved at 2026-01-01T00:00:00Z"
 
 
-def test_an_operator_makes_tasks_give_up_their_places(gpool: Gpool, pool: Pool) -> None:
+def test_an_operator_preempts_tasks(gpool: Gpool, pool: Pool) -> None:
     task = gpool("run", "-d", "--", "true").stdout.strip()
     done = gpool("admin", "preempt", task)
     assert (done.exit_code, done.stdout) == (0, f"{task} is being preempted\n")
@@ -245,7 +245,7 @@ def test_an_operator_makes_tasks_give_up_their_places(gpool: Gpool, pool: Pool) 
     assert gpool("admin", "preempt", "t-0000000000000").exit_code == 4
 
 
-def test_a_folder_that_sends_nothing_is_said(gpool: Gpool, pool: Pool, tmp_path: Path) -> None:
+def test_an_empty_input_directory_is_reported(gpool: Gpool, pool: Pool, tmp_path: Path) -> None:
     """The command would miss it there, and nobody would know why."""
     (tmp_path / "empty" / "inner").mkdir(parents=True)
     (tmp_path / "full").mkdir()
@@ -259,17 +259,17 @@ def test_a_folder_that_sends_nothing_is_said(gpool: Gpool, pool: Pool, tmp_path:
     assert gpool("run", "-d", "--input", "full", "--", "ls").stderr == ""
 
 
-def test_a_work_folder_whose_files_all_stay_here_is_said(gpool: Gpool, tmp_path: Path) -> None:
+def test_a_workdir_whose_files_are_all_ignored_is_reported(gpool: Gpool, tmp_path: Path) -> None:
     (tmp_path / "build").mkdir()
     (tmp_path / "build" / "a").write_text("a")
     done = gpool("run", "-d", "--workdir", "build", "--ignore", "a", "--", "ls")
     assert done.exit_code == 0
     [line] = done.stderr.splitlines()
-    assert line.startswith("gpool: nothing of 'build' is sent")
+    assert line.startswith("gpool: no file of 'build' is sent")
     assert not logging.getLogger("gpool.client").handlers  # the SDK's own are left alone
 
 
-def test_a_script_that_is_not_here_is_said_to_be_missing_at_once(gpool: Gpool) -> None:
+def test_a_missing_local_script_is_reported_at_once(gpool: Gpool) -> None:
     """Not only by a node, after it has waited for one."""
     assert "no local file trian.py" in gpool("run", "-d", "trian.py", "--lr", "1").stderr
     for brings_its_own in (["--image", "x"], ["--pip", "x"]):

@@ -13,7 +13,8 @@ from gpool.agent.machine.monitor import PolicyFile
 from gpool.agent.machine.policy import apply_policy
 from gpool.agent.machine.policy_file import parse
 from gpool.agent.network.policy import Egress, HostFacts, reaches
-from gpool.agent.services import available_runtimes, egress_policy
+from gpool.agent.runtime.registry import RuntimeContext, make_all
+from gpool.agent.services import egress_policy
 from gpool.agent.settings import AgentSettings
 from gpool.cli.lending.enrolment import EnrolledNode
 from gpool.cli.lending.terms import LendingTerms, agent_variables, lending
@@ -47,7 +48,7 @@ def test_without_a_word_of_the_owner_nothing_runs_without_isolation(
 ) -> None:
     monkeypatch.setenv("GPOOL_AGENT_ALLOW_PROCESS", "1")  # of an outer agent: told to nobody
     told = settings(monkeypatch, tmp_path, LendingTerms())
-    tiers = [one.tier for one in available_runtimes(told, ())]
+    tiers = [one.tier for one in make_all(RuntimeContext(told))]
     assert tiers[0] is Tier.CONTAINER
     assert Tier.NONE not in tiers
 
@@ -58,7 +59,7 @@ def test_an_owner_who_asks_for_it_offers_the_tier_none(
     terms = said("--allow-process", "--slots", "3")
     assert terms == LendingTerms(3, None, allow_process=True)
     told = settings(monkeypatch, tmp_path, terms)
-    tiers = [one.tier for one in available_runtimes(told, ())]
+    tiers = [one.tier for one in make_all(RuntimeContext(told))]
     assert (tiers[0], tiers[-1]) == (Tier.CONTAINER, Tier.NONE)
     assert told.slots == 3
 

@@ -1,4 +1,4 @@
-"""Each verb as a user types it: what it prints where, and what it exits with."""
+"""Each verb as a user types it: its output streams and exit code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ends(pool: Pool, **result: Any) -> None:
     pool.command = lambda _: {"status": "failed", "exit_code": None} | result
 
 
-def test_the_lines_in_help_are_those_of_the_verbs() -> None:
+def test_the_help_lines_of_the_table_equal_those_of_the_verbs() -> None:
     context = click.Context(cli)
     for verb, (_, line) in VERBS.items():
         command = cli.get_command(context, verb)
@@ -155,7 +155,7 @@ def test_run_sends_inputs_and_fetches_outputs_here(
     assert pool.bodies[-1]["outputs"] == ["model/"]
 
 
-def test_an_output_that_points_outside_is_gpools_fault_and_not_written(
+def test_an_output_path_outside_the_directory_is_not_written(
     gpool: Gpool, pool: Pool, tmp_path: Path
 ) -> None:
     ends(pool, status="succeeded", exit_code=0, outputs=[left(pool, "../evil", b"x")])
@@ -186,7 +186,7 @@ def test_outputs_into_a_file_are_refused_before_anything_runs(
     assert not pool.tasks
 
 
-def test_run_passes_requirements_on(
+def test_run_sends_the_requested_resources(
     gpool: Gpool, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOKEN", "t")
@@ -227,7 +227,7 @@ def test_json_of_run_is_the_document_alone(gpool: Gpool, pool: Pool) -> None:
         (["join", "http://x/join/y"], 2, "not a join link"),
     ],
 )
-def test_mistakes_are_said_in_a_line_with_the_right_code(
+def test_usage_errors_print_one_line_and_exit_with_the_right_code(
     gpool: Gpool, args: list[str], code: int, said: str
 ) -> None:
     done = gpool(*args)
@@ -236,7 +236,7 @@ def test_mistakes_are_said_in_a_line_with_the_right_code(
     assert "Traceback" not in done.output
 
 
-def test_a_wrong_key_exits_3_and_an_absent_server_5(gpool: Gpool, pool: Pool) -> None:
+def test_a_wrong_key_exits_3_and_an_unreachable_server_5(gpool: Gpool, pool: Pool) -> None:
     with Client("http://pool.test", "wrong", transport=pool) as stranger:
         assert CliRunner().invoke(cli, ["ps"], obj=stranger).exit_code == 3
         pool.refuse = 10**9
@@ -283,7 +283,7 @@ def test_the_result_of_an_unfinished_task_says_to_wait(gpool: Gpool, pool: Pool)
     assert f"gpool wait {task}" in done.stderr
 
 
-def test_the_result_of_a_failed_task_says_how_it_ended(gpool: Gpool, pool: Pool) -> None:
+def test_the_result_of_a_failed_task_prints_the_reason(gpool: Gpool, pool: Pool) -> None:
     ends(pool, status="failed", reason="exited", exit_code=3)
     task = gpool("run", "-d", "--", "x").stdout.strip()
     done = gpool("result", task)
@@ -291,7 +291,7 @@ def test_the_result_of_a_failed_task_says_how_it_ended(gpool: Gpool, pool: Pool)
     assert done.stderr == f"Task {task} left no outputs.\ngpool: task {task} exited with code 3\n"
 
 
-def test_empty_listings_say_what_there_is_none_of(gpool: Gpool, pool: Pool) -> None:
+def test_empty_listings_print_a_message(gpool: Gpool, pool: Pool) -> None:
     assert gpool("ps").stderr == "No tasks yet.\n"
     assert gpool("ps", "--status", "running").stderr == "No task is running.\n"
     assert gpool("ps", "--json").stdout == "[]\n"
@@ -319,7 +319,7 @@ def test_a_secret_comes_from_the_environment_or_a_file_and_never_from_the_comman
         assert "value" not in done.stderr.replace("a value on the command line", "")
 
 
-def test_a_word_of_other_tools_is_answered_with_ours(gpool: Gpool) -> None:
+def test_a_command_of_other_tools_is_answered_with_a_suggestion(gpool: Gpool) -> None:
     for word, meant in (
         ("nodes", "node ls"),
         ("squeue", "queue"),
@@ -334,7 +334,7 @@ def test_a_word_of_other_tools_is_answered_with_ours(gpool: Gpool) -> None:
         assert meant.split()[0] in VERBS
 
 
-def test_several_are_cancelled_though_one_is_not_there(gpool: Gpool, pool: Pool) -> None:
+def test_several_tasks_are_cancelled_even_if_one_is_unknown(gpool: Gpool, pool: Pool) -> None:
     pool.runs = False
     first, second = (gpool("run", "-d", "--", "true").stdout.strip() for _ in range(2))
     done = gpool("cancel", first, "t-0000000000999", second, "b-0000000000001")
@@ -344,7 +344,7 @@ def test_several_are_cancelled_though_one_is_not_there(gpool: Gpool, pool: Pool)
     assert [one["id"] for one in json.loads(gpool("cancel", "--json", first).stdout)] == [first]
 
 
-def test_the_queue_says_what_runs_then_what_waits_and_why(gpool: Gpool, pool: Pool) -> None:
+def test_the_queue_lists_running_then_waiting_tasks_with_reasons(gpool: Gpool, pool: Pool) -> None:
     pool.runs = False
     oldest, middle, newest = (
         gpool("run", "-d", "--name", name, "--", "true").stdout.strip() for name in "abc"
@@ -363,7 +363,7 @@ def test_the_queue_says_what_runs_then_what_waits_and_why(gpool: Gpool, pool: Po
     assert "exclude each other" in gpool("queue", "--everybody", "--team", "lab").stderr
 
 
-def test_the_queue_shows_what_runs_and_what_waits_longest_however_many_wait(
+def test_the_queue_shows_running_and_oldest_waiting_tasks_of_a_long_queue(
     gpool: Gpool, pool: Pool
 ) -> None:
     pool.runs = False
@@ -387,7 +387,7 @@ def test_a_timeout_of_a_month_is_shown_in_whole_seconds(gpool: Gpool, pool: Pool
     assert "2592000 s" in gpool("status", task).stdout
 
 
-def test_sizes_that_were_asked_for_are_shown_as_they_were_typed(gpool: Gpool, pool: Pool) -> None:
+def test_requested_sizes_are_shown_as_typed(gpool: Gpool, pool: Pool) -> None:
     pool.runs = False
     task = gpool("run", "-d", "--", "true").stdout.strip()
     pool.tasks[task] |= {"memory_bytes": 8 << 30, "disk_bytes": 20 * 10**9}
@@ -396,7 +396,7 @@ def test_sizes_that_were_asked_for_are_shown_as_they_were_typed(gpool: Gpool, po
     assert "20GB" in shown
 
 
-def test_several_are_waited_for_and_the_first_that_failed_decides(gpool: Gpool, pool: Pool) -> None:
+def test_waiting_for_several_tasks_exits_with_the_first_failure(gpool: Gpool, pool: Pool) -> None:
     tasks = []
     for code in (0, 7, 3):
         pool.command = lambda _, code=code: {
@@ -418,13 +418,13 @@ def test_several_are_waited_for_and_the_first_that_failed_decides(gpool: Gpool, 
     )
 
 
-def test_a_command_is_shown_as_it_can_be_typed(gpool: Gpool, pool: Pool) -> None:
+def test_a_command_is_shown_quoted_for_the_shell(gpool: Gpool, pool: Pool) -> None:
     task = gpool("run", "-d", "--", "x").stdout.strip()
     pool.tasks[task]["command"] = ["sh", "-c", "echo up; sleep 1"]
     assert "sh -c 'echo up; sleep 1'" in gpool("status", task).stdout
 
 
-def test_a_listing_that_is_cut_says_so(gpool: Gpool, pool: Pool) -> None:
+def test_a_truncated_listing_prints_a_note(gpool: Gpool, pool: Pool) -> None:
     for _ in range(3):
         gpool("run", "-d", "--", "true")
     for words in (["ps"], ["ps", "--json"]):
@@ -436,21 +436,23 @@ def test_a_listing_that_is_cut_says_so(gpool: Gpool, pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("verb", ["status", "logs", "explain", "result"])
-def test_a_batch_where_one_task_is_meant_is_told_what_takes_it(gpool: Gpool, verb: str) -> None:
+def test_a_batch_id_for_a_task_command_is_refused_with_alternatives(
+    gpool: Gpool, verb: str
+) -> None:
     done = gpool(verb, "b-0000000000001")
     assert done.exit_code == 2
     assert "is a batch" in done.stderr
     assert "gpool wait b-0000000000001" in done.stderr
 
 
-def test_cancelling_a_batch_that_has_ended_says_that_it_has(gpool: Gpool, pool: Pool) -> None:
+def test_cancelling_a_finished_batch_reports_that_it_has_ended(gpool: Gpool, pool: Pool) -> None:
     gpool("run", "-d", "--", "true")
     [batch] = pool.batches
     assert gpool("cancel", batch).stdout == f"{batch} has ended\n"
     assert json.loads(gpool("cancel", "--json", batch).stdout)[0]["status"] == "ended"
 
 
-def test_times_of_a_task_are_those_of_the_clock_on_the_wall(gpool: Gpool, pool: Pool) -> None:
+def test_times_of_a_task_are_shown_in_local_time(gpool: Gpool, pool: Pool) -> None:
     task = gpool("run", "-d", "--", "x").stdout.strip()
     pool.tasks[task]["finished_at"] = "2026-01-01T12:00:05.123456Z"
     shown = gpool("status", task).stdout

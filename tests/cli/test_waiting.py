@@ -1,4 +1,4 @@
-"""`gpool wait` for what a `map` submitted, beside single tasks."""
+"""`gpool wait` for batches and single tasks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def mapped(client: Client, pool: Pool, *codes: int) -> str:
     return list(pool.batches)[-1]
 
 
-def test_a_batch_is_waited_for_as_a_whole(gpool: Gpool, client: Client, pool: Pool) -> None:
+def test_waiting_for_a_batch_waits_for_all_its_tasks(
+    gpool: Gpool, client: Client, pool: Pool
+) -> None:
     well, badly = mapped(client, pool, 0, 0, 0), mapped(client, pool, 0, 7, 0)
     assert (gpool("wait", well).exit_code, gpool("wait", badly).exit_code) == (0, 1)
     assert "call 7" in gpool("wait", badly).stderr
@@ -38,9 +40,7 @@ def test_a_batch_is_waited_for_as_a_whole(gpool: Gpool, client: Client, pool: Po
     assert (shown["id"], shown["total"], shown["done"]) == (badly, 3, 3)
 
 
-def test_the_first_of_all_that_did_not_succeed_decides(
-    gpool: Gpool, client: Client, pool: Pool
-) -> None:
+def test_the_first_failure_decides_the_exit_code(gpool: Gpool, client: Client, pool: Pool) -> None:
     batch = mapped(client, pool, 0, 1)
     pool.command = lambda _: {"status": "failed", "exit_code": 7}
     task = gpool("run", "-d", "--", "x").stdout.strip()
@@ -50,7 +50,7 @@ def test_the_first_of_all_that_did_not_succeed_decides(
     assert [one["id"] for one in shown] == [task, batch]
 
 
-def test_within_a_batch_the_first_in_order_decides_whichever_ended_first(
+def test_within_a_batch_the_lowest_position_decides_the_exit_code(
     gpool: Gpool, client: Client, pool: Pool
 ) -> None:
     batch = mapped(client, pool, 1, 1)
@@ -60,14 +60,14 @@ def test_within_a_batch_the_first_in_order_decides_whichever_ended_first(
     assert gpool("wait", batch).exit_code == 124
 
 
-def test_of_many_that_failed_only_some_are_told(gpool: Gpool, client: Client, pool: Pool) -> None:
+def test_only_some_of_many_failures_are_reported(gpool: Gpool, client: Client, pool: Pool) -> None:
     batch = mapped(client, pool, *[3] * 50)
     said = gpool("wait", batch).stderr
     assert said.count("gpool: task ") == MOST_REPORTED
     assert f"50 of the 50 tasks of {batch} did not succeed" in said
 
 
-def test_a_batch_that_does_not_end_in_time_is_said_to_go_on(
+def test_a_batch_that_outlasts_the_timeout_is_reported_as_continuing(
     gpool: Gpool, client: Client, pool: Pool
 ) -> None:
     pool.runs = False
@@ -98,7 +98,7 @@ class Late(Pool):
         return super().handle_request(request)
 
 
-def test_of_what_has_ended_nobody_says_that_it_goes_on() -> None:
+def test_a_target_that_has_ended_is_not_reported_as_continuing() -> None:
     pool = Late()
     pool.tells.set()
     client = Client("http://pool.test", "gpk_test", transport=pool)
@@ -118,9 +118,7 @@ def test_a_batch_that_is_still_open_is_waited_for_until_it_is_closed(
 
 
 @pytest.mark.parametrize("id_", ["b-0000000000099", "t-0000000000099"])
-def test_what_is_not_there_is_said_before_anything_is_waited_for(
-    gpool: Gpool, pool: Pool, id_: str
-) -> None:
+def test_an_unknown_id_is_reported_before_any_waiting(gpool: Gpool, pool: Pool, id_: str) -> None:
     pool.runs = False
     waits = gpool("run", "-d", "--", "true").stdout.strip()
     assert gpool("wait", waits, id_).exit_code == 4

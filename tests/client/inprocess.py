@@ -23,7 +23,7 @@ import httpx2
 from gpool.core.ids import decode, encode
 from gpool.core.model import EndReason, Network, Offer, OutputFile, Phase, TaskSpec, Tier
 from gpool.server.app import ensure_operator, make_app, open_server
-from gpool.server.nodes.connection import Channel
+from gpool.server.nodes.connection import NodeChannel
 from gpool.server.server import Server
 from gpool.server.settings import Settings
 from gpool.transfer.requests import Request
@@ -169,7 +169,7 @@ class Node:
         who = pool.wait(pool.server.gate.node(self.id))
         issued = pool.server.gate.token(who)
         self._badge.take(Proven(issued.token, issued.at, issued.lives))
-        self._channel = Channel(pool.server, who, self._frames.put)
+        self._channel = NodeChannel(pool.server, who, self._frames.put)
         offer = Offer(
             2000,
             2 << 30,

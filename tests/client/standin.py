@@ -1,6 +1,6 @@
-"""A stand-in for server and node behind the SDK's one door: keeps the promises of the routes the client uses, in memory.
+"""A stand-in for server and node in memory, for tests that break responses off or choose a task's end.
 
-Functions run in this process when their batch is asked for; a test can break answers off to see the client go on.
+It passes the contract of the real application: `test_contract` runs the same tests on both.
 """
 
 from __future__ import annotations
@@ -38,7 +38,14 @@ class Batch:
 
     def document(self) -> dict[str, Any]:
         total, done = len(self.tasks), len(self.results)
-        return {"id": self.id, "total": total, "done": done, "closed": self.closed}
+        return {
+            "id": self.id,
+            "name": "task",
+            "total": total,
+            "done": done,
+            "closed": self.closed,
+            "created_at": "2026-01-01T00:00:00Z",
+        }
 
 
 class Pool(httpx2.BaseTransport):
@@ -113,14 +120,14 @@ class Pool(httpx2.BaseTransport):
             case "GET", ["queue"]:
                 return self._queue(int(request.url.params["limit"]))
             case "GET", ["tasks", id_] if id_ in self.tasks:
-                return httpx2.Response(200, json=self.tasks[id_])
+                return httpx2.Response(200, json=document_of(self.tasks[id_]))
             case "DELETE", ["tasks", id_] if id_ in self.tasks:
                 self.cancelled.append(id_)
                 self.tasks[id_]["status"] = "cancelled"
-                return httpx2.Response(200, json=self.tasks[id_])
+                return httpx2.Response(200, json=document_of(self.tasks[id_]))
             case "POST", ["tasks", id_, "preempt"] if id_ in self.tasks:
                 self.preempted.append(id_)
-                return httpx2.Response(200, json=self.tasks[id_])
+                return httpx2.Response(200, json=document_of(self.tasks[id_]))
             case "DELETE", ["batches", id_]:
                 self.cancelled.append(id_)
                 return httpx2.Response(204)
@@ -130,7 +137,7 @@ class Pool(httpx2.BaseTransport):
                 for result in self.batches[self.tasks[id_]["batch"]].results:
                     if result["id"] == id_:
                         return httpx2.Response(200, json=result)
-                return httpx2.Response(202, json=self.tasks[id_])
+                return httpx2.Response(202, json=document_of(self.tasks[id_]))
             case "GET", ["tasks", id_, "explain"] if id_ in self.tasks:
                 return httpx2.Response(
                     200, json={"id": id_, "status": "queued", "sentence": self.sentence}
@@ -193,7 +200,7 @@ class Pool(httpx2.BaseTransport):
             if self.progress:
                 yield b": still here\n\n" * self.silences
             for item in items[:cut]:
-                yield f"id: {item['cursor']}\nevent: log\ndata: {json.dumps(item)}\n\n".encode()
+                yield f"id: {item['cursor']}\ndata: {json.dumps(item)}\n\n".encode()
             if cut is not None and len(items) > cut:
                 raise httpx2.ReadError("connection reset")
             yield b"event: end\ndata: {}\n\n"
@@ -204,7 +211,7 @@ class Pool(httpx2.BaseTransport):
         """Newest first, page by page."""
         limit, after = int(asked.get("limit", 50)), asked.get("cursor", "~")
         found = [
-            task
+            document_of(task)
             for task in reversed(self.tasks.values())
             if task["id"] < after and task["status"] in asked.get("status", task["status"])
         ]
@@ -315,6 +322,12 @@ class Pool(httpx2.BaseTransport):
                 return
             if self.break_after is not None and sent >= self.break_after:
                 raise httpx2.ReadError("connection reset")
+
+
+def document_of(task: dict[str, Any]) -> dict[str, Any]:
+    """The task as its route shows it."""
+    shown = {name: value for name, value in task.items() if name not in ("document", "call")}
+    return shown | {"status_text": task["status"], "user": "u-0000000000001", "epoch": 0}
 
 
 def problem(status: int, code: str, detail: str, **members: object) -> httpx2.Response:

@@ -10,15 +10,15 @@ import pytest
 
 from gpool import Client, Conflict, Invalid
 from gpool.client.files.artifacts import gather
-from gpool.client.results import Output
+from gpool.client.results import OutputArtifact
 from gpool.core.errors import InternalFault
 from tests.client.standin import Pool
 
 
-def put(pool: Pool, path: str, content: bytes, *, executable: bool = False) -> Output:
+def put(pool: Pool, path: str, content: bytes, *, executable: bool = False) -> OutputArtifact:
     sha256 = hashlib.sha256(content).hexdigest()
     pool.artifacts[sha256] = content
-    return Output(path, sha256, len(content), executable)
+    return OutputArtifact(path, sha256, len(content), executable)
 
 
 def test_folders_are_gathered_with_relative_names(tmp_path: Path) -> None:

@@ -63,12 +63,12 @@ def test_saving_a_profile_keeps_the_others_and_the_choice(tmp_path: Path) -> Non
         ("url = ", "cannot be read"),
         ('adress = "x"', "unknown setting 'adress'"),
         ('profile = "nowhere"', "there is no profile 'nowhere'"),
-        ('url = "ftp://x"', "not an address of a pool"),
-        ('url = "http://[::1"', "not an address of a pool"),
-        ('url = "http://"', "not an address of a pool"),
-        ('url = "http://one:99999"', "not an address of a pool"),
+        ('url = "ftp://x"', "not the URL of a pool"),
+        ('url = "http://[::1"', "not the URL of a pool"),
+        ('url = "http://"', "not the URL of a pool"),
+        ('url = "http://one:99999"', "not the URL of a pool"),
         ('profile = ["local"]', "there is no profile"),
-        ('url = "http://one:1"\nkey = "gpk_ä"', "holds a letter that no key has"),
+        ('url = "http://one:1"\nkey = "gpk_ä"', "holds a character no key has"),
     ],
 )
 def test_a_bad_file_is_named_with_what_is_wrong(tmp_path: Path, text: str, said: str) -> None:

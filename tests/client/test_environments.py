@@ -9,7 +9,7 @@ import pytest
 
 import gpool
 from gpool import Client
-from gpool.client.logs import Progress
+from gpool.client.logs import TaskProgress
 from tests.client.standin import Pool
 
 
@@ -116,10 +116,10 @@ def test_two_files_with_one_name_are_refused(client: Client, tmp_path: Path) -> 
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "a.py").write_text("a")
     (tmp_path / "a.py").write_text("another")
-    with pytest.raises(gpool.Invalid, match=r"would both be 'a.py' there"):
+    with pytest.raises(gpool.Invalid, match=r"would both become 'a.py'"):
         client.run(["true"], workdir="src", inputs=["a.py"])
     client.run(["true"], workdir=".", inputs=["a.py"])
-    with pytest.raises(gpool.Invalid, match="name a folder to ship"):
+    with pytest.raises(gpool.Invalid, match="the folder to ship"):
         client.run(["true"], ignore=["*.md"])
 
 
@@ -128,8 +128,8 @@ def test_whoever_follows_is_told_where_the_task_is(client: Client, pool: Pool) -
         {"epoch": 0, "status": "queued", "phase": None},
         {"epoch": 1, "status": "leased", "phase": "build", "unheard_of": 1},
     ]
-    told: list[Progress] = []
+    told: list[TaskProgress] = []
     run = client.submit_command(["true"])
     assert list(run.printed(follow=True, on_progress=told.append)) == []
-    assert told == [Progress(0, "queued", None), Progress(1, "leased", "build")]
+    assert told == [TaskProgress(0, "queued", None), TaskProgress(1, "leased", "build")]
     assert list(run.printed(follow=True)) == []

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpool.client.files.ignore_rules import rules_of
+from gpool.client.files.ignore_rules import left_out, rules_of
 from gpool.client.files.local_files import MAX_FILES, _Walk, local_files, shown_size
 from gpool.core.errors import Invalid
 
@@ -224,6 +224,55 @@ def test_git_and_we_always_leave_out_the_same(
             lay(root, {name: text})
             there[name] = text
         assert set(names(root)) == kept_by_git(root, list(there))
+
+
+AMONG = (
+    ".a",
+    ".a/b",
+    ".a/b/c",
+    ".x/a",
+    "a",
+    "ab",
+    "ab/c",
+    "ab/c/d",
+    "a/b",
+    "a/b/c",
+    "a/x/b",
+    "aab",
+)
+
+
+STARS = [
+    ".**/*",
+    ".**/",
+    "/.**",
+    "/a**",
+    "a**/c",
+    "/a**/c",
+    "a**/b",
+    "a/b**",
+    "a/b**/c",
+    "a\\b**/c",
+]
+STARS += ["a**\\/c", "**\\/b", "a/**\\/b", "[a]**/c", "a/***", "a***/c", "?**/b", "/.**/**/c"]
+
+
+@pytest.mark.parametrize("rule", STARS)
+def test_two_stars_after_literal_text_match_as_in_git(
+    require: Callable[[str], None], tmp_path: Path, rule: str
+) -> None:
+    """Git strips the literal start of a rule before it matches: stars behind it stand at the start of the rest."""
+    require("git")
+    rules = rules_of([rule])
+    for each in AMONG:
+        folders = each.split("/")[:-1]
+        above = ["/".join(folders[: n + 1]) for n in range(len(folders))]
+        ours = any(left_out([rules], one, folder=True) for one in above)
+        ours = ours or left_out([rules], each, folder=False)
+        root = tmp_path / each.replace("/", "_")
+        lay(root, {".gitignore": f"{rule}\n", each: ""})
+        subprocess.run(["git", "init", "-q", "."], cwd=root, check=True)
+        assert ours is (not kept_by_git(root, [each])), each
 
 
 def test_a_name_that_cannot_travel_says_what_to_do(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from gpool.client.connection.sign_in import SessionFile, SignedIn, Tokens
-from gpool.client.connection.transport import Door
+from gpool.client.connection.sign_in import SessionFile, SignInSession, Tokens
+from gpool.client.connection.transport import ApiTransport
 from gpool.core.errors import NotSignedIn
 
 URL = "http://pool.test"
@@ -66,27 +66,27 @@ def file(tmp_path: Path) -> SessionFile:
     return file
 
 
-def door(server: Server, file: SessionFile) -> Door:
-    return Door(URL, "", server, session=SignedIn(file))
+def api(server: Server, file: SessionFile) -> ApiTransport:
+    return ApiTransport(URL, "", server, session=SignInSession(file))
 
 
 def test_a_refused_token_is_renewed_and_the_request_sent_again(file: SessionFile) -> None:
     server = Server()
-    assert door(server, file).get_json("/v1/me") == {"generation": 1}
+    assert api(server, file).get_json("/v1/me") == {"generation": 1}
     assert file.read() == Tokens("access-1", "refresh-1")
     assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
 
 
 def test_a_lost_answer_signs_nobody_out(file: SessionFile) -> None:
     server = Server(lose=3)
-    assert door(server, file).get_json("/v1/me") == {"generation": 1}
+    assert api(server, file).get_json("/v1/me") == {"generation": 1}
     assert server.refreshes == 4
     assert file.read() == Tokens("access-1", "refresh-1")
 
 
 def test_many_threads_renew_once(file: SessionFile) -> None:
     server = Server()
-    shared = door(server, file)
+    shared = api(server, file)
     found: list[object] = []
     threads = [
         threading.Thread(target=lambda: found.append(shared.get_json("/v1/me"))) for _ in range(16)
@@ -102,7 +102,7 @@ def test_many_threads_renew_once(file: SessionFile) -> None:
 def test_who_comes_second_takes_what_the_first_has_renewed(file: SessionFile) -> None:
     """Two processes that share a file: here two doors that have read it before."""
     server = Server()
-    first, second = door(server, file), door(server, file)
+    first, second = api(server, file), api(server, file)
     assert first.get_json("/v1/me") == second.get_json("/v1/me") == {"generation": 1}
     assert server.refreshes == 1
 
@@ -124,7 +124,7 @@ def test_a_sign_in_that_is_over_is_said_to_be(file: SessionFile) -> None:
     server = Server()
     server.over = True
     with pytest.raises(NotSignedIn, match="gpool login"):
-        door(server, file).get_json("/v1/me")
+        api(server, file).get_json("/v1/me")
 
 
 def test_tokens_do_not_show(file: SessionFile) -> None:
@@ -134,4 +134,4 @@ def test_tokens_do_not_show(file: SessionFile) -> None:
 def test_a_file_that_others_may_read_is_refused(file: SessionFile) -> None:
     file.path.chmod(0o644)
     with pytest.raises(Exception, match="chmod 600"):
-        SignedIn(file)
+        SignInSession(file)

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 import gpool
 from gpool import Client, RemoteTraceback
 from gpool.cli.main import cli
+from gpool.client.options import Options
 from tests.client.inprocess import Node, RealPool
 from tests.client.standin import Pool
 
@@ -160,6 +161,14 @@ def test_the_command_line_shows_a_result_and_loads_no_pickle(
     assert trap.exists()  # the control
 
 
+def test_a_command_refuses_pickled_results_because_it_has_none(client: Client, pool: Pool) -> None:
+    with pytest.raises(gpool.Invalid, match="a command has no pickled result"):
+        client.run(["true"], results="pickle")
+    with pytest.raises(gpool.Invalid, match="a command has no pickled result"):
+        client.submit_command(["true"], options=Options(results="pickle"))
+    assert not pool.bodies
+
+
 def test_another_word_for_results_is_refused_where_it_is_written(client: Client) -> None:
     with pytest.raises(gpool.Invalid, match="results is 'pickles'; give results='pickle'"):
         client.task(results="pickles")
@@ -192,8 +201,8 @@ def owner(real: RealPool) -> Iterator[Client]:
 def stranger(real: RealPool, owner: Client) -> Iterator[Client]:
     """Another account of the pool, without a node."""
     account = {"name": "ada", "password": "a long password of ada's"}
-    owner.door.send_json("POST", "/v1/users", account)
-    token = owner.door.send_json("POST", "/v1/auth/password", account)["access_token"]
+    owner.api.send_json("POST", "/v1/users", account)
+    token = owner.api.send_json("POST", "/v1/auth/password", account)["access_token"]
     with Client("http://pool.test", token, transport=real.transport) as client:
         yield client
 

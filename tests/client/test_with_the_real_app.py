@@ -73,7 +73,7 @@ def test_a_key_that_may_not_read_may_cancel_a_batch_all_the_same(
 ) -> None:
     batch = sdk.task(gpu="H100")(lambda: 1).submit().document()["batch"]
     wanted = {"name": "writes", "scopes": ["tasks:write"]}
-    key = sdk.door.send_json("POST", "/v1/keys", wanted)["key"]
+    key = sdk.api.send_json("POST", "/v1/keys", wanted)["key"]
     with Client("http://pool.test", key, transport=real.transport) as writing:
         CliRunner().invoke(cli, ["cancel", batch], obj=writing)
     [ended] = sdk.ended(batch, timeout=PATIENCE_S)
@@ -191,7 +191,7 @@ def test_a_character_cut_by_a_reconnect_is_whole_for_the_reader(
     run = sdk.submit_command(["x"])
     run.wait()
     first, second = run.log_documents()
-    (again,) = sdk.door.get_json(f"/v1/tasks/{run.id}/logs?after={first['cursor']}")["items"]
+    (again,) = sdk.api.get_json(f"/v1/tasks/{run.id}/logs?after={first['cursor']}")["items"]
     assert (second["text"], again["data"]) == ("漢", second["data"])
     assert [piece.text for piece in printed([first, again])] == ["", "漢"]
 
@@ -248,7 +248,7 @@ def test_a_script_with_packages_runs_and_whoever_follows_sees_it_being_built(
     assert (spec.checkpoint, [file.path for file in spec.inputs]) == ("state/", ["train.py"])
     run = sdk.submit_command(["true"], options=Options(pip=["numpy"]))
     run.wait()
-    phases = [event["event"] for event in sdk.door.get_json(f"/v1/tasks/{run.id}/events")]
+    phases = [event["event"] for event in sdk.api.get_json(f"/v1/tasks/{run.id}/events")]
     assert phases == ["queued", "leased", "build", "started", "succeeded"]
 
 

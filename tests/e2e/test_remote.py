@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpool.client.connection.transport import Door
+from gpool.client.connection.transport import ApiTransport
 from gpool.core.errors import Unreachable
 from gpool.transfer.pinning import fingerprint_of
 from gpool.transfer.requests import Address
@@ -72,34 +72,34 @@ class Remote:
         made.start()
         return made
 
-    def door(self, *, tls: bool = True) -> Door:
+    def api(self, *, tls: bool = True) -> ApiTransport:
         url = f"{'https' if tls else 'http'}://{self.host}:{self.port}"
         address = Address(url, self.fingerprint if tls else None, plain=not tls)
-        return Door(address, self.key, patience_s=PATIENCE_S)
+        return ApiTransport(address, self.key, patience_s=PATIENCE_S)
 
     def link(self, *, tls: bool = True) -> str:
         eventually("there is a key", (self.data / "operator.key").exists, PATIENCE_S)
         if tls:
             eventually("there is a certificate", (self.data / "server.pem").exists, PATIENCE_S)
-        door = self.door(tls=tls)
+        api = self.api(tls=tls)
         try:
-            eventually("the server answers", lambda: _answers(door), PATIENCE_S)
-            return str(door.send_json("POST", "/v1/nodes/invites", {})["link"])
+            eventually("the server answers", lambda: _answers(api), PATIENCE_S)
+            return str(api.send_json("POST", "/v1/nodes/invites", {})["link"])
         finally:
-            door.close()
+            api.close()
 
     def until_joined(self) -> None:
-        door = self.door()
+        api = self.api()
         try:
             eventually(
                 "a node is online",
                 lambda: any(
-                    node["status"] == "online" for node in door.get_json("/v1/nodes")["items"]
+                    node["status"] == "online" for node in api.get_json("/v1/nodes")["items"]
                 ),
                 PATIENCE_S,
             )
         finally:
-            door.close()
+            api.close()
 
     def join(self, link: str, *options: str) -> Daemon:
         log = self.folder / f"agent-{len(self.daemons)}.log"
@@ -127,9 +127,9 @@ class Remote:
         return {"GPOOL_URL": url, "GPOOL_FINGERPRINT": self.fingerprint}
 
 
-def _answers(door: Door) -> bool:
+def _answers(api: ApiTransport) -> bool:
     try:
-        return door.send_once("GET", "/readyz").status == 200
+        return api.send_once("GET", "/readyz").status == 200
     except Unreachable:
         return False
 

@@ -13,7 +13,7 @@ from gpool.agent.machine.detection.nvml import NvmlError
 from gpool.agent.machine.detection.real_nvml import RealNvml
 from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
 from gpool.agent.runtime.devices import CONTROL_NODES, capability_nodes, device_nodes
-from gpool.agent.runtime.protocol import GpuSeat
+from gpool.agent.runtime.protocol import GpuShare
 from gpool.agent.sharing import settings_restore
 from gpool.agent.sharing.scrub import Scrubbed, fault, scrub
 from gpool.core.model import GIB, Gpu
@@ -58,7 +58,7 @@ def test_all_free_memory_is_overwritten_and_checked(nvml: RealNvml, tmp_path: Pa
     async def run() -> Scrubbed:
         runtime = BubblewrapRuntime(tmp_path)
         try:
-            return await scrub(runtime, GpuSeat(nodes, (("CUDA_VISIBLE_DEVICES", uuid),)))
+            return await scrub(runtime, GpuShare(nodes, (("CUDA_VISIBLE_DEVICES", uuid),)))
         finally:
             await runtime.close()
 

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpool.agent.runtime.protocol import CommandJob, Staged
+from gpool.agent.runtime.protocol import CommandJob, StagedInput
 from tests.hostile.planting import Plants, planted
 from tests.hostile.taking_case import LIMITS, changing, left, staged
 from tests.tools.runtimes import MAKERS, left_over
@@ -43,7 +43,7 @@ NEIGHBOURS = (
 )
 
 
-async def run(runtime: Any, *argv: str, inputs: tuple[Staged, ...] = ()) -> bytes:
+async def run(runtime: Any, *argv: str, inputs: tuple[StagedInput, ...] = ()) -> bytes:
     sandbox = await runtime.start_command(CommandJob(argv, (), inputs, (), LIMITS))
     streams: dict[int, bytes] = {1: b"", 2: b""}
     try:
@@ -98,7 +98,7 @@ class Attacked:
                     known["files"]["neighbour"] = str(place)
                 if "probe" in parts:
                     words = ("python", "probe/main.py", "known")
-                    inputs = (*staged(), Staged("known", self.tell(), False))
+                    inputs = (*staged(), StagedInput("known", self.tell(), False))
                     said["probe"] = results(await run(runtime, *words, inputs=inputs))
                     said["probe_s"] = time.monotonic() - began
                 if "crawl" in parts:

@@ -29,7 +29,7 @@ from gpool.agent.network.policy import Egress, EgressPolicy, Only, parse_target
 from gpool.agent.network.root_networks import RootNetworks, read_sysctl
 from gpool.agent.network.rootless_networks import RootlessNetworks, slirp_arguments
 from gpool.agent.network.sandbox_network import Networks, OpenLane
-from gpool.agent.runtime.protocol import CommandJob, Runtime, Staged
+from gpool.agent.runtime.protocol import CommandJob, Runtime, StagedInput
 from tests.hostile import reaching
 from tests.hostile.lanes_world import (
     CLONE_NEWNET,
@@ -98,10 +98,10 @@ async def from_sandbox(runtime: Runtime, opened: OpenLane, order: Order) -> Any:
     job = CommandJob(
         ("python", script.name, json.dumps(order)),
         (),
-        (Staged(script.name, script, False),),
+        (StagedInput(script.name, script, False),),
         (),
         LIMITS,
-        lane=opened.lane,
+        network=opened.lane,
     )
     sandbox = await runtime.start_command(job)
     text = b"".join([data async for _, data in sandbox.output()])

@@ -17,9 +17,9 @@ from pathlib import Path
 from gpool.agent.runtime.bubblewrap import layout
 from gpool.agent.runtime.microvm.image import boot, build
 from gpool.agent.runtime.microvm.image.build import clock_word
-from gpool.agent.runtime.microvm.image.disks import Disks
+from gpool.agent.runtime.microvm.image.disks import DiskStore
 from gpool.agent.runtime.microvm.image.kernel import Kernel, find_kernel, needs, read_module
-from gpool.agent.runtime.microvm.monitors.protocol import Disk, Machine
+from gpool.agent.runtime.microvm.monitors.protocol import GuestDisk, GuestMachine
 from gpool.agent.runtime.microvm.monitors.qemu import TCG, command_line, find_qemu
 from tests.tools.runtimes import microvm_disks
 
@@ -82,12 +82,12 @@ def run(only: Sequence[str]) -> dict[str, str]:
     with tempfile.TemporaryDirectory(prefix="foe-guest-") as folder:
         here = Path(folder)
         prepared = layout.prepare(here / "inside")
-        parts = build.Images(Disks(microvm_disks()), prepared, kernel).image(
+        parts = build.GuestImageBuilder(DiskStore(microvm_disks()), prepared, kernel).image(
             None, unpacked_kernel=False
         )
         modules = {f"/modules/{file.name}": read_module(file) for file in module_files(kernel)}
         env = [f"{name}={value}" for name, value in prepared.variables if name != "PATH"]
-        becomes = boot.Becomes(
+        becomes = boot.BootPlan(
             tuple(modules),
             layout.HOME,
             build.OWN,
@@ -100,7 +100,7 @@ def run(only: Sequence[str]) -> dict[str, str]:
         disk = here / "probe.tar"
         disk.write_bytes(probe_disk(only))
         disks = [
-            Disk(name, str(path), True)
+            GuestDisk(name, str(path), True)
             for name, path in (
                 ("system", parts.system),
                 ("home", parts.home),
@@ -109,11 +109,11 @@ def run(only: Sequence[str]) -> dict[str, str]:
             )
         ]
         words = ("syscall.x32=y", "mitigations=off", *filter(None, [clock_word()]))
-        machine = Machine(str(parts.kernel), str(archive), words, tuple(disks), 512, 1)
+        machine = GuestMachine(str(parts.kernel), str(archive), words, tuple(disks), 512, 1)
         return _boot(machine)
 
 
-def _boot(machine: Machine) -> dict[str, str]:
+def _boot(machine: GuestMachine) -> dict[str, str]:
     ours, theirs = socket.socketpair()
     with ours, theirs, tempfile.TemporaryFile() as console:
         words = command_line(find_qemu(), TCG, machine, theirs.fileno())

@@ -17,19 +17,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gpool.agent.runtime.protocol import BadOutput, CommandJob, Limits, Staged
+from gpool.agent.runtime.protocol import BadOutput, CommandJob, SandboxLimits, StagedInput
 from gpool.core.model import EndReason
 from tests.hostile.probe import litter
 
 PROBE = Path(__file__).with_name("probe")
-LIMITS = Limits(cpu_milli=2000, memory_bytes=512 << 20, disk_bytes=128 << 20, processes=256)
+LIMITS = SandboxLimits(cpu_milli=2000, memory_bytes=512 << 20, disk_bytes=128 << 20, processes=256)
 GIVE_UP_AFTER_S = 240.0
 MOST_TEXT = 700
 ROUNDS = 8
 
 
-def staged() -> list[Staged]:
-    return [Staged(f"probe/{file.name}", file, False) for file in sorted(PROBE.glob("*.py"))]
+def staged() -> list[StagedInput]:
+    return [StagedInput(f"probe/{file.name}", file, False) for file in sorted(PROBE.glob("*.py"))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ async def take(
     except BadOutput as refused:
         became, text = "refused", str(refused)
         wrong = wrong_text(text, hidden)
-        if any("taking-" in entry.name for entry in os.scandir(into)):
+        if any("collecting-" in entry.name for entry in os.scandir(into)):
             wrong = wrong or "half a file was left"
     except Exception as broken:  # noqa: BLE001 - whatever comes out is what the test is about
         became = "broken"

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from gpool.agent.runtime.protocol import Limits
+from gpool.agent.runtime.protocol import SandboxLimits
 from gpool.core.model import EndReason
 from tests.tools import unprivileged
 from tests.tools.runtimes import NEEDS, Ran, command, using
 
-SMALL = Limits(cpu_milli=2000, memory_bytes=256 << 20, disk_bytes=32 << 20)
+SMALL = SandboxLimits(cpu_milli=2000, memory_bytes=256 << 20, disk_bytes=32 << 20)
 WRITE = """
 import itertools, os, sys, threading
 MEGABYTE, MANY = os.urandom(1 << 20), 200
@@ -45,8 +45,8 @@ ROOTLESS = """
 import asyncio, json, sys
 from pathlib import Path
 from tests.tools.runtimes import using, command
-from gpool.agent.runtime.protocol import Limits
-limits = Limits(cpu_milli=2000, memory_bytes=256 << 20, disk_bytes=32 << 20)
+from gpool.agent.runtime.protocol import SandboxLimits
+limits = SandboxLimits(cpu_milli=2000, memory_bytes=256 << 20, disk_bytes=32 << 20)
 ran = using("bubblewrap", Path(sys.argv[1]) / "data", lambda runtime: command(
     runtime, "python", "-c", sys.argv[2], sys.argv[3], "stay", limits=limits))
 print(json.dumps([ran.ended.reason.value, ran.out.decode()]))

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from gpool.agent.runtime.protocol import CommandJob, Limits
+from gpool.agent.runtime.protocol import CommandJob, SandboxLimits
 from gpool.core.model import EndReason
 from tests.tools.processes import PATIENCE_S, alive, eventually
 from tests.tools.runtimes import LIMITS, command, processes_with, using
 
-SMALL = Limits(
+SMALL = SandboxLimits(
     cpu_milli=1000, memory_bytes=96 << 20, processes=40, disk_bytes=8 << 20, open_files=64
 )
 FORKS = """
@@ -66,7 +66,7 @@ def is_child(pid: int) -> bool:
     return parent_of(pid) == os.getpid()
 
 
-def ran(tmp_path: Path, kind: str, *argv: str, limits: Limits = SMALL) -> Any:
+def ran(tmp_path: Path, kind: str, *argv: str, limits: SandboxLimits = SMALL) -> Any:
     return using(kind, tmp_path, lambda runtime: command(runtime, *argv, limits=limits))
 
 
@@ -148,7 +148,7 @@ while True: pass
 
 def seconds_to_kill_a_swarm(tmp_path: Path, cpu_milli: int) -> float:
     async def work(runtime: Any) -> float:
-        share = Limits(cpu_milli=cpu_milli, memory_bytes=256 << 20, processes=200)
+        share = SandboxLimits(cpu_milli=cpu_milli, memory_bytes=256 << 20, processes=200)
         loop = asyncio.get_running_loop()
         words = ("python", "-I", "-S", "-c", SWARM)  # to be up in a few seconds with a sliver, too
         job = CommandJob(words, (), (), (), share)

@@ -18,7 +18,7 @@ import cloudpickle
 import pytest
 
 from gpool.agent.runtime import runner_calls
-from gpool.agent.runtime.protocol import Answer
+from gpool.agent.runtime.protocol import CallAnswer
 from tests.tools.runtimes import NEEDS, caller, using
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -69,7 +69,7 @@ def test_a_forged_value_is_refused_at_once(
     secret.write_bytes(b"the host's own bytes" * 4000)
     frame = ANSWER_FRAME + runner_calls.ANSWER_HEAD.pack(1, 0, 0, 0)
 
-    async def forged(runtime: Any, how: str) -> tuple[Answer, float]:
+    async def forged(runtime: Any, how: str) -> tuple[CallAnswer, float]:
         calling = await caller(runtime)
         try:
             loop = asyncio.get_running_loop()
@@ -79,13 +79,13 @@ def test_a_forged_value_is_refused_at_once(
         finally:
             await calling.runner.remove()
 
-    async def work(runtime: Any) -> dict[str, tuple[Answer, float]]:
+    async def work(runtime: Any) -> dict[str, tuple[CallAnswer, float]]:
         return {how: await forged(runtime, how) for how in HOW}
 
     for how, (answer, took_s) in using(kind, tmp_path / "data", work).items():
         assert took_s < WITHIN_S, how
         assert answer.raised, how
-        assert "cannot be taken" in answer.error_text, how
+        assert "cannot be collected" in answer.error_text, how
         assert answer.error_text.isprintable(), how
         assert str(tmp_path) not in answer.error_text, how
         assert isinstance(pickle.loads(answer.value), RuntimeError)  # ours: the agent made it

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpool.server.app import running
-from gpool.server.store.drivers.schema_version import migrate_sqlite
+from gpool.server.store.drivers.opening import migrate_sqlite
 from tests.server.server_desk import Desk, Live, StoppedClock, open_desk, serving
 
 

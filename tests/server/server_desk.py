@@ -25,7 +25,7 @@ from gpool.core.model import EndReason, Gpu, Instant, Offer, Permission, Tier
 from gpool.server.app import ensure_operator, make_app, open_server
 from gpool.server.identity import credentials
 from gpool.server.main import configuration
-from gpool.server.nodes.connection import Channel
+from gpool.server.nodes.connection import NodeChannel
 from gpool.server.outbound import Outbound
 from gpool.server.server import Server
 from gpool.server.settings import Settings
@@ -105,7 +105,7 @@ class Agent:
     sequence: int = 0
 
     def __post_init__(self) -> None:
-        self.channel = Channel(self.server, self.credentials, self._take)
+        self.channel = NodeChannel(self.server, self.credentials, self._take)
         self._news = asyncio.Event()
 
     def _take(self, frame: ServerFrame) -> None:

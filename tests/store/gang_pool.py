@@ -7,7 +7,7 @@ from typing import Any
 
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import EndReason, Requirements, TaskSpec
-from gpool.core.scheduler.state.events import Grant, Member, Place
+from gpool.core.scheduler.state.events import GangPart, LeaseGrant, Placement
 from gpool.core.scheduler.state.shapes import shape_of
 from gpool.server.store.operations.leases import leases
 from gpool.server.store.operations.nodes import nodes
@@ -29,18 +29,18 @@ class Site:
 
     def place(
         self, task: TaskId, spec: TaskSpec, epoch: int = 1, on: list[NodeId] | None = None
-    ) -> Place:
+    ) -> Placement:
         where = self.nodes if on is None else on
         count = spec.requirements.nodes
         members = tuple(
-            Member(node, replace(CPU, number=number)) for number, node in enumerate(where[:count])
+            GangPart(node, replace(CPU, number=number)) for number, node in enumerate(where[:count])
         )
         first, *others = members
-        grants = (Grant(task, epoch),)
+        grants = (LeaseGrant(task, epoch),)
         shape = shape_of(spec, self.pool.ann)
-        return Place(first.node, first.allocation, shape, grants, tuple(others))
+        return Placement(first.node, first.allocation, shape, grants, tuple(others))
 
-    def apply(self, *places: Place, **options: Any) -> AppliedPlan:
+    def apply(self, *places: Placement, **options: Any) -> AppliedPlan:
         done = leases.apply_plan(places, self.pool.term, self.pool.now(), **options)
         return self.pool.write(done)
 

@@ -23,31 +23,36 @@ from gpool.core.model import (
     TaskSpec,
 )
 from gpool.core.permissions import TeamId
-from gpool.core.scheduler.state.events import Grant, Place
+from gpool.core.scheduler.state.events import LeaseGrant, Placement
 from gpool.core.scheduler.state.shapes import shape_of
-from gpool.server.store import open_store
+from gpool.server.store import open_store, operation
 from gpool.server.store.identity_values import Team
 from gpool.server.store.operations.identity import accounts, teams, users
-from gpool.server.store.operations.leases import heartbeats as beats
 from gpool.server.store.operations.leases import leases
 from gpool.server.store.operations.nodes import nodes
-from gpool.server.store.operations.tasks import tasks
-from gpool.server.store.protocol import Operation, Store
-from gpool.server.store.values import (
-    AppliedPlan,
+from gpool.server.store.operations.tasks import submissions, tasks
+from gpool.server.store.operations.tasks.submissions import (
     MissingArtifacts,
     NewTask,
-    Recording,
     Submission,
-    Submitted,
-    TaskView,
-    User,
+    SubmittedTasks,
 )
+from gpool.server.store.protocol import Operation, Store
+from gpool.server.store.values import AppliedPlan, Recording, TaskView, User
 from gpool.wire.frames import Finished, Hold, ReportItem, Started
 
 T = TypeVar("T")
 COMMAND = TaskSpec(TaskKind.COMMAND, "true", command=("true",))
 CPU = Allocation(0, 1000, 1 << 30)
+
+
+@operation
+def submit_one(submission: Submission) -> Operation[SubmittedTasks | MissingArtifacts]:
+    """Submit it; a refusal is raised."""
+    [outcome] = yield from submissions.submit([submission])
+    if isinstance(outcome, GpoolError):
+        raise outcome
+    return outcome
 
 
 class Database:
@@ -208,12 +213,12 @@ class Pool:
         )
 
     def submit(self, count: int = 1, **options: Any) -> list[TaskId]:
-        done = self.write(tasks.submit(self.submission(count, **options)))
-        assert isinstance(done, Submitted)
+        done = self.write(submit_one(self.submission(count, **options)))
+        assert isinstance(done, SubmittedTasks)
         return [task.id for task in done.tasks]
 
-    def try_submit(self, **options: Any) -> Submitted | MissingArtifacts:
-        return self.write(tasks.submit(self.submission(**options)))
+    def try_submit(self, **options: Any) -> SubmittedTasks | MissingArtifacts:
+        return self.write(submit_one(self.submission(**options)))
 
     def place(
         self,
@@ -222,9 +227,9 @@ class Pool:
         epoch: int = 1,
         allocation: Allocation = CPU,
         spec: TaskSpec = COMMAND,
-    ) -> Place:
-        grants = tuple(Grant(task, epoch) for task in granted)
-        return Place(node, allocation, shape_of(spec, self.ann), grants)
+    ) -> Placement:
+        grants = tuple(LeaseGrant(task, epoch) for task in granted)
+        return Placement(node, allocation, shape_of(spec, self.ann), grants)
 
     def grant(
         self,
@@ -239,7 +244,9 @@ class Pool:
 
     def beats(self, *said: tuple[NodeId, Sequence[Hold]]) -> list[tuple[Hold, ...]]:
         """Of each, what it does not hold any more."""
-        return self.write(beats.beat([(node, holds, self.now()) for node, holds in said]))
+        return self.write(
+            leases.record_heartbeats([(node, holds, self.now()) for node, holds in said])
+        )
 
     def leased(self, node: NodeId, **options: Any) -> TaskId:
         """A fresh task, leased to the node under epoch 1."""
@@ -253,7 +260,10 @@ class Pool:
         return task
 
     def record(self, node: NodeId, *items: ReportItem) -> Recording:
-        return self.write(leases.record(node, items, self.now()))
+        """What one frame changed; `refused` without the node, which is this one."""
+        done = self.write(leases.record([(node, items)], self.now()))
+        assert {refused for refused, _ in done.refused} <= {node}
+        return replace(done, refused=tuple(hold for _, hold in done.refused))
 
     def expire(self, node: NodeId) -> Recording:
         return self.write(leases.expire(node, self.now()))

@@ -15,7 +15,7 @@ from gpool.server.store.operation import BRIEF_ROWS, brief, is_brief
 from gpool.server.store.operations.identity import users
 from gpool.server.store.operations.tasks import tasks
 from gpool.server.store.protocol import Operation, Statement
-from tests.store.store_pool import Database, Pool
+from tests.store.store_pool import Database, Pool, submit_one
 
 
 @operation
@@ -50,7 +50,7 @@ def test_a_refused_brief_operation_fails_alone(pool: Pool, database: Database) -
     good = [pool.submission() for _ in range(4)]
 
     async def all_at_once() -> list[object]:
-        made = [*map(tasks.submit, good), tasks.submit(pool.submission(batch=BatchId(1)))]
+        made = [*map(submit_one, good), submit_one(pool.submission(batch=BatchId(1)))]
         writes = (database.store.write(brief(op)) for op in made)
         return await asyncio.gather(*writes, return_exceptions=True)
 

@@ -9,7 +9,7 @@ import pytest
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import EndReason, InputFile, OutputFile, Phase, TaskStatus
 from gpool.server.store.operations.identity import teams
-from gpool.server.store.operations.leases import leases
+from gpool.server.store.operations.leases import leases, preemption
 from gpool.server.store.operations.tasks import artifacts, checkpoints, tasks
 from gpool.server.store.values import AppliedPlan
 from gpool.wire.frames import Checkpointed, Finished, HandedBack, Hold, Lease, Reached, Released
@@ -268,7 +268,7 @@ def test_what_is_kept_counts_as_its_owners_storage_until_it_is_gone(pool: Pool) 
 def test_a_preempted_task_is_queued_again_and_counts_as_no_try(pool: Pool) -> None:
     node = pool.node("box")
     task = pool.running(node, spec=SAVING)
-    asked = pool.write(checkpoints.preempt([task], pool.now()))
+    asked = pool.write(preemption.preempt([task], pool.now()))
     assert asked.to_preempt == ((node, Hold(task, 1)),)
     assert pool.view(task).row.status is TaskStatus.RUNNING
     assert pool.view(task).note is None
@@ -285,7 +285,7 @@ def test_a_preempted_task_is_queued_again_and_counts_as_no_try(pool: Pool) -> No
 def test_a_preempted_task_that_ended_well_meanwhile_has_ended(pool: Pool) -> None:
     node = pool.node("box")
     task = pool.running(node)
-    pool.write(checkpoints.preempt([task], pool.now()))
+    pool.write(preemption.preempt([task], pool.now()))
     pool.record(node, exited(task, code=0))
     assert pool.view(task).row.status is TaskStatus.SUCCEEDED
 
@@ -296,17 +296,17 @@ def test_only_what_a_node_holds_can_be_preempted(pool: Pool) -> None:
     ended, cancelled, leased = pool.leased(node), pool.running(node), pool.leased(node)
     pool.record(node, exited(ended, code=0))
     pool.cancel(cancelled)
-    asked = pool.write(checkpoints.preempt([queued, ended, cancelled, leased], pool.now()))
+    asked = pool.write(preemption.preempt([queued, ended, cancelled, leased], pool.now()))
     assert asked.to_preempt == ((node, Hold(leased, 1)),)
 
 
 def test_a_node_that_comes_back_is_told_again_until_it_let_go(pool: Pool) -> None:
     node = pool.node("box")
     task = pool.running(node)
-    pool.write(checkpoints.preempt([task], pool.now()))
-    assert pool.write(checkpoints.preempting(node)) == (Hold(task, 1),)
+    pool.write(preemption.preempt([task], pool.now()))
+    assert pool.write(preemption.preempting(node)) == (Hold(task, 1),)
     pool.database.reopen()
-    assert pool.write(checkpoints.preempting(node)) == (Hold(task, 1),)
+    assert pool.write(preemption.preempting(node)) == (Hold(task, 1),)
     pool.record(node, Released(task, 1))
     pool.grant(node, [task], epoch=2)
-    assert pool.write(checkpoints.preempting(node)) == ()
+    assert pool.write(preemption.preempting(node)) == ()

@@ -22,13 +22,13 @@ from gpool.core.model import (
     Slice,
     TaskStatus,
 )
-from gpool.core.scheduler.state.events import Grant, Member, Place
+from gpool.core.scheduler.state.events import GangPart, LeaseGrant, Placement
 from gpool.core.scheduler.state.shapes import shape_of
 from gpool.server.store.operation import again, operation
 from gpool.server.store.operations.identity import teams
-from gpool.server.store.operations.leases import leases
+from gpool.server.store.operations.leases import leases, preemption
 from gpool.server.store.operations.nodes import gpu_verification, nodes
-from gpool.server.store.operations.tasks import artifacts, checkpoints, logs, tasks
+from gpool.server.store.operations.tasks import artifacts, logs, tasks
 from gpool.server.store.protocol import Operation
 from gpool.server.store.values import Recording
 from gpool.wire.frames import (
@@ -126,14 +126,14 @@ def test_a_gang_that_cannot_have_one_of_its_nodes_gets_none(site: Site, meanwhil
     assert site.pool.read(leases.picture()).gangs == ()
 
 
-def gang_on_gpus(pool: Pool) -> tuple[TaskId, Place]:
+def gang_on_gpus(pool: Pool) -> tuple[TaskId, Placement]:
     """Two nodes of a site with a GPU each, and a gang for both."""
     spec = gang_spec()
     (task,) = pool.submit(spec=spec)
     one, other = site_of(pool, 2, gpus=1).nodes
     whole = replace(CPU, slices=(Slice(0, 80 << 30, 1000),))
     shape = shape_of(spec, pool.ann)
-    return task, Place(one, whole, shape, (Grant(task, 1),), (Member(other, whole),))
+    return task, Placement(one, whole, shape, (LeaseGrant(task, 1),), (GangPart(other, whole),))
 
 
 def test_a_gang_on_a_flagged_gpu_of_one_node_is_refused_whole(pool: Pool) -> None:
@@ -360,7 +360,7 @@ def test_a_cancelled_gang_holds_on_until_its_last_member_confirms(site: Site) ->
 
 def test_all_members_are_asked_to_make_room_and_then_it_waits_again(site: Site) -> None:
     task = site.running()
-    done = site.pool.write(checkpoints.preempt([task], site.pool.now()))
+    done = site.pool.write(preemption.preempt([task], site.pool.now()))
     assert done.to_preempt == tuple((node, Hold(task, 1)) for node in site.nodes[:2])
     assert done.noted == (task,)
     assert site.pool.read(leases.picture()).preempting == (task,)
@@ -377,7 +377,7 @@ def test_a_gang_that_stops_already_is_not_asked_to_make_room(site: Site) -> None
     task = site.running()
     site.ends(1, task, 1)
     hold = [Hold(task, 1)]
-    asked = checkpoints.preempt_if_current(hold, site.pool.term, site.pool.now())
+    asked = preemption.preempt_if_current(hold, site.pool.term, site.pool.now())
     assert site.pool.write(asked) == Recording()
     site.say(0, Released(task, 1))
     assert status(site, task) is TaskStatus.FAILED
@@ -534,9 +534,9 @@ def test_a_task_of_one_node_never_pays_for_gangs(pool: Pool) -> None:
     (task,) = pool.submit()
     asked = [
         *_asked(pool, leases.apply_plan([pool.place(node, [task])], pool.term, pool.now())),
-        *_asked(pool, leases.record(node, [Started(task, 1)], pool.now())),
-        *_asked(pool, leases.record(node, [LogChunk(task, 1, 0, 1, b"x")], pool.now())),
-        *_asked(pool, leases.record(node, [exited(task, code=0)], pool.now())),
+        *_asked(pool, leases.record([(node, [Started(task, 1)])], pool.now())),
+        *_asked(pool, leases.record([(node, [LogChunk(task, 1, 0, 1, b"x")])], pool.now())),
+        *_asked(pool, leases.record([(node, [exited(task, code=0)])], pool.now())),
     ]
     assert pool.view(task).row.status is TaskStatus.SUCCEEDED
     assert len(asked) == 3 + 2 + 5 + 3
@@ -571,7 +571,7 @@ def test_members_that_end_at_once_at_several_replicas_end_it_once(site: Site, co
     for _ in range(5):
         task = site.running(gang_spec(3))
         end = Finished(task, 1, EndReason.EXITED, code)
-        reports = [leases.record(node, [end], site.pool.now()) for node in site.nodes]
+        reports = [leases.record([(node, [end])], site.pool.now()) for node in site.nodes]
         reports.append(leases.expire(site.nodes[0], site.pool.now()))
         reports.append(tasks.cancel([task], None, site.pool.now()))
         done = race(site.pool.database, reports)

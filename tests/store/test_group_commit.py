@@ -16,14 +16,14 @@ from gpool.core.errors import GpoolError, InternalFault, NotFound, Unreachable
 from gpool.core.ids import BatchId, NodeId, UserId
 from gpool.core.model import Instant, Offer
 from gpool.server.store import open_inline, open_store, operation
-from gpool.server.store.drivers.pending import Waiting
-from gpool.server.store.drivers.sqlite import Connection
+from gpool.server.store.drivers.group_commit import Waiting
+from gpool.server.store.drivers.sqlite_connection import Connection
 from gpool.server.store.operations.identity import users
 from gpool.server.store.operations.nodes import nodes
 from gpool.server.store.operations.tasks import tasks
+from gpool.server.store.operations.tasks.submissions import SubmittedTasks
 from gpool.server.store.protocol import Operation, Statement
-from gpool.server.store.values import Submitted
-from tests.store.store_pool import Database, Pool, opened
+from tests.store.store_pool import Database, Pool, opened, submit_one
 
 
 def together(database: Database, *operations: Operation) -> list:
@@ -40,27 +40,27 @@ def test_a_refused_operation_fails_alone(pool: Pool, database: Database) -> None
     good = [pool.submission() for _ in range(20)]
     answers = together(
         database,
-        *(tasks.submit(s) for s in good[:10]),
-        tasks.submit(pool.submission(batch=BatchId(1))),
-        *(tasks.submit(s) for s in good[10:]),
+        *(submit_one(s) for s in good[:10]),
+        submit_one(pool.submission(batch=BatchId(1))),
+        *(submit_one(s) for s in good[10:]),
     )
     assert isinstance(answers.pop(10), NotFound)
-    assert all(isinstance(answer, Submitted) for answer in answers)
+    assert all(isinstance(answer, SubmittedTasks) for answer in answers)
     assert len(pool.read(tasks.tasks(None, None, 100))) == 20
 
 
 def test_an_operation_the_database_refuses_fails_alone(pool: Pool, database: Database) -> None:
     first, last = pool.submission(2), pool.submission(2)
     taken = pool.submission()
-    pool.write(tasks.submit(taken))
+    pool.write(submit_one(taken))
     clash = pool.submission(batch=None)
     twice = type(clash)(
         *(getattr(clash, name) for name in clash.__slots__[:6]), taken.tasks, clash.at
     )
-    answers = together(database, *(tasks.submit(s) for s in (first, twice, last)))
+    answers = together(database, *(submit_one(s) for s in (first, twice, last)))
     assert isinstance(answers[1], InternalFault)
-    assert isinstance(answers[0], Submitted)
-    assert isinstance(answers[2], Submitted)
+    assert isinstance(answers[0], SubmittedTasks)
+    assert isinstance(answers[2], SubmittedTasks)
     assert len(pool.read(tasks.tasks(None, None, 100))) == 5
     assert pool.read(tasks.batch(clash.batch, None)) is None
 
@@ -78,9 +78,9 @@ def test_a_bug_in_one_operation_rolls_back_only_that_one(pool: Pool, database: D
     good = [pool.submission() for _ in range(4)]
     answers = together(
         database,
-        tasks.submit(good[0]),
+        submit_one(good[0]),
         write_then_break("token", pool.now()),
-        *(tasks.submit(s) for s in good[1:]),
+        *(submit_one(s) for s in good[1:]),
     )
     assert isinstance(answers[1], ZeroDivisionError)
     assert len(pool.read(tasks.tasks(None, None, 100))) == 4
@@ -103,12 +103,12 @@ def test_what_a_late_refusal_wrote_never_stays(pool: Pool, database: Database) -
     good = [pool.submission() for _ in range(4)]
     answers = together(
         database,
-        tasks.submit(good[0]),
+        submit_one(good[0]),
         write_then_refuse("token", pool.now()),
-        *(tasks.submit(s) for s in good[1:]),
+        *(submit_one(s) for s in good[1:]),
     )
     assert isinstance(answers.pop(1), NotFound)
-    assert all(isinstance(answer, Submitted) for answer in answers)
+    assert all(isinstance(answer, SubmittedTasks) for answer in answers)
     with pytest.raises(NotFound, match="too late"):
         pool.write(write_then_refuse("token", pool.now()))
     with pytest.raises(GpoolError, match="not known"):
@@ -143,7 +143,7 @@ def test_a_lost_connection_is_unreachable_and_then_made_again(
 ) -> None:
     with opened(postgres()) as database:
         pool = Pool(database)
-        lost = together(database, tasks.submit(pool.submission()), cut_the_line())
+        lost = together(database, submit_one(pool.submission()), cut_the_line())
         assert [type(answer) for answer in lost] == [Unreachable, Unreachable]
         assert pool.read(tasks.tasks(None, None, 10)) == ()
         (task,) = pool.submit()
@@ -158,7 +158,7 @@ def test_what_is_answered_is_seen_by_every_other_connection(pool: Pool, database
         other = await open_store(database.url)
         seen = 0
         for _ in range(20):
-            done = await database.store.write(tasks.submit(pool.submission()))
+            done = await database.store.write(submit_one(pool.submission()))
             seen += await other.read(tasks.task(done.tasks[0].id, pool.ann)) is not None
         await other.close()
         return seen
@@ -169,15 +169,15 @@ def test_what_is_answered_is_seen_by_every_other_connection(pool: Pool, database
 def test_what_waits_when_the_store_closes_is_still_written(pool: Pool, database: Database) -> None:
     submissions = [pool.submission() for _ in range(50)]
 
-    async def close_at_once() -> list[Submitted]:
-        writes = [asyncio.ensure_future(database.store.write(tasks.submit(s))) for s in submissions]
+    async def close_at_once() -> list[SubmittedTasks]:
+        writes = [asyncio.ensure_future(database.store.write(submit_one(s))) for s in submissions]
         await asyncio.gather(*(asyncio.wait([write], timeout=0) for write in writes[:1]))
         await database.store.close()
         return await asyncio.gather(*writes)
 
     assert len(database.run(close_at_once())) == 50
-    with pytest.raises(Unreachable, match="going down"):
-        pool.write(tasks.submit(pool.submission()))
+    with pytest.raises(Unreachable, match="shutting down"):
+        pool.write(submit_one(pool.submission()))
     database.reopen()
     assert len(pool.read(tasks.tasks(None, None, 100))) == 50
 
@@ -188,13 +188,13 @@ def test_an_asker_that_goes_away_does_not_disturb_the_others(
     gone, stays = pool.submission(), pool.submission()
 
     async def leave() -> object:
-        leaving = asyncio.ensure_future(database.store.write(tasks.submit(gone)))
-        staying = asyncio.ensure_future(database.store.write(tasks.submit(stays)))
+        leaving = asyncio.ensure_future(database.store.write(submit_one(gone)))
+        staying = asyncio.ensure_future(database.store.write(submit_one(stays)))
         await asyncio.wait([leaving], timeout=0)
         leaving.cancel()
         return await staying
 
-    assert isinstance(database.run(leave()), Submitted)
+    assert isinstance(database.run(leave()), SubmittedTasks)
 
 
 CHILD = """
@@ -204,8 +204,8 @@ from tests.store.store_pool import COMMAND
 from gpool.core.ids import BatchId, SpecId, TaskId, UserId
 from gpool.core.model import Instant
 from gpool.server.store import open_store
-from gpool.server.store.operations.tasks import tasks
-from gpool.server.store.values import NewTask, Submission
+from gpool.server.store.operations.tasks import submissions
+from gpool.server.store.operations.tasks.submissions import NewTask, Submission
 
 async def main():
     store = await open_store(sys.argv[1])
@@ -213,7 +213,7 @@ async def main():
         for number in range(100000):
             task = TaskId(int(sys.argv[3]) * 10**9 + lane * 10**6 + number)
             s = Submission(BatchId(task), True, True, SpecId(task), COMMAND, UserId(1000), [NewTask(task, 0)], Instant(1))
-            await store.write(tasks.submit(s))
+            await store.write(submissions.submit([s]))
             print(task, flush=True)
     await asyncio.gather(*(submit(lane) for lane in range(4)))
 

@@ -5,15 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpool.core.model import Instant
-from gpool.server.identity.audit import Anchor, Broken, Entry, Whole, check, facts
+from gpool.server.identity.audit import (
+    AuditAnchor,
+    AuditEntry,
+    ChainBroken,
+    ChainIntact,
+    check,
+    facts,
+)
 from gpool.server.store.operation import operation
 from gpool.server.store.operations.identity import accounts, audit
 from gpool.server.store.protocol import Operation, Statement
 from tests.store.store_pool import Database, Pool, race
 
 
-def entry(number: int = 0, **changed: object) -> Entry:
-    made = Entry(0, Instant(number), "u-1", "sign_in", "s-1", "allowed", "127.0.0.1")
+def entry(number: int = 0, **changed: object) -> AuditEntry:
+    made = AuditEntry(0, Instant(number), "u-1", "sign_in", "s-1", "allowed", "127.0.0.1")
     return replace(made, **changed)
 
 
@@ -27,7 +34,11 @@ def test_entries_are_numbered_linked_and_read_back(pool: Pool) -> None:
     links = pool.read(audit.entries(0, 10))
     assert [link.entry.sequence for link in links] == [1, 2, 3]
     assert links[0].entry == entry(1, sequence=1, facts=told)
-    assert check(links) == Whole(pool.read(audit.head())) == Whole(Anchor(3, links[-1].hash))
+    assert (
+        check(links)
+        == ChainIntact(pool.read(audit.head()))
+        == ChainIntact(AuditAnchor(3, links[-1].hash))
+    )
     assert pool.read(audit.entries(1, 1)) == links[1:2]
     assert pool.read(audit.newest(None, 2)) == (links[2], links[1])
     assert pool.read(audit.newest(2, 9)) == (links[0],)
@@ -37,7 +48,7 @@ def test_what_no_database_can_hold_is_hashed_as_it_is_stored(pool: Pool) -> None
     odd = entry(1, actor="a\0b", thing="half \ud800", facts=(("k\0", "\udfff"),))
     pool.write(audit.append([odd]))
     links = pool.read(audit.entries(0, 10))
-    assert isinstance(check(links), Whole)
+    assert isinstance(check(links), ChainIntact)
     assert links[0].entry.actor == "a\ufffdb"
 
 
@@ -47,7 +58,7 @@ def test_many_writers_at_once_leave_no_gap_and_one_chain(pool: Pool, database: D
     assert sorted(numbers) == list(range(2, 121, 2))
     links = pool.read(audit.entries(0, 1000))
     assert len(links) == 120
-    assert check(links) == Whole(pool.read(audit.head()))
+    assert check(links) == ChainIntact(pool.read(audit.head()))
 
 
 def test_a_refused_operation_takes_no_number(pool: Pool, database: Database) -> None:
@@ -62,7 +73,7 @@ def test_a_refused_operation_takes_no_number(pool: Pool, database: Database) -> 
 
     answers = race(database, [linked(number) for number in range(20)])
     assert sorted(answer for answer in answers if isinstance(answer, int)) == list(range(1, 11))
-    assert isinstance(check(pool.read(audit.entries(0, 100))), Whole)
+    assert isinstance(check(pool.read(audit.entries(0, 100))), ChainIntact)
 
 
 def test_a_changed_or_missing_entry_shows(pool: Pool) -> None:
@@ -74,5 +85,5 @@ def test_a_changed_or_missing_entry_shows(pool: Pool) -> None:
 
     pool.write(forge())
     found = check(pool.read(audit.entries(0, 10)))
-    assert isinstance(found, Broken)
+    assert isinstance(found, ChainBroken)
     assert found.sequence == 3

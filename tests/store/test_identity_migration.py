@@ -113,7 +113,7 @@ def upgraded(old_schema: str) -> Database:
 def test_a_task_that_was_leased_before_the_upgrade_reports_phases_after_it(
     upgraded: Database,
 ) -> None:
-    done = upgraded.write(leases.record(NodeId(3), [Reached(9, 1, Phase.BUILD)], Instant(9)))
+    done = upgraded.write(leases.record([(NodeId(3), [Reached(9, 1, Phase.BUILD)])], Instant(9)))
     assert (done.noted, done.refused) == ((9,), ())
     view = upgraded.read(tasks.task(TaskId(9), None))
     assert (view.note, view.checkpoint) == ("build", None)

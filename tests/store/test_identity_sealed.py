@@ -9,11 +9,10 @@ import pytest
 from gpool.core.errors import Conflict, Invalid
 from gpool.core.ids import SpecId
 from gpool.core.model import Instant
-from gpool.server.store.identity_values import DataKey, SealedField
 from gpool.server.store.operations.identity import sealed_fields, sessions
-from gpool.server.store.operations.tasks import tasks
-from gpool.server.store.values import Submitted
-from tests.store.store_pool import COMMAND, Database, Pool, race
+from gpool.server.store.operations.tasks.submissions import SubmittedTasks
+from gpool.server.store.values import DataKey, SealedField
+from tests.store.store_pool import COMMAND, Database, Pool, race, submit_one
 from tests.store.test_identity_sessions import begun, key
 
 OLD, NEW = b"old-key-", b"new-key-"
@@ -56,7 +55,7 @@ def test_secrets_travel_with_their_submission(pool: Pool) -> None:
     given = (("A", boxed("1")), ("B/C", boxed("2")))
     done = pool.try_submit(secrets=given)
     plain = pool.try_submit()
-    assert isinstance(done, Submitted)
+    assert isinstance(done, SubmittedTasks)
     assert pool.read(sealed_fields.secrets_of([done.spec_id, plain.spec_id])) == {
         done.spec_id: given
     }
@@ -80,7 +79,7 @@ def test_submissions_of_one_spec_with_equal_secrets_at_once_keep_one_set(
     pool: Pool, database: Database
 ) -> None:
     made = [
-        tasks.submit(pool.submission(secrets=(("A", boxed(str(i))),), secrets_mark="m"))
+        submit_one(pool.submission(secrets=(("A", boxed(str(i))),), secrets_mark="m"))
         for i in range(12)
     ]
     answers = race(database, made)

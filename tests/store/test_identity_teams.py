@@ -12,7 +12,7 @@ from gpool.server.store.identity_values import Team
 from gpool.server.store.operations.identity import teams
 from gpool.server.store.operations.leases import leases
 from gpool.server.store.operations.tasks import artifacts, logs, tasks
-from gpool.server.store.values import MissingArtifacts, Submitted
+from gpool.server.store.operations.tasks.submissions import MissingArtifacts, SubmittedTasks
 from tests.store.store_pool import COMMAND, Database, Pool, race, returned
 
 FUNCTION = TaskSpec(
@@ -185,7 +185,7 @@ def test_a_batch_is_extended_for_its_own_team(pool: Pool) -> None:
     for wrong in (None, other):
         with pytest.raises(Conflict, match="team"):
             pool.try_submit(batch=batch, team=wrong)
-    assert isinstance(pool.try_submit(batch=batch, team=lab), Submitted)
+    assert isinstance(pool.try_submit(batch=batch, team=lab), SubmittedTasks)
 
 
 def test_equal_specs_are_one_within_a_team_only(pool: Pool) -> None:
@@ -206,7 +206,7 @@ def test_a_teams_artifacts_are_seen_through_the_team(pool: Pool) -> None:
         assert pool.read(artifacts.visible(letter * 64, bob)) is None
         assert pool.read(artifacts.visible(letter * 64, bob, (lab,))) == 3
     assert isinstance(pool.try_submit(spec=FUNCTION, user=bob), MissingArtifacts)
-    assert isinstance(pool.try_submit(spec=FUNCTION, user=bob, team=lab), Submitted)
+    assert isinstance(pool.try_submit(spec=FUNCTION, user=bob, team=lab), SubmittedTasks)
     pool.grant(node, [task])
     value, log = "c" * 64, "d" * 64
     pool.write(artifacts.add_artifact(value, 5, None, node, (task, 1), pool.now()))

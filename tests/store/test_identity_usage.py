@@ -7,10 +7,10 @@ from gpool.core.quotas import QuotaUsage
 from gpool.server.store.identity_values import GivenQuota
 from gpool.server.store.operation import operation
 from gpool.server.store.operations.identity import teams
-from gpool.server.store.operations.tasks import artifacts, logs, tasks
+from gpool.server.store.operations.tasks import artifacts, logs
 from gpool.server.store.protocol import Operation
 from gpool.wire.frames import Released
-from tests.store.store_pool import Database, Pool, race, returned
+from tests.store.store_pool import Database, Pool, race, returned, submit_one
 
 HALF, WHOLE = Slice(0, 40 << 30, 500), Slice(1, 80 << 30, 1000)
 
@@ -112,7 +112,7 @@ def test_a_quota_checked_while_the_account_is_held_is_never_passed(
         usage = yield from teams.usage_of("user", pool.ann)
         if usage.queued_tasks + 3 > limit:
             return False
-        yield from tasks.submit(submission)
+        yield from submit_one(submission)
         return True
 
     answers = race(database, [careful(pool.submission(3)) for _ in range(12)])

@@ -9,21 +9,21 @@ import pytest
 from gpool.core.errors import KeyReused, NotFound
 from gpool.core.ids import BatchId
 from gpool.core.model import Instant, TaskKind, TaskSpec
-from gpool.server.store.operations.tasks import artifacts, idempotency, tasks
+from gpool.server.store.operations.tasks import idempotency, tasks
+from gpool.server.store.operations.tasks.submissions import MissingArtifacts, SubmittedTasks
 from gpool.server.store.protocol import Operation
-from gpool.server.store.values import MissingArtifacts, Submitted
-from tests.store.store_pool import Database, Pool, replicas
+from tests.store.store_pool import Database, Pool, replicas, submit_one
 
 FUNCTION = TaskSpec(TaskKind.FUNCTION, "f", function_sha256="a" * 64)
 
 
-def encode(done: Submitted | MissingArtifacts) -> bytes:
-    assert isinstance(done, Submitted)
+def encode(done: SubmittedTasks | MissingArtifacts) -> bytes:
+    assert isinstance(done, SubmittedTasks)
     return str(done.batch).encode()
 
 
 def keyed(pool: Pool, key: str = "k", fingerprint: str = "f", **options: object) -> Operation:
-    submit = tasks.submit(pool.submission(**options))
+    submit = submit_one(pool.submission(**options))
     return idempotency.once(pool.ann, key, fingerprint, pool.now(), submit, encode)
 
 
@@ -44,7 +44,7 @@ def test_a_key_used_for_another_request_is_refused(pool: Pool) -> None:
 def test_two_users_may_use_the_same_key(pool: Pool) -> None:
     bob = pool.user("bob")
     pool.write(keyed(pool))
-    submit = tasks.submit(pool.submission(user=bob))
+    submit = submit_one(pool.submission(user=bob))
     value, _ = pool.write(idempotency.once(bob, "k", "g", pool.now(), submit, encode))
     assert value is not None
 
@@ -54,14 +54,6 @@ def test_a_refused_request_leaves_its_key_free(pool: Pool) -> None:
         pool.write(keyed(pool, batch=BatchId(1)))
     value, _ = pool.write(keyed(pool, fingerprint="other"))
     assert value is not None
-
-
-def test_a_submission_that_lacks_artifacts_leaves_its_key_free(pool: Pool) -> None:
-    value, answer = pool.write(keyed(pool, spec=FUNCTION))
-    assert (value, answer) == (MissingArtifacts(("a" * 64,)), b"")
-    pool.write(artifacts.add_artifact("a" * 64, 3, pool.ann, None, None, pool.now()))
-    value, _ = pool.write(keyed(pool, spec=FUNCTION))
-    assert isinstance(value, Submitted)
 
 
 def test_one_key_used_at_once_by_many_has_one_effect(pool: Pool, database: Database) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from gpool.core.ids import SpecId
 from gpool.core.model import Allocation, Availability, Slice, TaskKind, TaskSpec, TaskStatus
-from gpool.server.store.operations.leases import heartbeats, leases
+from gpool.server.store.operations.leases import leases
 from gpool.server.store.operations.nodes import nodes
 from gpool.server.store.operations.tasks import artifacts
 from gpool.wire.frames import Finished, HandedBack, Hold, Lease, Started
@@ -151,7 +151,7 @@ def test_beats_of_many_nodes_are_answered_each_for_itself(pool: Pool) -> None:
 def test_a_beat_is_as_late_as_the_latest_of_its_node(pool: Pool) -> None:
     node, other = pool.node("box"), pool.node("other")
     early, late, latest = pool.now(), pool.now(), pool.now()
-    pool.write(heartbeats.beat([(node, (), late), (other, (), latest), (node, (), early)]))
+    pool.write(leases.record_heartbeats([(node, (), late), (other, (), latest), (node, (), early)]))
     seen = [pool.read(nodes.node(each)) for each in (node, other)]
     assert [row.last_beat_at for row in seen if row is not None] == [late, latest]
 

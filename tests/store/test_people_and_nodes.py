@@ -10,7 +10,7 @@ from gpool.core.errors import Conflict, Forbidden, Invalid, NotFound
 from gpool.core.ids import GpuId, NodeId
 from gpool.core.model import Availability, Gpu, Instant, Offer, Permission
 from gpool.server.store.operations.identity import users
-from gpool.server.store.operations.leases import heartbeats
+from gpool.server.store.operations.leases import leases
 from gpool.server.store.operations.nodes import nodes
 from gpool.server.store.values import User
 from gpool.wire.frames import Released
@@ -90,7 +90,7 @@ def test_a_hello_brings_the_offer_up_to_date_and_is_a_beat(pool: Pool) -> None:
     assert row is not None
     assert (row.node.offer, row.last_beat_at) == (OFFER, at)
     later = pool.now()
-    pool.write(heartbeats.beat([(node, (), later)]))
+    pool.write(leases.record_heartbeats([(node, (), later)]))
     assert pool.read(nodes.node(node)).last_beat_at == later
 
 

@@ -19,14 +19,16 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 from gpool.core.errors import Invalid
 from gpool.core.ids import NodeId
 from gpool.core.model import Instant, TaskStatus
-from gpool.server.store import open_inline, open_store
-from gpool.server.store.drivers.schema_version import HEAD, migrate_sqlite, sqlite_version
-from gpool.server.store.drivers.sqlite import compiled
+from gpool.server.store import generated_rows, open_inline, open_store
+from gpool.server.store.drivers.opening import migrate_sqlite, sqlite_version
+from gpool.server.store.drivers.sqlite_connection import compiled
+from gpool.server.store.migrations import newest_migration
 from gpool.server.store.migrations.upgrade import config, postgres_script
 from gpool.server.store.operations.identity import teams
 from gpool.server.store.operations.leases import leases
-from gpool.server.store.operations.tasks import tasks
+from gpool.server.store.operations.tasks import submissions, tasks
 from gpool.server.store.protocol import Operation, Statement
+from gpool.server.store.row_generator import generated
 from gpool.server.store.schema import metadata
 from gpool.wire.frames import Started
 from tests.store.store_pool import Pool, returned
@@ -91,10 +93,15 @@ def test_the_metadata_and_the_migrations_agree_on_postgresql(
 
 
 def test_the_newest_migration_is_the_one_the_store_looks_for(tmp_path: Path) -> None:
-    assert ScriptDirectory.from_config(config()).get_current_head() == HEAD
+    newest = newest_migration()
+    assert ScriptDirectory.from_config(config()).get_current_head() == newest
     migrate_sqlite(tmp_path / "x.db")
-    assert sqlite_version(tmp_path / "x.db") == HEAD
-    assert postgres_script(HEAD).strip() == ""
+    assert sqlite_version(tmp_path / "x.db") == newest
+    assert postgres_script(newest).strip() == ""
+
+
+def test_the_row_types_are_those_of_the_schema() -> None:
+    assert Path(generated_rows.__file__).read_text() == generated()
 
 
 def test_opening_again_keeps_what_is_there(pool: Pool) -> None:
@@ -140,13 +147,13 @@ def test_no_hot_statement_scans_the_tasks(tmp_path: Path, pool: Pool) -> None:
     (task,) = pool.submission().tasks
     node = NodeId(7)
     place = pool.place(node, [task.id])
-    held = (task.id, 1, 1, 1, 1, "leased", 1, None, 0, 0, None)
+    held = (task.id, 1, 1, 1, 1, "leased", 1, None, 0, 0, None, node)
     hot = [
-        *statements_of(tasks.submit(pool.submission())),
+        *statements_of(submissions.submit([pool.submission()])),
         *statements_of(leases.apply_plan([place], 1, Instant(1)), [(1,)], [(node,)]),
-        *statements_of(leases.record(node, [Started(task.id, 1)], Instant(1)), [held]),
-        *statements_of(leases.record(node, [returned(task.id)], Instant(1)), [held], [(1, 1)]),
-        *statements_of(leases.record(node, [Started(task.id, 1)], Instant(1))),
+        *statements_of(leases.record([(node, [Started(task.id, 1)])], Instant(1)), [held]),
+        *statements_of(leases.record([(node, [returned(task.id)])], Instant(1)), [held], [(1, 1)]),
+        *statements_of(leases.record([(node, [Started(task.id, 1)])], Instant(1))),
         *statements_of(leases.expire(node, Instant(1)), [held]),
         *statements_of(leases.held(node)),
         *statements_of(

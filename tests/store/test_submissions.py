@@ -1,24 +1,29 @@
-"""Many submissions written together leave what each would have left alone; what takes more is left out."""
+"""Many submissions written together leave what each would have left alone; one that is refused stops no other."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+from gpool.core.errors import Conflict, Invalid, NotFound
 from gpool.core.ids import BatchId, UserId
 from gpool.core.model import InputFile, Instant, TaskKind, TaskSpec
 from gpool.server.store.identity_values import GivenQuota
-from gpool.server.store.operations.identity import teams
+from gpool.server.store.operations.identity import sealed_fields, teams
 from gpool.server.store.operations.tasks import artifacts, idempotency, tasks
-from gpool.server.store.operations.tasks.submissions import submit_together
-from gpool.server.store.values import Submission, Submitted
-from tests.store.store_pool import COMMAND, Database, Pool, race
+from gpool.server.store.operations.tasks.submissions import (
+    MissingArtifacts,
+    Submission,
+    SubmittedTasks,
+    submit,
+)
+from tests.store.store_pool import COMMAND, Database, Pool, race, submit_one
 
 FUNCTION = TaskSpec(TaskKind.FUNCTION, "f", function_sha256="a" * 64)
 NAMED = replace(COMMAND, name="größe \u2603 'quoted' \"twice\" \\ \n", priority=3, retries=2)
 
 
-def told(pool: Pool, submitted: Submitted) -> list[Any]:
+def told(pool: Pool, submitted: SubmittedTasks) -> list[Any]:
     """All that can be seen of it, without its ids."""
     batch = pool.read(tasks.batch(submitted.batch, None))
     assert batch is not None
@@ -32,6 +37,7 @@ def told(pool: Pool, submitted: Submitted) -> list[Any]:
         seen.append(
             replace(
                 view,
+                record=None,
                 row=replace(
                     row,
                     id=0,
@@ -61,7 +67,7 @@ def kinds(pool: Pool) -> list[Submission]:
 
 def test_together_they_leave_what_each_leaves_alone(pool: Pool) -> None:
     wanted = kinds(pool)
-    alone = [pool.write(tasks.submit(each)) for each in wanted]
+    alone = [pool.write(submit_one(each)) for each in wanted]
     numbers = iter(range(900_000, 999_999))
     again = [
         replace(
@@ -71,17 +77,17 @@ def test_together_they_leave_what_each_leaves_alone(pool: Pool) -> None:
         )
         for each in wanted
     ]
-    together = pool.write(submit_together(again))
+    together = pool.write(submit(again))
     for one, other in zip(alone, together, strict=True):
-        assert isinstance(one, Submitted)
-        assert other is not None
+        assert isinstance(one, SubmittedTasks)
+        assert isinstance(other, SubmittedTasks)
         assert told(pool, one) == told(pool, other)
         assert one.spec_id == other.spec_id, "equal specs of one user are one"
 
 
 def test_new_specs_are_kept_once_for_each_user_and_team(pool: Pool) -> None:
-    done = pool.write(submit_together([each for _ in range(2) for each in kinds_of_spec(pool)]))
-    ids = [each.spec_id for each in done if each is not None]
+    done = pool.write(submit([each for _ in range(2) for each in kinds_of_spec(pool)]))
+    ids = [each.spec_id for each in done]
     assert len(ids) == 8
     assert ids[:4] == ids[4:]
     assert len(set(ids)) == 4
@@ -99,35 +105,51 @@ def kinds_of_spec(pool: Pool) -> list[Submission]:
     ]
 
 
-def test_what_takes_more_is_left_out_and_the_others_are_not(pool: Pool) -> None:
-    (open_task,) = pool.submit(more=True)
-    view = pool.read(tasks.task(open_task, None))
-    left_out = [
-        pool.submission(batch=view.row.batch),
+def test_one_that_is_refused_is_told_why_and_the_others_are_submitted(pool: Pool) -> None:
+    refused = [
+        pool.submission(batch=BatchId(1)),
         pool.submission(spec=FUNCTION, payload=b"x"),
         pool.submission(payload_sha256="b" * 64),
         pool.submission(spec=replace(COMMAND, inputs=(InputFile("in", "c" * 64, 1),))),
-        pool.submission(spec=replace(COMMAND, secrets=("T",)), secrets=(("T", b"sealed"),)),
         pool.submission(spec=replace(COMMAND, env=(("A", "\ud800"),))),
     ]
-    done = pool.write(submit_together([*left_out, pool.submission()]))
-    assert done[:-1] == [None] * len(left_out)
-    assert done[-1] is not None
-    assert len(pool.read(tasks.tasks(None, None, 100))) == 2
+    done = pool.write(submit([*refused, pool.submission()]))
+    assert isinstance(done[0], NotFound)
+    assert done[1:4] == [MissingArtifacts((letter * 64,)) for letter in "abc"]
+    assert isinstance(done[4], Invalid)
+    assert isinstance(done[5], SubmittedTasks)
+    assert len(pool.read(tasks.tasks(None, None, 100))) == 1
+
+
+def test_those_that_extend_one_batch_follow_each_other_until_one_closes_it(pool: Pool) -> None:
+    (first,) = pool.submit(more=True)
+    batch = pool.view(first).row.batch
+    more = [pool.submission(2, batch=batch, more=True), pool.submission(1, batch=batch)]
+    done = pool.write(submit([*more, pool.submission(1, batch=batch)]))
+    assert [each.first_position for each in done[:2]] == [1, 3]
+    assert isinstance(done[2], Conflict)
+    assert [task.position for each in done[:2] for task in each.tasks] == [1, 2, 3]
+    assert pool.read(tasks.batch(batch, None)).total == 4
+
+
+def test_secrets_of_a_new_spec_are_kept_with_it(pool: Pool) -> None:
+    spec = replace(COMMAND, secrets=("T",))
+    (done,) = pool.write(submit([pool.submission(spec=spec, secrets=(("T", b"sealed"),))]))
+    found = pool.read(sealed_fields.secrets_of([done.spec_id]))
+    assert found == {done.spec_id: (("T", b"sealed"),)}
 
 
 def test_a_function_that_is_known_is_submitted_with_the_others(pool: Pool) -> None:
     """Its first submission made sure that the function is there."""
     pool.write(artifacts.add_artifact("a" * 64, 5, pool.ann, None, None, pool.now()))
     (first,) = pool.submit(spec=FUNCTION, payload=b"one")
-    (done,) = pool.write(submit_together([pool.submission(spec=FUNCTION, payload=b"two")]))
-    assert done is not None
+    (done,) = pool.write(submit([pool.submission(spec=FUNCTION, payload=b"two")]))
     assert done.spec_id == pool.read(tasks.task(first, None)).row.spec
 
 
 def test_replicas_that_meet_with_the_same_new_spec_agree_on_one(database: Database) -> None:
     pool = Pool(database)
-    groups = [submit_together([pool.submission(), pool.submission(spec=NAMED)]) for _ in range(12)]
+    groups = [submit([pool.submission(), pool.submission(spec=NAMED)]) for _ in range(12)]
     answers = race(database, groups)
     assert len({each[0].spec_id for each in answers}) == 1
     assert len({each[1].spec_id for each in answers}) == 1
@@ -137,12 +159,21 @@ def test_replicas_that_meet_with_the_same_new_spec_agree_on_one(database: Databa
 def test_keys_of_many_are_found_and_kept(pool: Pool) -> None:
     at, bob = pool.now(), pool.user("bob")
     pool.write(
-        idempotency.keep([(pool.ann, "k", "f", b"\x00one", at), (bob, "k", "g", b"two", at)])
+        idempotency.keep(
+            [
+                idempotency.NewAnswer(pool.ann, "k", "f", b"\x00one", at),
+                idempotency.NewAnswer(bob, "k", "g", b"two", at),
+            ]
+        )
     )
     asked = {(pool.ann, "k"), (pool.ann, "other"), (bob, "k")}
-    assert pool.write(idempotency.used(asked)) == {(pool.ann, "k"), (bob, "k")}
-    assert pool.write(idempotency.used(set())) == set()
-    once = idempotency.once(pool.ann, "k", "f", at, tasks.submit(pool.submission()), lambda _: b"")
+    found = pool.write(idempotency.saved(asked))
+    assert {key: bytes(each.answer) for key, each in found.items()} == {
+        (pool.ann, "k"): b"\x00one",
+        (bob, "k"): b"two",
+    }
+    assert pool.write(idempotency.saved(set())) == {}
+    once = idempotency.once(pool.ann, "k", "f", at, submit_one(pool.submission()), lambda _: b"")
     assert pool.write(once) == (None, b"\x00one")
 
 

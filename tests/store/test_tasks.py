@@ -12,7 +12,7 @@ from gpool.core.model import EndReason, InputFile, TaskKind, TaskSpec, TaskStatu
 from gpool.server.store.operations.leases import leases
 from gpool.server.store.operations.nodes import nodes
 from gpool.server.store.operations.tasks import artifacts, tasks
-from gpool.server.store.values import MissingArtifacts, Submitted
+from gpool.server.store.operations.tasks.submissions import MissingArtifacts, SubmittedTasks
 from gpool.wire.frames import HandedBack, Hold, Released, Started
 from tests.store.store_pool import COMMAND, Pool, exited, returned
 
@@ -54,7 +54,7 @@ def test_a_submission_names_what_is_missing_and_writes_nothing(pool: Pool) -> No
     assert done == MissingArtifacts(("c" * 64, "b" * 64))
     assert pool.read(tasks.tasks(None, None, 10)) == ()
     upload(pool, "b", "c")
-    assert isinstance(pool.try_submit(spec=FUNCTION, payload_sha256="c" * 64), Submitted)
+    assert isinstance(pool.try_submit(spec=FUNCTION, payload_sha256="c" * 64), SubmittedTasks)
 
 
 def test_anothers_artifact_is_missing(pool: Pool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import importlib.util
 import os
 import shutil
@@ -23,6 +24,14 @@ def _module(name: str, distribution: str) -> Callable[[], str | None]:
     def look() -> str | None:
         found = importlib.util.find_spec(name)
         return None if found else f"{distribution} is not installed (run make setup)"
+
+    return look
+
+
+def _library(name: str, package: str) -> Callable[[], str | None]:
+    def look() -> str | None:
+        found = ctypes.util.find_library(name)
+        return None if found else f"there is no lib{name} here (Debian: apt-get install {package})"
 
     return look
 
@@ -79,6 +88,7 @@ COMPONENTS: Mapping[str, Callable[[], str | None]] = {
     "qemu": requirements.missing,
     "chromium": _program("chromium", "chromium"),
     "nginx": _program("nginx", "nginx"),
+    "libseccomp": _library("seccomp", "libseccomp2"),
 }
 
 NEVER_REQUIRED = frozenset({"gpu", "root"})

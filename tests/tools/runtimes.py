@@ -18,25 +18,26 @@ from typing import Any, TypeVar
 import cloudpickle  # type: ignore[import-untyped]
 
 from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime, wheels_bwrap
-from gpool.agent.runtime.docker.runtime import DockerRuntime, Gvisor
+from gpool.agent.runtime.docker.containers import Gvisor
+from gpool.agent.runtime.docker.runtime import DockerRuntime
 from gpool.agent.runtime.microvm.runtime import MicrovmRuntime
 from gpool.agent.runtime.process import ProcessRuntime
 from gpool.agent.runtime.protocol import (
-    Answer,
-    Call,
+    CallAnswer,
+    CallOutput,
     CommandJob,
-    Ended,
-    Limits,
-    Output,
+    FunctionCall,
     RunnerJob,
     RunnerSandbox,
-    Staged,
+    SandboxExit,
+    SandboxLimits,
+    StagedInput,
 )
 from gpool.agent.runtime.runner_calls import PYTHON
 from gpool.testing.fake_runtime import FakeRun, FakeRuntime
 from tests.tools import engines
 
-LIMITS = Limits(cpu_milli=2000, memory_bytes=512 << 20, disk_bytes=256 << 20)
+LIMITS = SandboxLimits(cpu_milli=2000, memory_bytes=512 << 20, disk_bytes=256 << 20)
 PATIENCE_S = 600
 """For what only has to come about: so that a test ends, however busy the machine is."""
 T = TypeVar("T")
@@ -141,7 +142,7 @@ def left_over(data: Path) -> list[Path]:
 
 @dataclass(slots=True)
 class Ran:
-    ended: Ended
+    ended: SandboxExit
     out: bytes
     err: bytes
     outputs: dict[str, bytes] = field(default_factory=dict)
@@ -151,10 +152,10 @@ async def command(
     runtime: Any,
     *argv: str,
     env: Sequence[tuple[str, str]] = (),
-    inputs: Sequence[Staged] = (),
+    inputs: Sequence[StagedInput] = (),
     wanted: Sequence[str] = (),
     into: Path | None = None,
-    limits: Limits = LIMITS,
+    limits: SandboxLimits = LIMITS,
 ) -> Ran:
     sandbox = await runtime.start_command(CommandJob(argv, tuple(env), tuple(inputs), (), limits))
     try:
@@ -179,7 +180,7 @@ class Caller:
 
     def __init__(self, runner: RunnerSandbox) -> None:
         self.runner = runner
-        self.printed: list[Output] = []
+        self.printed: list[CallOutput] = []
         self._number = 0
 
     async def send(self, function: Callable[..., object], *calls: tuple[object, ...]) -> list[int]:
@@ -190,23 +191,23 @@ class Caller:
         self._number += len(calls)
         await self.runner.send(
             [
-                Call(number, name, pickle.dumps((args, {})))
+                FunctionCall(number, name, pickle.dumps((args, {})))
                 for number, args in zip(numbers, calls, strict=True)
             ]
         )
         return list(numbers)
 
-    async def answers(self, count: int) -> list[Answer]:
-        found: list[Answer] = []
+    async def answers(self, count: int) -> list[CallAnswer]:
+        found: list[CallAnswer] = []
         if count:
             async for batch in self.runner.events():
-                found += [event for event in batch if isinstance(event, Answer)]
-                self.printed += [event for event in batch if isinstance(event, Output)]
+                found += [event for event in batch if isinstance(event, CallAnswer)]
+                self.printed += [event for event in batch if isinstance(event, CallOutput)]
                 if len(found) >= count:
                     break
         return found
 
-    def said(self, answer: Answer) -> tuple[tuple[int, bytes], ...]:
+    def said(self, answer: CallAnswer) -> tuple[tuple[int, bytes], ...]:
         """All that a call printed: what it was slow to finish was sent ahead."""
         ahead = [(each.stream, each.data) for each in self.printed if each.number == answer.number]
         joined: list[tuple[int, bytes]] = []
@@ -216,14 +217,14 @@ class Caller:
             joined.append((stream, data))
         return tuple(joined)
 
-    async def call(self, function: Callable[..., object], *args: object) -> Answer:
+    async def call(self, function: Callable[..., object], *args: object) -> CallAnswer:
         await self.send(function, args)
         return (await self.answers(1))[0]
 
 
 async def caller(
     runtime: Any,
-    limits: Limits = LIMITS,
+    limits: SandboxLimits = LIMITS,
     *,
     preload: Sequence[str] = (),
     env: Sequence[tuple[str, str]] = (),

@@ -7,9 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpool.testing.clock import FakeClock
 from gpool.testing.dice import Dice
-from gpool.testing.loop import Deadlock, Household, Livelock, OutsideWorld, VirtualLoop, new_loop
+from gpool.testing.loop import (
+    Deadlock,
+    Livelock,
+    OutsideSimulation,
+    SimulatedProcess,
+    VirtualLoop,
+    new_loop,
+)
 
 
 @pytest.fixture
@@ -48,7 +54,7 @@ def test_turning_round_while_no_time_passes_is_told(loop: VirtualLoop) -> None:
 
 
 def test_threads_are_refused(loop: VirtualLoop) -> None:
-    with pytest.raises(OutsideWorld):
+    with pytest.raises(OutsideSimulation):
         loop.run_until_complete(asyncio.to_thread(int))
 
 
@@ -63,7 +69,7 @@ def test_a_process_dies_with_every_task_it_started(loop: VirtualLoop) -> None:
         await asyncio.gather(child(), child())
 
     async def story() -> None:
-        process = Household("p", lambda task: told.append(str(task.exception())))
+        process = SimulatedProcess("p", lambda task: told.append(str(task.exception())))
         process.spawn(loop, parent())
         await asyncio.sleep(1)
         assert len(process.tasks) == 3
@@ -80,11 +86,3 @@ def test_a_branch_of_the_dice_is_not_moved_by_another() -> None:
     busy.branch("a").random()
     busy.random()
     assert plain.branch("b").random() == busy.branch("b").random()
-
-
-def test_a_fake_clock_does_not_go_back() -> None:
-    clock = FakeClock()
-    before = clock.now()
-    assert clock.advance(1.5) == before + 1_500_000
-    with pytest.raises(ValueError, match="go back"):
-        clock.advance(-1)

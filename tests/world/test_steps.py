@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from gpool.server.scheduling.scheduler import Scheduler
-from gpool.testing.world.parts import Parts
+from gpool.core.model import Span
+from gpool.server.metrics import Metrics
+from gpool.server.nodes.registry import NodeRegistry
+from gpool.testing.world.host import Parts
 from gpool.testing.world.world import run
 
 SECOND = 1_000_000
@@ -15,11 +16,11 @@ STEPS = ((3 * SECOND, HOUR), (9 * SECOND, HOUR), (15 * SECOND, HOUR))
 SEEDS = range(8)
 
 
-class ByTheTimeOfDay(Scheduler):
-    """Counts lease times as it was done before."""
+class ByTheTimeOfDay(NodeRegistry):
+    """Counts lease time by the time of day."""
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **{**named, "passed": None})
+    def __init__(self, metrics: Metrics, ttl: Span, _: object) -> None:
+        super().__init__(metrics, ttl)
 
 
 def test_a_clock_set_forward_never_breaks_a_promise() -> None:
@@ -30,5 +31,5 @@ def test_a_clock_set_forward_never_breaks_a_promise() -> None:
 
 def test_lease_times_by_the_time_of_day_would_break_one() -> None:
     """The control."""
-    parts = replace(Parts(), scheduler=ByTheTimeOfDay)
+    parts = replace(Parts(), registry=ByTheTimeOfDay)
     assert any(run(seed, parts, steps=STEPS).violation is not None for seed in range(20))

@@ -21,20 +21,15 @@ from gpool.agent.machine.detection.gpus import Detector
 from gpool.agent.machine.detection.owner import LoadMeter, facts_now
 from gpool.agent.machine.detection.processes import AgentProcesses, ForeignPrograms
 from gpool.agent.machine.gpu_monitor import GpuMonitor
-from gpool.agent.machine.monitor import MachineMonitor, PolicyFile, sampler
+from gpool.agent.machine.monitor import NodeMonitor, PolicyFile, sampler
 from gpool.agent.offer import machine_offer, refreshed
 from gpool.agent.running.artifact_cache import ArtifactCache
 from gpool.agent.running.sandboxes import ExecutorContext
 from gpool.agent.running.self_check import RuntimeSelfCheck
 from gpool.agent.running.warm_sandboxes import WarmPoolManager
-from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
-from gpool.agent.services import (
-    GpuRuntime,
-    NodeServices,
-    available_runtimes,
-    environment_provider,
-    network_support,
-)
+from gpool.agent.runtime.protocol import Runtime
+from gpool.agent.runtime.registry import RuntimeContext, make_all
+from gpool.agent.services import NodeServices, environment_provider, network_support
 from gpool.agent.settings import AgentSettings
 from gpool.agent.sharing.plan import parse_modes
 from gpool.agent.sharing.setup import sharing_for
@@ -74,20 +69,20 @@ def lend() -> None:
     policy = policy_file.policy
     detector = Detector(settings.simulate_gpus)
     gpus = detector.survey().gpus
-    runtimes = available_runtimes(settings, _real(gpus), policy.registries)
+    runtimes = make_all(RuntimeContext(settings, _real(gpus), policy.registries))
     tiers = {one.tier for one in runtimes}
     if not tiers & policy.tiers:
         raise Invalid(
             f"the policy's tiers leave no runtime; this machine can do {', '.join(sorted(tiers))}"
         )
     support = network_support(settings, policy)
-    builders = [one for one in runtimes if isinstance(one, BubblewrapRuntime)]
+    builders = [one for each in runtimes if (one := each.build_runtime()) is not None]
     environments = environment_provider(settings, builders[0], support) if builders else None
     sharing = None
     if builders and not settings.simulate_gpus:
         sharing = sharing_for(settings.data_dir, builders[0], parse_modes(settings.sharing))
-    seats = None if sharing is None else sharing.seats
-    services = NodeServices(runtimes, support.networks, environments, policy_file.limits, seats)
+    shares = None if sharing is None else sharing.seats
+    services = NodeServices(runtimes, support.networks, environments, policy_file.limits, shares)
     meter = LoadMeter(os.getpid())
 
     def offer() -> Offer:
@@ -102,7 +97,7 @@ def lend() -> None:
     own = AgentProcesses(os.getpid(), groups=lambda: _containers(runtimes))
     gpu_monitor = GpuMonitor(detector.nvml, own)
     sample = sampler(policy_file, gpu_monitor, ForeignPrograms(own), wall_clock, boot_clock)
-    monitor = MachineMonitor(policy_file, offer, lambda: facts_now(wall_clock(), meter), sample)
+    monitor = NodeMonitor(policy_file, offer, lambda: facts_now(wall_clock(), meter), sample)
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(
             run_agent(
@@ -115,9 +110,9 @@ def lend() -> None:
         )
 
 
-def _containers(runtimes: Sequence[GpuRuntime]) -> list[str]:
-    """Return the ids of running containers: their processes descend from the engine, not from the agent."""
-    return [id_ for one in runtimes for id_ in getattr(one, "containers", ())]
+def _containers(runtimes: Sequence[Runtime]) -> list[str]:
+    # Their processes descend from the engine, not from the agent.
+    return [id_ for one in runtimes for id_ in one.containers]
 
 
 def _real(gpus: Sequence[Gpu]) -> list[Gpu]:
@@ -168,7 +163,7 @@ async def run_agent(
             services.environments,
             services.allowed,
             warm,
-            seats=services.seats,
+            gpu_shares=services.gpu_shares,
             self_check=RuntimeSelfCheck(boot_clock),
             survey=monitoring.survey_now,
         )
@@ -238,7 +233,6 @@ class MonitorLoop:
         self.daemon: Daemon | None = None  # receives the events
 
     async def survey_now(self) -> None:
-        """Return once the daemon has the events of a new survey, or after `SURVEY_WITHIN_S`."""
         surveying = self._next
         if surveying is None:
             surveying = self._next = asyncio.create_task(self._run(self._survey, requested=True))

@@ -53,14 +53,12 @@ log = structlog.get_logger(__name__)
 
 
 def channel_url(address: Address) -> str:
-    """`http://host:8000` becomes `ws://host:8000/v1/nodes/channel`."""
     parts = urlsplit(address.url)
     scheme = "wss" if parts.scheme == "https" else "ws"
     return urlunsplit((scheme, parts.netloc, parts.path.rstrip("/") + CHANNEL_PATH, "", ""))
 
 
 def _tls(address: Address) -> ssl.SSLContext | bool | None:
-    """Authenticate the server by its pinned certificate or by an authority; None: plain HTTP."""
     if not address.url.startswith("https://"):
         return None
     return True if address.fingerprint is None else pinned_context(address.fingerprint)
@@ -88,7 +86,6 @@ class AgentChannel:
         self._welcomed = False
 
     def send(self, frame: AgentFrame) -> None:
-        """Queue a frame; it is dropped while the channel is closed."""
         if self._open:
             self._outgoing.append(frame)
             self._wake.set()
@@ -139,7 +136,6 @@ class AgentChannel:
             await connection.close()
 
     async def _authenticate(self, connection: ClientConnection) -> None:
-        """Answer the server's challenge and take the token."""
         challenge = _decoded(await connection.recv())
         if isinstance(challenge, Challenge):
             await self._answer(connection, challenge, is_open=False)
@@ -184,7 +180,6 @@ class AgentChannel:
             self._feed(FrameArrived(frame))
 
     async def _write(self, connection: ClientConnection) -> None:
-        """Write queued frames; those of a lost connection are dropped, the reader notices its end."""
         try:
             while True:
                 await self._wake.wait()

@@ -30,8 +30,6 @@ BOOTS_FILE = "boots"
 
 @dataclass(frozen=True, slots=True)
 class NodeIdentity:
-    """The node's id (`n-…`) and the name of the server that issued it."""
-
     node: str
     server: str
 
@@ -55,20 +53,17 @@ class AgentCredentials:
         return Prove(challenge.nonce, self._key.sign(statement))
 
     def take(self, proven: Proven) -> None:
-        """Store a new token and when it expires."""
         now = self._clock()
         self._token = proven.token
         self._server_ahead_us = proven.server_at_us - now
         self._expires_at = now + proven.lives_us
 
     def stamped(self, frame: AgentFrame) -> AgentFrame:
-        """Return the frame with the token in it, if it is one that needs a token."""
         if type(frame) is Reports:
             return Reports(frame.sequence, frame.items, self._token)
         return frame
 
     def vouch(self, request: Request) -> Mapping[str, str]:
-        """Return the authentication headers of one request; raise `Unreachable` while no token is valid."""
         now = self._clock()
         if now >= self._expires_at:
             raise Unreachable(

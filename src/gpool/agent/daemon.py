@@ -74,12 +74,10 @@ class Daemon:
         self._over = False
 
     def feed(self, event: Event) -> None:
-        """Queue an event; from the loop's own thread only."""
         self._events.append(event)
         self._wake.set()
 
     def request_stop(self) -> None:
-        """Stop in order; the second request stops at once."""
         if self._stopping:
             log.warning("stopping_at_once")
             self._events.clear()
@@ -88,7 +86,6 @@ class Daemon:
         self.feed(ShutdownAsked())
 
     async def run(self) -> None:
-        """Run until `ExitDaemon`; sandboxes that are left then are killed."""
         try:
             while not self._over:
                 await self._wait()

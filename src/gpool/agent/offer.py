@@ -1,6 +1,6 @@
-"""The offer: the capacity and capabilities of this machine as the server is told them, before the owner's policy.
+"""The offer: the capacity and capabilities of this machine as reported to the server, before the owner's policy.
 
-`gpool.agent.machine.policy.apply_policy` then takes out what the owner keeps.
+`gpool.agent.machine.policy.apply_policy` then removes the resources the owner keeps.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from gpool import __version__
 from gpool.agent.machine.detection import host_capacity
 from gpool.agent.machine.detection.host import site_address
 from gpool.agent.machine.policy import GANG_PORT, GangRules
-from gpool.agent.runtime.protocol import Runtime
+from gpool.agent.runtime.protocol import Runtime, RuntimeAbility
 from gpool.agent.runtime.runner_calls import PYTHON
 from gpool.agent.services import NetworkSupport, NodeServices
 from gpool.agent.settings import AgentSettings
-from gpool.core.model import Gpu, Network, Offer, RuntimeOffer, Tier
+from gpool.core.model import Gpu, Network, Offer, RuntimeOffer
 from gpool.core.specs import environment
 
 
@@ -26,12 +26,12 @@ def machine_offer(
     support: NetworkSupport = NetworkSupport(),  # noqa: B008 - frozen
     rules: GangRules = GangRules(),  # noqa: B008 - frozen
 ) -> Offer:
-    """Build the offer: CPU slots as the settings name them, else all processors available to the agent."""
     capacity = host_capacity(settings.data_dir)
     named = "slots" in settings.model_fields_set
     runtimes = services.runtimes
     networks = set(Network) if support.egress else {Network.NONE}
-    builds = {environment.IMAGE} if any(one.images for one in runtimes) else set()
+    with_images = any(RuntimeAbility.IMAGES in one.abilities for one in runtimes)
+    builds = {environment.IMAGE} if with_images else set()
     ready, pythons = {environment.DEFAULT}, {PYTHON}
     if services.environments is not None:
         builds.add(environment.PIP)
@@ -71,10 +71,10 @@ def refreshed(first: Offer, now: Offer) -> Offer:
 
 
 def gang_address(settings: AgentSettings, rules: GangRules) -> str:
-    """Return the address other gang members dial: from the settings, the policy, or else detected now."""
     return settings.gang_address or rules.address or site_address(settings.server_url)
 
 
 def _runtime_offer(runtime: Runtime) -> RuntimeOffer:
-    with_gpus = runtime.tier is not Tier.VM  # a guest would need the whole device
-    return RuntimeOffer(runtime.name, runtime.tier, runtime.networks, runtime.images, with_gpus)
+    images = RuntimeAbility.IMAGES in runtime.abilities
+    gpus = RuntimeAbility.GPUS in runtime.abilities
+    return RuntimeOffer(runtime.name, runtime.tier, runtime.networks, images, gpus)

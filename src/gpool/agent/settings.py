@@ -18,8 +18,6 @@ from gpool.transfer.requests import Address
 
 
 class AgentSettings(BaseSettings):
-    """Values from keywords, else from `GPOOL_AGENT_*` variables."""
-
     model_config = SettingsConfigDict(env_prefix="GPOOL_AGENT_", extra="forbid")
 
     server_url: str
@@ -70,7 +68,6 @@ class AgentSettings(BaseSettings):
         return Address(self.server_url, self.fingerprint, self.plain_http)
 
     def read_key(self) -> NodeKey:
-        """Return the node's key; raise `Invalid` if there is none."""
         if not self.key_file.exists():
             raise Invalid(
                 f"the node key file {self.key_file} does not exist; join again with a new link: gpool join LINK"

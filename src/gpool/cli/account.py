@@ -10,13 +10,13 @@ from urllib.parse import urlsplit
 
 import click
 
-from gpool.cli.command import VerbGroup, as_json, client_of
+from gpool.cli.command import VerbGroup, as_json, client_of, examples
 from gpool.cli.output.printing import age, emit_json, table
 from gpool.cli.references import own_team_id, quoted
 from gpool.core.errors import Invalid
 
 if TYPE_CHECKING:
-    from gpool.client.connection.transport import Door
+    from gpool.client.connection.transport import ApiTransport
 
 invite_option = click.option("--invite", metavar="TOKEN", help="Invite token from an operator.")
 profile_option = click.option(
@@ -41,18 +41,18 @@ def password_of(prompt: str, *, confirm: bool = False) -> str:
     return found
 
 
-def anonymous(ctx: click.Context) -> Door:
+def anonymous(ctx: click.Context) -> ApiTransport:
     """The connection without credentials."""
     client = client_of(ctx)
-    door: Door = client.door.as_nobody()
-    ctx.call_on_close(door.close)
-    return door
+    api: ApiTransport = client.api.without_credentials()
+    ctx.call_on_close(api.close)
+    return api
 
 
 def store_sign_in(ctx: click.Context, answer: Any, profile: str | None) -> dict[str, Any]:
     """Save the tokens, select their profile, and return the account."""
     from gpool.client.connection.config import home, save_sign_in
-    from gpool.client.connection.sign_in import SessionFile, SignedIn, Tokens
+    from gpool.client.connection.sign_in import SessionFile, SignInSession, Tokens
 
     client = client_of(ctx)
     name = profile or urlsplit(client.url).netloc
@@ -60,10 +60,10 @@ def store_sign_in(ctx: click.Context, answer: Any, profile: str | None) -> dict[
     file = SessionFile(home() / "sessions" / f"{safe}.json")
     with file.locked():
         file.write(Tokens.of(answer))
-    save_sign_in(name, client.url, file.path, fingerprint=client.door.address.fingerprint)
-    door = client.door.as_somebody(SignedIn(file))
-    ctx.call_on_close(door.close)
-    me: dict[str, Any] = door.get_json("/v1/me")
+    save_sign_in(name, client.url, file.path, fingerprint=client.api.address.fingerprint)
+    api = client.api.with_session(SignInSession(file))
+    ctx.call_on_close(api.close)
+    me: dict[str, Any] = api.get_json("/v1/me")
     return me
 
 
@@ -87,19 +87,18 @@ def register(
 
     A name starts with a lower-case letter and may contain lower-case letters, digits and . _ -
     """
-    door = anonymous(ctx)
+    api = anonymous(ctx)
     password = password_of("Password", confirm=True)
     wanted = {"name": name, "password": password} | ({"invite": invite} if invite else {})
-    door.send_json("POST", "/v1/users", wanted)
-    answer = door.send_json("POST", "/v1/auth/password", {"name": name, "password": password})
+    api.send_json("POST", "/v1/users", wanted)
+    answer = api.send_json("POST", "/v1/auth/password", {"name": name, "password": password})
     greet(store_sign_in(ctx, answer, profile), as_json)
 
 
 @click.command(
-    epilog="""\b
-Examples:
-  gpool --url https://pool.example login ada
-  gpool login --wallet-key keystore.json"""
+    epilog=examples(
+        "gpool --url https://pool.example login ada", "gpool login --wallet-key keystore.json"
+    )
 )
 @click.argument("name", required=False)
 @click.option(
@@ -133,15 +132,15 @@ def login(
         raise Invalid(
             "several ways to sign in; give one of NAME, --wallet-key FILE, --wallet ADDRESS"
         )
-    door = anonymous(ctx)
+    api = anonymous(ctx)
     if wallet_key is not None or wallet is not None:
-        message = signed(door, wallet_key, wallet)
+        message = signed(api, wallet_key, wallet)
         wanted = message | ({"invite": invite} if invite else {})
-        answer = door.send_json("POST", "/v1/auth/wallet", wanted)
+        answer = api.send_json("POST", "/v1/auth/wallet", wanted)
     else:
         chosen = name or click.prompt("Name", err=True)
         document = {"name": chosen, "password": password_of("Password")}
-        answer = door.send_json("POST", "/v1/auth/password", document)
+        answer = api.send_json("POST", "/v1/auth/password", document)
     greet(store_sign_in(ctx, answer, profile), as_json)
 
 
@@ -180,12 +179,12 @@ def keys() -> None:
 def keys_ls(ctx: click.Context, everything: bool, as_json: bool) -> None:
     """List your API keys."""
     client = client_of(ctx)
-    found = client.door.get_json("/v1/keys")["items"]
+    found = client.api.get_json("/v1/keys")["items"]
     shown = [one for one in found if everything or not one["ended_at"]]
     if as_json:
         emit_json(shown)
         return
-    date = client.door.date
+    date = client.api.date
     rows = [
         (
             one["id"],
@@ -201,7 +200,7 @@ def keys_ls(ctx: click.Context, everything: bool, as_json: bool) -> None:
     table(columns, rows, "No API keys yet; create one with: gpool keys create NAME")
 
 
-@keys.command("create")
+@keys.command("create", epilog=examples("gpool keys create ci --scope tasks:read --expires 30d"))
 @click.argument("name")
 @click.option(
     "--scope",
@@ -222,13 +221,8 @@ def keys_create(
     team: str | None,
     as_json: bool,
 ) -> None:
-    """Create an API key and print it once.
-
-    \b
-    Example:
-      gpool keys create ci --scope tasks:read --expires 30d
-    """
-    from gpool.client.durations import seconds
+    """Create an API key and print it once."""
+    from gpool.client.times import seconds
 
     wanted: dict[str, Any] = {"name": name}
     if scopes:
@@ -238,7 +232,7 @@ def keys_create(
     client = client_of(ctx)
     if team is not None:
         wanted["team"] = own_team_id(client, team)
-    made = client.door.send_json("POST", "/v1/keys", wanted)
+    made = client.api.send_json("POST", "/v1/keys", wanted)
     if as_json:
         emit_json(made)
         return
@@ -251,5 +245,5 @@ def keys_create(
 @click.pass_context
 def keys_revoke(ctx: click.Context, key: str) -> None:
     """Revoke an API key."""
-    client_of(ctx).door.send("DELETE", f"/v1/keys/{quoted(key)}")
+    client_of(ctx).api.send("DELETE", f"/v1/keys/{quoted(key)}")
     click.echo(f"{key} revoked")

@@ -20,6 +20,11 @@ MakeOption = Callable[..., Callable[[Any], Any]]
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 
 
+def examples(*commands: str) -> str:
+    """The epilog of a command's `--help`: examples, one per line."""
+    return "\n  ".join(("\b\nExamples:", *commands))
+
+
 class SectionOption(click.Option):
     """An option that `--help` lists under the heading `section`."""
 
@@ -73,7 +78,6 @@ class VerbGroup(click.Group):
 
 
 def into_option(option: MakeOption = click.option) -> Callable[[F], F]:
-    """`--into DIR`: where output files are written."""
     return option(
         "-o",
         "--into",

@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from gpool.cli.command import examples
 from gpool.core.errors import (
     BadGpuSpec,
     Forbidden,
@@ -135,7 +136,7 @@ class LazyVerbs(click.Group):
         except GpoolError as error:
             if os.environ.get("GPOOL_DEBUG"):
                 raise
-            say_error(error)
+            print_error(error)
             ctx.exit(exit_code_of(error))
 
 
@@ -150,8 +151,7 @@ def exit_code_of(error: GpoolError) -> int:
     return UNREACHABLE if isinstance(error, Unreachable) else FAILED
 
 
-def say_error(error: GpoolError) -> None:
-    """Print the error and, on a second line, what to do about it."""
+def print_error(error: GpoolError) -> None:
     from gpool.cli.output.printing import plain
 
     click.echo(f"gpool: {plain(error.detail)}", err=True)
@@ -180,11 +180,11 @@ def say_error(error: GpoolError) -> None:
 
 @click.group(
     cls=LazyVerbs,
-    epilog="""\b
-Examples:
-  gpool run -- python -c 'print(6*7)'
-  gpool run --gpu 24GB --input train.py --output model/ -- python train.py
-  gpool COMMAND --help""",
+    epilog=examples(
+        "gpool run -- python -c 'print(6*7)'",
+        "gpool run --gpu 24GB --input train.py --output model/ -- python train.py",
+        "gpool COMMAND --help",
+    ),
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.option(
@@ -200,10 +200,10 @@ def cli(ctx: click.Context, url: str | None, key: str | None) -> None:
 
 
 @click.command(
-    epilog="""\b
-Examples:
-  gpool completion bash >> ~/.bashrc
-  gpool completion fish > ~/.config/fish/completions/gpool.fish"""
+    epilog=examples(
+        "gpool completion bash >> ~/.bashrc",
+        "gpool completion fish > ~/.config/fish/completions/gpool.fish",
+    )
 )
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
@@ -228,6 +228,5 @@ def _no_traceback(
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Entry point of the console script."""
     sys.excepthook = _no_traceback
     cli.main(args=args, prog_name="gpool")

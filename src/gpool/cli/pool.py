@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpool.cli.command import as_json, client_of, listed, listing
+from gpool.cli.command import as_json, client_of, examples, listed, listing
 from gpool.cli.main import FAILED
 from gpool.cli.output.printing import age, emit_json, fields, gib, plain, table
 from gpool.cli.references import node_id, shared_names, shown_as
@@ -75,7 +75,6 @@ def _price(microcredits: int) -> str:
 
 
 def _reading(reading: dict[str, Any]) -> tuple[str, str, str, str]:
-    """Utilisation, memory used, power and temperature; "-" if the GPU does not report it."""
     percent, used = reading.get("utilisation_percent"), reading.get("memory_used_bytes")
     watts, celsius = reading.get("power_watts"), reading.get("temperature_celsius")
     return (
@@ -92,7 +91,7 @@ def _reading(reading: dict[str, Any]) -> tuple[str, str, str, str]:
 def whoami(ctx: click.Context, as_json: bool) -> None:
     """Show the account in use."""
     client = client_of(ctx)
-    document = client.door.get_json("/v1/me")
+    document = client.api.get_json("/v1/me")
     if as_json:
         emit_json(document)
         return
@@ -114,7 +113,7 @@ def node_ls(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> 
     if as_json:
         emit_json(found)
         return
-    date = client.door.date
+    date = client.api.date
     rows = [
         (
             one["id"],
@@ -144,7 +143,7 @@ def node_ls(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> 
 def node_show(ctx: click.Context, what: str | None, as_json: bool) -> None:
     """Show one node: resources, allowed users, problems."""
     client = client_of(ctx)
-    document = client.door.get_json(f"/v1/nodes/{node_id(client, what, own=True)}")
+    document = client.api.get_json(f"/v1/nodes/{node_id(client, what, own=True)}")
     if as_json:
         emit_json(document)
         return
@@ -181,7 +180,7 @@ def _set(
     else:
         found = node_id(client, what, own=True)
         wanted = {"availability": availability}
-        document = client.door.send_json("PATCH", f"/v1/nodes/{found}", wanted)
+        document = client.api.send_json("PATCH", f"/v1/nodes/{found}", wanted)
     if as_json:
         emit_json(document)
     else:
@@ -192,10 +191,10 @@ def _set(
 def _set_gpu(client: Client, gpu: str, available: bool, now: bool) -> dict[str, Any]:
     """Resuming ends a quarantine too; the server refuses this while the agent reports the GPU as unhealthy."""
     path = f"/v1/resources/{gpu}"
-    if available and client.door.get_json(path).get("quarantined"):
-        client.door.send_json("PATCH", path, {"quarantined": None})
+    if available and client.api.get_json(path).get("quarantined"):
+        client.api.send_json("PATCH", path, {"quarantined": None})
     wanted = {"available": available, **({"reclaim": True} if now else {})}
-    return dict(client.door.send_json("PATCH", path, wanted))
+    return dict(client.api.send_json("PATCH", path, wanted))
 
 
 def _gpu(client: Client, what: str | None) -> str | None:
@@ -205,7 +204,7 @@ def _gpu(client: Client, what: str | None) -> str | None:
     found = _GPU_NAME.fullmatch(what)
     if found is None:
         return None
-    node = client.door.get_json(f"/v1/nodes/{node_id(client, found['node'], own=True)}")
+    node = client.api.get_json(f"/v1/nodes/{node_id(client, found['node'], own=True)}")
     ids = {one["index"]: str(one["id"]) for one in node.get("gpus") or []}
     index = int(found["index"])
     if index not in ids:
@@ -217,7 +216,11 @@ def _gpu(client: Client, what: str | None) -> str | None:
 which = click.argument("what", metavar="[NODE|GPU]", required=False)
 
 
-@node.command()
+@node.command(
+    epilog=examples(
+        "gpool node pause", "gpool node pause gpu0 --now", "gpool node pause studio/gpu1"
+    )
+)
 @which
 @click.option("--now", is_flag=True, help="Preempt the tasks on this GPU.")
 @as_json
@@ -226,12 +229,6 @@ def pause(ctx: click.Context, what: str | None, now: bool, as_json: bool) -> Non
     """Take no new tasks; running tasks continue.
 
     With --now the tasks on a GPU are preempted: SIGTERM, checkpoint, back into the queue.
-
-    \b
-    Examples:
-      gpool node pause
-      gpool node pause gpu0 --now
-      gpool node pause studio/gpu1
     """
     _set(ctx, what, "paused", as_json, now)
 
@@ -264,7 +261,7 @@ def node_remove(ctx: click.Context, what: str) -> None:
     """Remove an idle node of yours from the pool for good."""
     client = client_of(ctx)
     found = node_id(client, what, own=True)
-    client.door.send("DELETE", f"/v1/nodes/{found}")
+    client.api.send("DELETE", f"/v1/nodes/{found}")
     click.echo(f"{plain(what)} removed")
 
 
@@ -280,10 +277,10 @@ def node_remove(ctx: click.Context, what: str) -> None:
 @click.pass_context
 def invite(ctx: click.Context, expires: str, as_json: bool) -> None:
     """Create a join link for one machine."""
-    from gpool.client.durations import seconds
+    from gpool.client.times import seconds
 
     wanted = {"expires_in_s": int(seconds(expires))}
-    document = client_of(ctx).door.send_json("POST", "/v1/nodes/invites", wanted)
+    document = client_of(ctx).api.send_json("POST", "/v1/nodes/invites", wanted)
     if as_json:
         emit_json(document)
     else:

@@ -51,7 +51,7 @@ def queue(ctx: click.Context, team: str | None, everybody: bool, limit: int, as_
     if as_json:
         emit_json([{**task, "explain": reasons.get(task["id"])} for task in found])
         return
-    date, shared = client.door.date, shared_names(places(found))
+    date, shared = client.api.date, shared_names(places(found))
     known = principal_names(client) if everybody else {}
     rows = []
     for task in found:
@@ -85,7 +85,7 @@ def _read(
     waiting: list[dict[str, Any]] = []
     while True:
         query["limit"] = str(min(limit - len(waiting), PAGE))
-        page = client.door.get_json(f"/v1/queue?{urlencode(query)}")
+        page = client.api.get_json(f"/v1/queue?{urlencode(query)}")
         running += page["running"]
         waiting += page["items"]
         if not page["next"] or len(waiting) >= limit:

@@ -23,17 +23,14 @@ def quoted(text: str) -> str:
 
 
 def own_team_id(client: Client, text: str) -> str:
-    """The id of one of the caller's teams, given by id or name."""
     return quoted(client.team_id(text))
 
 
 def team_id(client: Client, text: str) -> str:
-    """The id of any team, given by id or name; operators only."""
     return _id(client, text, "tm-", "team", all="true")
 
 
 def user_id(client: Client, text: str) -> str:
-    """The id of any user, given by id or name; operators only."""
     return _id(client, text, "u-", "user")
 
 
@@ -82,16 +79,14 @@ def _called(nodes: list[dict[str, Any]], what: str | None) -> list[dict[str, Any
 
 
 def _own(client: Client, nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The caller's nodes; none if the key may not read the account."""
     try:
-        me = client.door.get_json("/v1/me")["id"]
+        me = client.api.get_json("/v1/me")["id"]
     except Forbidden:
         return []
     return [one for one in nodes if one["owner"] == me]
 
 
 def shared_names(nodes: Iterable[tuple[str | None, str | None]]) -> frozenset[str]:
-    """Names that occur with more than one id."""
     ids: dict[str, set[str]] = {}
     for id_, name in nodes:
         if id_ and name:
@@ -100,14 +95,14 @@ def shared_names(nodes: Iterable[tuple[str | None, str | None]]) -> frozenset[st
 
 
 def shown_as(id_: str | None, name: str | None, shared: frozenset[str] = frozenset()) -> str:
-    """The name of a node, user or team; the id if the name is shared or looks like an id."""
+    """The name, or the id if the name is shared or looks like an id."""
     own_prefix = (id_ or "").partition("-")[0]
     is_like_an_id = bool(name and (name.startswith(f"{own_prefix}-") or _ID.fullmatch(name)))
     return (name if name and name not in shared and not is_like_an_id else id_) or "-"
 
 
 def names_of(client: Client, what: str, **filters: str) -> dict[str, str]:
-    """Text to show for each id of a listing; empty if the caller may not read the listing."""
+    """Text to show for each id; empty if the caller may not read the listing."""
     try:
         found = client.listing(what, limit=None, **filters)
     except Forbidden:

@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gpool.cli.command import SectionedCommand, as_json, client_of, into_option, option_section
-from gpool.cli.main import GPOOL_FAULT, INTERRUPTED, say_error
+from gpool.cli.command import (
+    SectionedCommand,
+    as_json,
+    client_of,
+    examples,
+    into_option,
+    option_section,
+)
+from gpool.cli.main import GPOOL_FAULT, INTERRUPTED, print_error
 from gpool.cli.output.interrupts import Reading, unless_interrupted
 from gpool.cli.output.progress import ProgressLine, on_stderr, print_outcome, progress_bar, show
 from gpool.core.errors import GpoolError, Invalid
@@ -37,20 +44,20 @@ gangs = option_section("Several nodes (gangs)")
 
 
 def _deadline(ctx: click.Context, option: click.Parameter, text: str | None) -> str | None:  # noqa: ARG001 - click's signature
-    from gpool.client import moments
+    from gpool.client import times
 
-    return None if text is None else moments.due(text)
+    return None if text is None else times.due(text)
 
 
 @click.command(
     cls=SectionedCommand,
     context_settings={"allow_interspersed_args": False},
-    epilog="""\b
-Examples:
-  gpool run -- python -c 'print(6*7)'
-  gpool run --gpu A100 --input train.py --output model/ -- python train.py
-  gpool run --pip torch --workdir . train.py --lr 1
-  gpool run --nodes 2 --gpu 8 --engine torchrun --pip torch train.py""",
+    epilog=examples(
+        "gpool run -- python -c 'print(6*7)'",
+        "gpool run --gpu A100 --input train.py --output model/ -- python train.py",
+        "gpool run --pip torch --workdir . train.py --lr 1",
+        "gpool run --nodes 2 --gpu 8 --engine torchrun --pip torch train.py",
+    ),
 )
 @resources("--gpu", metavar="SPEC", help="GPUs: 1, H100:2, 24GB or 0.5 (default: none).")
 @resources("--vram", metavar="SIZE", help="GPU memory on a GPU that may be shared, e.g. 6GB.")
@@ -180,7 +187,7 @@ def run(
     Ctrl-C cancels the task. A local Python file as first word is uploaded and run with the packages of its inline
     script metadata (PEP 723).
     """
-    from gpool.client.client import shipment
+    from gpool.client.files.local_files import shipment
     from gpool.client.options import Options
 
     client = client_of(ctx)
@@ -221,7 +228,7 @@ def run(
     except GpoolError as error:
         if os.environ.get("GPOOL_DEBUG"):
             raise
-        say_error(error)
+        print_error(error)
         click.echo(
             f"  Task {submitted.id} may still run; check with: gpool status {submitted.id}",
             err=True,
@@ -231,8 +238,6 @@ def run(
 
 
 def follow_run(client: Client, submitted: Run, into: Path, *, quiet: bool) -> int:
-    """Stream the output, wait for the end, download outputs; return the exit code."""
-
     def follow(emit: Callable[[Printed | str], None]) -> Result:
         on_progress = ProgressLine(emit, submitted, phases=sys.stderr.isatty())
         for piece in submitted.printed(follow=True, on_progress=on_progress):
@@ -265,7 +270,7 @@ def follow_run(client: Client, submitted: Run, into: Path, *, quiet: bool) -> in
     except GpoolError as error:
         if os.environ.get("GPOOL_DEBUG"):
             raise
-        say_error(error)
+        print_error(error)
         click.echo(f"  The task has ended and {kept}", err=True)
         return GPOOL_FAULT
     if fetched is None:
@@ -275,10 +280,7 @@ def follow_run(client: Client, submitted: Run, into: Path, *, quiet: bool) -> in
 
 
 def script_of(command: tuple[str, ...], workdir: Path | None) -> LocalFile | None:
-    """The local Python file that is the first word of the command, with its path on the node; None: there is none.
-
-    The word is looked up in `workdir`, where the command starts, and then in the current directory.
-    """
+    """The local Python file named by the first word, in `workdir` or the current directory, with its path on the node."""
     base = Path(os.path.normpath(Path() if workdir is None else workdir)).absolute()
     here = Path(os.path.normpath(Path(command[0]).absolute()))
     there = Path(os.path.normpath(base / command[0]))
@@ -299,7 +301,6 @@ def _warn_missing_script(word: str) -> None:
 
 
 def detached(submitted: Run, is_pressed_again: Callable[[float], bool]) -> int:
-    """Print how to attach again after the first Ctrl-C; a second one cancels the task."""
     click.echo(
         f"\nDetached; task {submitted.id} continues. Attach again with: gpool logs -f {submitted.id}\n"
         f"Cancel it with: gpool cancel {submitted.id} (or press Ctrl-C again now)",
@@ -312,7 +313,6 @@ def detached(submitted: Run, is_pressed_again: Callable[[float], bool]) -> int:
 
 
 def variables(given: tuple[str, ...]) -> dict[str, str]:
-    """Variables from `K=V`, or from `K` with the caller's value."""
     found = {}
     for one in given:
         name, equals, value = one.partition("=")

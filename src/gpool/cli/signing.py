@@ -11,14 +11,14 @@ import click
 from gpool.core.errors import Invalid, Unprocessable
 
 if TYPE_CHECKING:
-    from gpool.client.connection.transport import Door
+    from gpool.client.connection.transport import ApiTransport
     from gpool.wallet.signing import WalletKey
 
 STATEMENT = "Sign in to gpool."
 _ADDRESS = re.compile(r"(?:0x)?([0-9a-fA-F]{40})")
 
 
-def signed(door: Door, key_file: Path | None, address: str | None) -> dict[str, str]:
+def signed(api: ApiTransport, key_file: Path | None, address: str | None) -> dict[str, str]:
     """Create a sign-in message for this pool and get its signature; `Invalid` for a malformed address."""
     try:
         from gpool.wallet.address import from_bytes
@@ -27,14 +27,14 @@ def signed(door: Door, key_file: Path | None, address: str | None) -> dict[str, 
 
     if key_file is not None:
         key = key_from(key_file)
-        text = message_for(door, key.address)
+        text = message_for(api, key.address)
         return {"message": text, "signature": str(key.sign(text.encode()))}
     match = _ADDRESS.fullmatch((address or "").strip())
     if match is None:
         raise Invalid(
             f"{(address or '')[:60]!r} is not a wallet address; write 0x and 40 hex digits"
         )
-    text = message_for(door, from_bytes(bytes.fromhex(match[1])))
+    text = message_for(api, from_bytes(bytes.fromhex(match[1])))
     click.echo("Sign this message with your wallet (personal_sign), all lines:\n", err=True)
     click.echo(text)
     click.echo("", err=True)
@@ -42,11 +42,11 @@ def signed(door: Door, key_file: Path | None, address: str | None) -> dict[str, 
     return {"message": text, "signature": normalised_signature(pasted)}
 
 
-def message_for(door: Door, address: Any) -> str:
+def message_for(api: ApiTransport, address: Any) -> str:
     from gpool.wallet import signin
     from gpool.wallet.moments import Moment
 
-    challenge = door.send_json("POST", "/v1/auth/wallet/nonce", {})
+    challenge = api.send_json("POST", "/v1/auth/wallet/nonce", {})
     return signin.format(
         signin.SignIn(
             domain=challenge["domain"],
@@ -62,7 +62,6 @@ def message_for(door: Door, address: Any) -> str:
 
 
 def key_from(path: Path) -> WalletKey:
-    """Read a key file; asks for the password of a keystore and warns of an unencrypted key."""
     from gpool.wallet.keyfile import read
     from gpool.wallet.keystore import Keystore
 
@@ -76,6 +75,5 @@ def key_from(path: Path) -> WalletKey:
 
 
 def normalised_signature(pasted: str) -> str:
-    """Normalise a pasted signature: blanks, quotes, capital letters, a missing 0x."""
     text = "".join(pasted.split()).strip("'\"`,;").lower()
     return text if text.startswith("0x") else f"0x{text}"

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from gpool.cli.command import as_json, client_of, into_option, listed, listing
-from gpool.cli.main import FAILED, GPOOL_FAULT, INTERRUPTED, exit_code_of, say_error
+from gpool.cli.command import as_json, client_of, examples, into_option, listed, listing
+from gpool.cli.main import FAILED, GPOOL_FAULT, INTERRUPTED, exit_code_of, print_error
 from gpool.cli.output.interrupts import Reading
 from gpool.cli.output.printing import age, emit_json, fields, local_time, plain, table
 from gpool.cli.output.progress import (
@@ -60,7 +60,6 @@ def whose(function: F) -> F:
 
 
 def whose_tasks(client: Client, team: str | None, everybody: bool) -> dict[str, str]:
-    """Query parameters for `--team` and `--everybody`."""
     if everybody and team is not None:
         raise Invalid("--everybody and --team exclude each other; give one of them")
     if everybody:
@@ -93,7 +92,7 @@ def ps(
     if as_json:
         emit_json(found)
         return
-    date, shared = client.door.date, shared_names(places(found))
+    date, shared = client.api.date, shared_names(places(found))
     names = principal_names(client) if everybody else {}
     rows = [
         (
@@ -115,20 +114,18 @@ def ps(
 
 
 def task_status(task: dict[str, Any]) -> str:
-    """The status, with the phase unless it is `run`."""
     phase = task.get("phase")
     return task["status"] if phase in (None, "run") else f"{task['status']} ({phase})"
 
 
 def places(tasks: Iterable[dict[str, Any]]) -> Iterator[tuple[str | None, str | None]]:
-    """(id, name) of the node of each task and gang member."""
     for task in tasks:
         for one in (task, *(task.get("members") or ())):
             yield one.get("node"), one.get("node_name")
 
 
 def where(task: dict[str, Any], shared: frozenset[str] = frozenset()) -> str:
-    """The node or the nodes of the gang; for a waiting gang the number of nodes it needs."""
+    """The node, the nodes of a gang, or the number of nodes a waiting gang needs."""
     members = [
         shown_as(member["node"], member.get("node_name"), shared)
         for member in task.get("members") or ()
@@ -214,7 +211,7 @@ def logs(ctx: click.Context, task: str, follow: bool, as_json: bool) -> None:
         ctx.exit(INTERRUPTED)
 
 
-@click.command()
+@click.command(epilog=examples("gpool wait t-0123456789abc", "gpool wait --timeout 2h $(cat ids)"))
 @click.argument("tasks", metavar="ID...", nargs=-1, required=True)
 @click.option("--timeout", metavar="TIME", help="Stop waiting after this time, e.g. 10m.")
 @as_json
@@ -224,14 +221,9 @@ def wait(ctx: click.Context, tasks: tuple[str, ...], timeout: str | None, as_jso
 
     With several ids, waits for all and exits with the code of the first one that did not succeed. An id that begins
     with b- is a batch, e.g. the calls of one `map`.
-
-    \b
-    Examples:
-      gpool wait t-0123456789abc
-      gpool wait --timeout 2h $(cat ids)
     """
     from gpool.cli.wait_targets import Wait, WaitOutcome, awaited, is_batch
-    from gpool.client.durations import seconds
+    from gpool.client.times import seconds
 
     ends = None if timeout is None else time.monotonic() + seconds(timeout)
     client = client_of(ctx)
@@ -265,7 +257,7 @@ def wait(ctx: click.Context, tasks: tuple[str, ...], timeout: str | None, as_jso
     except GpoolError as error:
         if not waits or os.environ.get("GPOOL_DEBUG"):  # no id is known to be valid yet
             raise
-        say_error(error)
+        print_error(error)
         ctx.exit(GPOOL_FAULT)
     if not is_whole:
         left = " ".join(("--json", *tasks) if as_json else tasks[len(found) :])
@@ -301,7 +293,7 @@ def cancel(ctx: click.Context, tasks: tuple[str, ...], as_json: bool) -> None:
         except GpoolError as error:  # the other tasks are cancelled nevertheless
             if len(tasks) == 1:
                 raise
-            say_error(error)
+            print_error(error)
             failed = exit_code_of(error)
             continue
         found.append(document)
@@ -367,7 +359,7 @@ def explain(ctx: click.Context, task: str, as_json: bool) -> None:
     estimate = document.get("estimate")
     if estimate:
         about, first, last = (
-            local_time(estimate[name], client.door.date) for name in ("at", "from", "to")
+            local_time(estimate[name], client.api.date) for name in ("at", "from", "to")
         )
         click.echo(f"Expected start: {about}; with 80 % probability between {first} and {last}.")
     for one in document.get("suggestions") or ():

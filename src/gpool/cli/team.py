@@ -31,7 +31,7 @@ def team() -> None:
 @click.pass_context
 def team_ls(ctx: click.Context, as_json: bool) -> None:
     """List your teams."""
-    found = client_of(ctx).door.get_json("/v1/teams")["items"]
+    found = client_of(ctx).api.get_json("/v1/teams")["items"]
     if as_json:
         emit_json(found)
         return
@@ -47,7 +47,7 @@ def team_ls(ctx: click.Context, as_json: bool) -> None:
 @click.pass_context
 def team_create(ctx: click.Context, name: str, as_json: bool) -> None:
     """Create a team; you are its owner."""
-    made = client_of(ctx).door.send_json("POST", "/v1/teams", {"name": name})
+    made = client_of(ctx).api.send_json("POST", "/v1/teams", {"name": name})
     show(made, as_json, "id name role")
 
 
@@ -58,7 +58,7 @@ def team_create(ctx: click.Context, name: str, as_json: bool) -> None:
 def team_members(ctx: click.Context, team_: str, as_json: bool) -> None:
     """List the members of a team."""
     client = client_of(ctx)
-    found = client.door.get_json(f"/v1/teams/{own_team_id(client, team_)}/members")["items"]
+    found = client.api.get_json(f"/v1/teams/{own_team_id(client, team_)}/members")["items"]
     if as_json:
         emit_json(found)
         return
@@ -76,7 +76,7 @@ def team_add(ctx: click.Context, team_: str, user: str, role: str, as_json: bool
     """Add a member, or change their role."""
     client = client_of(ctx)
     path = f"/v1/teams/{own_team_id(client, team_)}/members"
-    made = client.door.send_json("POST", path, {"user": user, "role": role})
+    made = client.api.send_json("POST", path, {"user": user, "role": role})
     show(made, as_json, "user name role")
 
 
@@ -88,10 +88,10 @@ def team_remove(ctx: click.Context, team_: str, user: str) -> None:
     """Remove a member."""
     client = client_of(ctx)
     path = f"/v1/teams/{own_team_id(client, team_)}/members"
-    found = [one for one in client.door.get_json(path)["items"] if user in _names(one)]
+    found = [one for one in client.api.get_json(path)["items"] if user in _names(one)]
     if not found:
         raise NotFound(f"no member {user!r} in {team_}; `gpool team members {team_}` lists them")
-    client.door.send("DELETE", f"{path}/{found[0]['user']}")
+    client.api.send("DELETE", f"{path}/{found[0]['user']}")
     click.echo(f"{user} removed from {team_}")
 
 
@@ -105,8 +105,8 @@ def _names(member: dict[str, Any]) -> tuple[str, str]:
 def team_leave(ctx: click.Context, team_: str) -> None:
     """Leave a team."""
     client = client_of(ctx)
-    me = client.door.get_json("/v1/me")["id"]
-    client.door.send("DELETE", f"/v1/teams/{own_team_id(client, team_)}/members/{me}")
+    me = client.api.get_json("/v1/me")["id"]
+    client.api.send("DELETE", f"/v1/teams/{own_team_id(client, team_)}/members/{me}")
     click.echo(f"You left {team_}")
 
 
@@ -120,11 +120,11 @@ def team_leave(ctx: click.Context, team_: str) -> None:
 @click.pass_context
 def team_invite(ctx: click.Context, team_: str, role: str, expires: str, as_json: bool) -> None:
     """Create an invite with which one person can join."""
-    from gpool.client.durations import seconds
+    from gpool.client.times import seconds
 
     client = client_of(ctx)
     wanted = {"role": role, "expires_in_s": int(seconds(expires))}
-    made = client.door.send_json("POST", f"/v1/teams/{own_team_id(client, team_)}/invites", wanted)
+    made = client.api.send_json("POST", f"/v1/teams/{own_team_id(client, team_)}/invites", wanted)
     if as_json:
         emit_json(made)
     else:
@@ -139,7 +139,7 @@ def team_invite(ctx: click.Context, team_: str, role: str, expires: str, as_json
 def team_join(ctx: click.Context, token: str, as_json: bool) -> None:
     """Join a team with an invite token."""
     show(
-        client_of(ctx).door.send_json("POST", "/v1/teams/join", {"token": token}),
+        client_of(ctx).api.send_json("POST", "/v1/teams/join", {"token": token}),
         as_json,
         "id name role",
     )
@@ -153,7 +153,7 @@ def team_join(ctx: click.Context, token: str, as_json: bool) -> None:
 def team_rename(ctx: click.Context, team_: str, name: str, as_json: bool) -> None:
     """Rename a team."""
     client = client_of(ctx)
-    changed = client.door.send_json(
+    changed = client.api.send_json(
         "PATCH", f"/v1/teams/{own_team_id(client, team_)}", {"name": name}
     )
     show(changed, as_json, "id name role")
@@ -166,5 +166,5 @@ def team_rename(ctx: click.Context, team_: str, name: str, as_json: bool) -> Non
 def team_delete(ctx: click.Context, team_: str) -> None:
     """Delete a team without unfinished tasks."""
     client = client_of(ctx)
-    client.door.send("DELETE", f"/v1/teams/{own_team_id(client, team_)}")
+    client.api.send("DELETE", f"/v1/teams/{own_team_id(client, team_)}")
     click.echo(f"{team_} deleted")

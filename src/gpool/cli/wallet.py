@@ -38,7 +38,7 @@ def wallet() -> None:
 @click.pass_context
 def wallet_ls(ctx: click.Context, as_json: bool) -> None:
     """List your wallets."""
-    found = client_of(ctx).door.get_json("/v1/wallets")["items"]
+    found = client_of(ctx).api.get_json("/v1/wallets")["items"]
     if as_json:
         emit_json(found)
         return
@@ -61,7 +61,7 @@ def wallet_link(
 ) -> None:
     """Link a wallet to your account."""
     document = _proved(ctx, address, wallet_key, proof_key)
-    linked = client_of(ctx).door.send_json("POST", "/v1/wallets", document)
+    linked = client_of(ctx).api.send_json("POST", "/v1/wallets", document)
     if as_json:
         emit_json(linked)
     else:
@@ -80,7 +80,7 @@ def wallet_unlink(
     import json
 
     document = _proved(ctx, address if wallet_key is None else None, wallet_key, proof_key)
-    client_of(ctx).door.send(
+    client_of(ctx).api.send(
         "DELETE",
         f"/v1/wallets/{quoted(address)}",
         body=json.dumps(document).encode(),
@@ -97,7 +97,7 @@ def wallet_unlink(
 def wallet_payout(ctx: click.Context, address: str, off: bool, as_json: bool) -> None:
     """Select the wallet that receives payouts."""
     path = f"/v1/wallets/{quoted(address)}"
-    changed = client_of(ctx).door.send_json("PATCH", path, {"payout": not off})
+    changed = client_of(ctx).api.send_json("PATCH", path, {"payout": not off})
     if as_json:
         emit_json(changed)
     else:
@@ -111,10 +111,10 @@ def _proved(
 ) -> dict[str, Any]:
     if (address is None) == (wallet_key is None):
         raise Invalid("name the wallet: give either ADDRESS or --wallet-key FILE")
-    door = anonymous(ctx)
-    document: dict[str, Any] = dict(signed(door, wallet_key, address))
+    api = anonymous(ctx)
+    document: dict[str, Any] = dict(signed(api, wallet_key, address))
     if proof_key is not None:
-        document["proof"] = signed(door, proof_key, None)
+        document["proof"] = signed(api, proof_key, None)
     else:
         document["password"] = password_of("Password of your account")
     return document

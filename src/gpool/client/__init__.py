@@ -1,1 +1,1 @@
-"""The SDK: Client, @task, runs. It talks to a server through one door and knows nothing of servers or agents."""
+"""The SDK: clients, tasks, runs. It reaches the server through `connection.transport` and imports no server or agent."""

@@ -1,14 +1,12 @@
-"""The SDK's centre: one `Client` is one pool and one key. It builds requests and reads answers; `Door` sends them."""
+"""`Client`: one pool and one credential. Builds requests and decodes responses; `ApiTransport` sends them."""
 
 from __future__ import annotations
 
 import binascii
 import itertools
-import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -17,15 +15,16 @@ from weakref import WeakKeyDictionary
 
 import httpx2
 
-from gpool.client import mapping, moments
+from gpool.client import mapping, times
 from gpool.client.connection import config
-from gpool.client.connection.sign_in import SessionFile, SignedIn
-from gpool.client.connection.transport import Door, json_of
-from gpool.client.files.artifacts import Artifacts, Input, Progress, gather
-from gpool.client.files.local_files import local_files
+from gpool.client.connection.sign_in import SessionFile, SignInSession
+from gpool.client.connection.transport import ApiTransport, json_of
+from gpool.client.files.artifacts import Artifacts, Input, TransferProgress, gather
+from gpool.client.files.local_files import shipment
 from gpool.client.options import Options
 from gpool.client.pickling import PYTHON, dumps_call
 from gpool.client.results import (
+    Completed,
     Raised,
     Result,
     decode_results,
@@ -41,28 +40,14 @@ from gpool.core.model import INLINE_LIMIT_BYTES
 from gpool.core.specs.paths import checked
 from gpool.transfer.requests import Reply
 
-log = logging.getLogger(__name__)
-
 _READ_S = LONGEST_WAIT_S + 30.0
 _INTERPRETER = re.compile(r"python[0-9.]*|sh|bash")
 _SCRIPT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.(?:py|sh)")
 _JSON = {"content-type": "application/json"}
 
 
-@dataclass(frozen=True, slots=True)
-class Completed:
-    """A command that ran to its end."""
-
-    id: str
-    exit_code: int
-    status: str
-    stdout: str
-    stderr: str
-    outputs: tuple[Path, ...] = ()
-
-
 class Client:
-    """A pool. Without arguments: the one the configuration names (`gpool up` writes a local one)."""
+    """Client of a pool; without arguments, of the configured one (`gpool up` configures a local one)."""
 
     def __init__(
         self,
@@ -76,14 +61,14 @@ class Client:
         self.url = settings.url
         session = None
         if settings.session_file is not None and not settings.key:
-            session = SignedIn(SessionFile(settings.session_file))
+            session = SignInSession(SessionFile(settings.session_file))
         self.session = session
-        self.door = Door(
+        self.api = ApiTransport(
             settings.address, settings.key, transport, patience_s=patience_s, session=session
         )
-        self.artifacts = Artifacts(self.door)
+        self.artifacts = Artifacts(self.api)
         self.task = Decorator(lambda: self)
-        """`@client.task(...)`: like `@gpool.task`, bound to this client."""
+        """`@client.task(...)`: `@gpool.task` for this client."""
         self._heads: WeakKeyDictionary[Task[..., Any], bytes] = WeakKeyDictionary()
 
     def __enter__(self) -> Client:
@@ -98,7 +83,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        self.door.close()
+        self.api.close()
 
     # ---- functions
 
@@ -146,7 +131,7 @@ class Client:
             return batch or decode_submitted(reply.body).batch
 
         outcomes = mapping.stream(
-            self.door,
+            self.api,
             rendered,
             submit,
             lambda result: outcome(result, self.artifacts.get, pickle_requested=pickle_requested),
@@ -166,15 +151,15 @@ class Client:
         return wait_for(self, decode_submitted(reply.body).ids[0], None)
 
     def _post(self, task: Task[..., Any], path: str, body: Callable[[], bytes]) -> Reply:
-        """Submit calls; a function the server has no longer (unused for long) is uploaded once more."""
+        """Submit calls; if the server has deleted the unused function, upload it again."""
         try:
-            return self.door.send("POST", path, body=body(), headers=_JSON, read_s=_READ_S)
+            return self.api.send("POST", path, body=body(), headers=_JSON, read_s=_READ_S)
         except Unprocessable as error:
             missing = error.members.get("missing")
             if not isinstance(missing, list) or not self.artifacts.forget(missing):
                 raise
             self._heads.pop(task, None)
-        return self.door.send("POST", path, body=body(), headers=_JSON, read_s=_READ_S)
+        return self.api.send("POST", path, body=body(), headers=_JSON, read_s=_READ_S)
 
     def _one_call(
         self, task: Task[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
@@ -183,35 +168,33 @@ class Client:
         return b"{%s%s%s]}" % (_deadline(task), self._head(task), call)
 
     def _head(self, task: Task[..., Any]) -> bytes:
-        """A function submission's JSON without braces, up to the first call; uploads the function once."""
+        """JSON of a function submission without braces, up to the first call; uploads the function once."""
         head = self._heads.get(task)
         if head is None:
             function = {"sha256": self.artifacts.put(task.pickled()), "python": PYTHON}
-            members = {**self._asked(task.options), "name": task.label, "function": function}
-            members.pop("by", None)  # "2h" is two hours from each call
+            members = {**self._requested(task.options), "name": task.label, "function": function}
+            members.pop("by", None)  # "2h" counts from each call
             head = _members(members)[1:] + b',"calls":['
             self._heads[task] = head
         return head
 
     def _render(self, pickled: bytes) -> bytes:
-        """One call as JSON: base64 inline, or the name of an artifact when it is large."""
         if len(pickled) <= INLINE_LIMIT_BYTES:
             return b'"%s"' % binascii.b2a_base64(pickled, newline=False)
         return b'{"payload_sha256":"%s"}' % self.artifacts.put(pickled).encode()
 
-    def _asked(self, options: Options) -> dict[str, object]:
-        """What is asked for, a team's name replaced by its id."""
+    def _requested(self, options: Options) -> dict[str, object]:
         members = options.members()
         return members if options.team is None else members | {"team": self.team_id(options.team)}
 
     def team_id(self, team: str) -> str:
-        """The id of a team of yours, by its name or its id."""
+        """Id of one of the caller's teams, by name or id."""
         if team.startswith("tm-"):
             return team
-        for one in self.door.get_json("/v1/teams")["items"]:
+        for one in self.api.get_json("/v1/teams")["items"]:
             if one["name"] == team:
                 return str(one["id"])
-        raise NotFound(f"you are in no team {team!r}; `gpool team ls` lists yours")
+        raise NotFound(f"you are not in a team {team!r}; `gpool team ls` lists yours")
 
     # ---- commands
 
@@ -222,14 +205,20 @@ class Client:
         inputs: Iterable[Input] = (),
         outputs: Iterable[str] = (),
         options: Options | None = None,
-        progress: Progress | None = None,
+        progress: TransferProgress | None = None,
     ) -> Run:
-        """Upload the inputs and submit. Names of inputs are relative to the current folder; a file of `local_files`
-        has its own. Outputs are named as they lie beneath the task's work directory."""
+        """Upload the inputs and submit. Inputs are relative to the current folder, unless they are `LocalFile`s;
+        outputs to the task's work directory."""
         if isinstance(command, str) or not command:
             raise Invalid("a command is a list of words, e.g. ['python', 'train.py']")
+        options = options or Options()
+        if options.results is not None:
+            raise Invalid(
+                f"results is {options.results!r}, but a command has no pickled result; leave 'results' out: "
+                "a command's outputs are fetched as files"
+            )
         wanted = [checked(str(output), directory=True) for output in outputs]
-        document = self._asked(options or Options())
+        document = self._requested(options)
         sent = [
             {
                 "path": file.path,
@@ -246,7 +235,7 @@ class Client:
             document["inputs"] = sent
         if wanted:
             document["outputs"] = wanted
-        answer = self.door.send_json("POST", "/v1/tasks", document)
+        answer = self.api.send_json("POST", "/v1/tasks", document)
         return Run(self, str(answer["ids"][0]), function=False, own=True)
 
     def run(
@@ -261,11 +250,10 @@ class Client:
         ignore: Sequence[str] = (),
         **options: Any,
     ) -> Completed:
-        """Run a command to its end and fetch its outputs into `into`.
+        """Run a command, wait for its end and fetch its outputs into `into`.
 
-        `workdir` ships a folder's files, but what its ignore files and `ignore` leave out: the task starts among them.
-        A command that exits with another code than 0 is an answer (with `check`, an exception); one that timed out,
-        was cancelled or could not run raises.
+        `workdir`: folder whose files, except those its ignore files and `ignore` match, become the work directory.
+        A non-zero exit code is returned, or raised with `check`; a time-out, a cancellation or a failed start raises.
         """
         shipped = shipment(workdir, ignore, inputs)
         run = self.submit_command(
@@ -278,7 +266,9 @@ class Client:
         try:
             written = self.artifacts.fetch(result.outputs, Path(into)) if result.outputs else []
         except GpoolError as error:
-            error.add_note(f"task {run.id} has ended; fetch what it left: gpool result {run.id}")
+            error.add_note(
+                f"task {run.id} has ended; fetch its outputs with: gpool result {run.id}"
+            )
             raise
         return Completed(
             id=run.id,
@@ -296,11 +286,11 @@ class Client:
     ) -> Run:
         """A task submitted earlier or elsewhere.
 
-        `trust`: its function is yours, so a value from a node of yours may be unpickled. `results="pickle"`: you also
-        trust the owner of the node it ran on, whoever that is.
+        `trust`: the function is yours, so a value from your own node may be unpickled. `results="pickle"`: values of
+        any node may be.
         """
         pickle_requested = results == "pickle"
-        document = self.door.get_json(f"/v1/tasks/{quote(task, safe='')}")
+        document = self.api.get_json(f"/v1/tasks/{quote(task, safe='')}")
         return Run(
             self,
             task,
@@ -310,38 +300,37 @@ class Client:
         )
 
     def cancel(self, task: str) -> dict[str, Any]:
-        """Cancel; the task's document."""
-        reply = self.door.send("DELETE", f"/v1/tasks/{quote(task, safe='')}")
+        """Cancel a task and return its document."""
+        reply = self.api.send("DELETE", f"/v1/tasks/{quote(task, safe='')}")
         found: dict[str, Any] = reply.json() if reply.body else {}
         return found
 
     def preempt(self, task: str) -> dict[str, Any]:
-        """For operators: make a task give up its place and wait again; its document."""
-        reply = self.door.send("POST", f"/v1/tasks/{quote(task, safe='')}/preempt")
+        """Preempt a task (operators only): it returns to the queue. Return its document."""
+        reply = self.api.send("POST", f"/v1/tasks/{quote(task, safe='')}/preempt")
         found: dict[str, Any] = reply.json()
         return found
 
     def cancel_batch(self, batch: str) -> None:
-        """Cancel whatever of a batch has not ended, and close it."""
-        self.door.send("DELETE", f"/v1/batches/{quote(batch, safe='')}")
+        """Cancel the unfinished tasks of a batch and close it."""
+        self.api.send("DELETE", f"/v1/batches/{quote(batch, safe='')}")
 
     def batch(self, batch: str) -> dict[str, Any]:
-        """A batch's document: how many tasks it has, how many have ended, whether more may come."""
-        found: dict[str, Any] = self.door.get_json(f"/v1/batches/{quote(batch, safe='')}")
+        found: dict[str, Any] = self.api.get_json(f"/v1/batches/{quote(batch, safe='')}")
         return found
 
     def ended(self, batch: str, timeout: float | None = None) -> Iterator[Result]:
-        """The results of a batch as its tasks end, until all have; `TimeoutError` when they have not by then."""
-        return mapping.ended(self.door, batch, timeout)
+        """Yield results of a batch as its tasks end; `TimeoutError` after `timeout` seconds."""
+        return mapping.ended(self.api, batch, timeout)
 
     def explain(self, task: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.door.get_json(f"/v1/tasks/{quote(task, safe='')}/explain")
+        found: dict[str, Any] = self.api.get_json(f"/v1/tasks/{quote(task, safe='')}/explain")
         return found
 
     def listing(
         self, what: str, *, limit: int | None = None, **filters: str
     ) -> list[dict[str, Any]]:
-        """REST documents of a listing (`tasks`, `nodes`, `resources`), pages joined, at most `limit`."""
+        """Documents of a listing (`tasks`, `nodes`, `resources`) from all pages, at most `limit`."""
         return list(itertools.islice(self._pages(what, limit, filters), limit))
 
     def _pages(
@@ -351,32 +340,15 @@ class Client:
         if limit is not None:
             query["limit"] = str(max(1, min(limit, 200)))
         while True:
-            page = self.door.get_json(f"/v1/{what}?{urlencode(query)}")
+            page = self.api.get_json(f"/v1/{what}?{urlencode(query)}")
             yield from page["items"]
             if not page.get("next"):
                 return
             query["cursor"] = str(page["next"])
 
 
-def shipment(
-    workdir: str | os.PathLike[str] | None, ignore: Sequence[str], inputs: Iterable[Input]
-) -> list[Input]:
-    """The inputs, with the files of `workdir` before them."""
-    if workdir is None:
-        if ignore:
-            raise Invalid("'ignore' says what of 'workdir' stays here; name a folder to ship")
-        return list(inputs)
-    found = local_files(Path(workdir), ignore=ignore)
-    if not found:
-        log.warning(
-            "nothing of '%s' is sent: it holds no file, or .gitignore, .gpoolignore and 'ignore' name them all",
-            workdir,
-        )
-    return [*found, *inputs]
-
-
 def _script_in(command: Sequence[str]) -> str | None:
-    """What `python train.py` is called in listings: the script, not its interpreter."""
+    """Name of a command in listings: `train.py` for `python train.py`."""
     if len(command) < 2 or not _INTERPRETER.fullmatch(Path(command[0]).name):
         return None
     word = Path(str(command[1])).name
@@ -384,13 +356,11 @@ def _script_in(command: Sequence[str]) -> str | None:
 
 
 def _deadline(task: Task[..., Any]) -> bytes:
-    """The member `by` of a submission made now, with its comma."""
     by = task.options.by
-    return b"" if by is None else b'"by":"%s",' % moments.due(by).encode()
+    return b"" if by is None else b'"by":"%s",' % times.due(by).encode()
 
 
 def _members(members: Mapping[str, object]) -> bytes:
-    """A JSON object without its closing brace."""
     return json_of(dict(members))[:-1]
 
 
@@ -398,7 +368,7 @@ _default: tuple[int, Client] | None = None
 
 
 def default_client() -> Client:
-    """The client `gpool.task` and `gpool.run` use: made at first use, anew in a forked process."""
+    """Client of `gpool.task` and `gpool.run`: created at first use, and again in a forked process."""
     global _default
     if _default is None or _default[0] != os.getpid():
         _default = (os.getpid(), Client())
@@ -409,7 +379,7 @@ task: Decorator = Decorator(default_client)
 
 
 def run(command: Sequence[str], **options: Any) -> Completed:
-    """Run a command in the pool to its end: see `Client.run`."""
+    """Run a command in the pool; see `Client.run`."""
     return default_client().run(command, **options)
 
 

@@ -1,6 +1,6 @@
-"""From what a consumer writes to a recipe: words, requirements files, the block at the top of a script. Installs nothing.
+"""Environment specs from package names, requirements files and a script's inline metadata (PEP 723). Installs nothing.
 
-Packages come from the node's own index, so options and addresses of pip are refused, with the place they stand at.
+Packages come from the node's own index, so pip options and URLs are refused, with file and line.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gpool.core.model import Recipe
 from gpool.core.specs import environment
 
 OLDEST, NEWEST = 11, 30
-"""The minors of Python 3 that a node may have: gpool's own oldest, and one that is years away."""
+"""Range of Python 3 minor versions a node may have: gpool's oldest, and one that is years away."""
 
 MAX_NESTED = 20
 _OPEN, _CLOSE = "# /// script", "# ///"
@@ -25,7 +25,7 @@ _CLAUSE = re.compile(r"(===|~=|==|!=|<=|>=|<|>)\s*(\d+(?:\.\d+)*)(\.\*)?")
 _NESTED = re.compile(r"(?:-r|--requirement)(?:\s*=\s*|\s+|(?<=-r))(\S.*)")
 
 
-def recipe_of(
+def environment_spec(
     *,
     python: str | None = None,
     pip: Sequence[str] = (),
@@ -33,7 +33,7 @@ def recipe_of(
     script: Path | None = None,
     image: str | None = None,
 ) -> Recipe | None:
-    """What all of them ask for together; None when they ask for nothing, and the node's own environment serves."""
+    """Combine all sources; None if they are empty, which selects the node's own environment."""
     packages = list(pip)
     if requirements is not None:
         packages += _from_file(requirements, ())
@@ -59,11 +59,9 @@ def _read(file: Path, what: str) -> str:
 
 def _from_file(file: Path, above: tuple[Path, ...]) -> Iterator[str]:
     if file.resolve() in above:
-        return  # they name each other
+        return  # a cycle of -r
     if len(above) >= MAX_NESTED:
-        raise Invalid(
-            f"requirements file '{file}' lies {MAX_NESTED} others deep; put them into one"
-        )
+        raise Invalid(f"requirements file '{file}' is nested {MAX_NESTED} files deep; merge them")
     for number, line in _lines(_read(file, "requirements file")):
         place = f"{file}:{number}"
         if nested := _NESTED.fullmatch(line):
@@ -71,8 +69,8 @@ def _from_file(file: Path, above: tuple[Path, ...]) -> Iterator[str]:
         elif line.startswith("-") or " --" in line:
             word = next(word for word in line.split() if word.startswith("-"))
             raise Invalid(
-                f"{place}: {word[:40]!r} is an option of pip; the node's owner chooses indexes and options, "
-                "so only package names and versions (and -r FILE) can stand here"
+                f"{place}: {word[:40]!r} is a pip option; the node's owner chooses indexes and options, "
+                "so only package names with versions and -r FILE are allowed"
             )
         else:
             try:
@@ -83,7 +81,7 @@ def _from_file(file: Path, above: tuple[Path, ...]) -> Iterator[str]:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """(number of its first line, content) of what is not empty: continued lines joined, comments gone."""
+    """Yield (number of the first line, content) of non-empty lines, continuations joined, comments removed."""
     begun, held = 0, ""
     for number, line in enumerate([*text.splitlines(), ""], start=1):
         begun = begun or number
@@ -101,7 +99,6 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _block_of(script: Path) -> dict[str, Any] | None:
-    """The `script` block (PEP 723) of a Python file; one that is never closed is a comment."""
     lines = _read(script, "script").splitlines()
     found: list[list[str]] = []
     at = 0
@@ -135,7 +132,7 @@ def _dependencies(block: dict[str, Any], script: Path) -> list[str]:
 
 
 def _minor_for(block: dict[str, Any], script: Path) -> str | None:
-    """Which Python to ask for: none when every node's will do, our own when it will, else the oldest that will."""
+    """Python version to request: None if any will do, the caller's own if it fits, else the oldest that fits."""
     wanted = block.get("requires-python", "")
     if not isinstance(wanted, str):
         raise Invalid(f"{script}: 'requires-python' is not text like '>=3.11'")
@@ -146,9 +143,7 @@ def _minor_for(block: dict[str, Any], script: Path) -> str | None:
         if any(all(_meets((3, minor, micro), c) for c in clauses) for micro in range(100))
     ]
     if not fitting:
-        raise Invalid(
-            f"{script} requires Python {wanted!r}; nodes have 3.{OLDEST} or a later one of Python 3"
-        )
+        raise Invalid(f"{script} requires Python {wanted!r}; nodes have Python 3.{OLDEST} or later")
     if len(fitting) == NEWEST + 1 - OLDEST:
         return None
     own = sys.version_info.minor
@@ -161,7 +156,7 @@ _Clause = tuple[str, tuple[int, ...], bool]
 def _clause(text: str, script: Path) -> _Clause:
     found = _CLAUSE.fullmatch(text)
     if found is None:
-        raise Invalid(f"{script}: 'requires-python' says {text!r}; write it like '>=3.11'")
+        raise Invalid(f"{script}: 'requires-python' has {text!r}; write it like '>=3.11'")
     return found[1], tuple(int(part) for part in found[2].split(".")), bool(found[3])
 
 

@@ -1,4 +1,4 @@
-"""A task's output, page by page or as it comes. A broken stream goes on after the last cursor; nothing is shown twice."""
+"""A task's output, by page or as a stream. A broken stream resumes after the last cursor without repetition."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from gpool.client.connection.transport import Door
+from gpool.client.connection.transport import ApiTransport
 from gpool.core.errors import Unreachable
 
 
 @dataclass(frozen=True, slots=True)
 class Printed:
-    """A piece of output: its bytes as the task wrote them, and what there is to read in them.
+    """A piece of output: its bytes, and their text.
 
-    A character cut in two by the end of a piece is in the `text` of the piece that completes it.
+    A character split between two pieces is in the `text` of the second.
     """
 
     cursor: int
@@ -27,15 +27,15 @@ class Printed:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """Where a task is: its status, under which lease (0: none yet), and the phase its attempt has come to."""
+class TaskProgress:
+    """Status of a task, epoch of its lease (0: none yet) and phase of its attempt."""
 
     epoch: int
     status: str
     phase: str | None
 
     @classmethod
-    def of(cls, document: dict[str, Any]) -> Progress:
+    def of(cls, document: dict[str, Any]) -> TaskProgress:
         phase = document.get("phase")
         return cls(
             int(document.get("epoch", 0)),
@@ -44,14 +44,14 @@ class Progress:
         )
 
 
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[TaskProgress], None]
 
-SILENCE = ":"
-"""What stands for a comment among the names of events; none of theirs begins so."""
+KEEP_ALIVE = ":"
+"""Event name that stands for a comment (keep-alive); real names never start with a colon."""
 
 
 def printed(items: Iterable[dict[str, Any]]) -> Iterator[Printed]:
-    """The pieces that log documents stand for; at the end one more if a stream broke off inside a character."""
+    """Decode log documents; one more piece at the end if a stream broke off inside a character."""
     decoders: dict[tuple[int, str], codecs.IncrementalDecoder] = {}
     cursor = 0
     for item in items:
@@ -67,10 +67,10 @@ def printed(items: Iterable[dict[str, Any]]) -> Iterator[Printed]:
             yield Printed(cursor, stream, b"", rest)
 
 
-def pages(door: Door, task: str, after: int = 0) -> Iterator[dict[str, Any]]:
-    """The documents of what is there now."""
+def pages(api: ApiTransport, task: str, after: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield the log documents present now."""
     while True:
-        page = door.get_json(f"/v1/tasks/{task}/logs?after={after}")
+        page = api.get_json(f"/v1/tasks/{task}/logs?after={after}")
         for item in page["items"]:
             after = max(after, int(item["cursor"]))
             yield item
@@ -80,47 +80,45 @@ def pages(door: Door, task: str, after: int = 0) -> Iterator[dict[str, Any]]:
 
 
 def follow(
-    door: Door, task: str, after: int = 0, on_progress: OnProgress | None = None
+    api: ApiTransport, task: str, after: int = 0, on_progress: OnProgress | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The documents of what is there and what comes, until the task has ended and all its output was given.
+    """Yield present and future log documents until the task has ended.
 
-    `on_progress` is told in between where the task is, whenever that has changed, and the same again now and then
-    while nothing happens.
+    `on_progress` is called for each change of progress, and again with the same value on keep-alives.
     """
-    tries, last = door.pauses(), None
+    tries, last = api.pauses(), None
     while True:
         try:
             headers = {"accept": "text/event-stream"}
-            with door.open(f"/v1/tasks/{task}/logs?after={after}", headers=headers) as response:
-                tries = door.pauses()
+            with api.open(f"/v1/tasks/{task}/logs?after={after}", headers=headers) as response:
+                tries = api.pauses()
                 for event, data in _events(response.iter_bytes()):
                     if event == "end":
                         return
-                    if event == SILENCE:
+                    if event == KEEP_ALIVE:
                         if on_progress is not None and last is not None:
                             on_progress(last)
                         continue
                     item = json.loads(data)
                     if event == "progress" and on_progress is not None and isinstance(item, dict):
-                        last = Progress.of(item)
+                        last = TaskProgress.of(item)
                         on_progress(last)
                     if isinstance(item, dict) and "cursor" in item and "text" in item:
                         after = max(after, int(item["cursor"]))
                         yield item
         except Unreachable:
             pause = next(tries, None)
-            if pause is None or door.wait(pause):
+            if pause is None or api.wait(pause):
                 raise
             continue
-        page = door.get_json(
+        page = api.get_json(
             f"/v1/tasks/{task}/logs?after={after}"
-        )  # the stream ended: did the task?
+        )  # the stream ended; has the task?
         if page.get("ended") and not page["items"]:
             return
 
 
 def _events(pieces: Iterable[bytes]) -> Iterator[tuple[str, str]]:
-    """Server-sent events: (name, data); a comment, by which a server says that it is there, is a `SILENCE`."""
     name, data = "message", list[str]()
     for line in _lines(pieces):
         if not line:
@@ -130,7 +128,7 @@ def _events(pieces: Iterable[bytes]) -> Iterator[tuple[str, str]]:
                 yield name, ""
             name, data = "message", []
         elif line.startswith(":"):
-            yield SILENCE, ""
+            yield KEEP_ALIVE, ""
         elif line.startswith("data:"):
             data.append(line[5:].removeprefix(" "))
         elif line.startswith("event:"):

@@ -1,8 +1,8 @@
-"""`.map`: many calls in one open batch, answered in order while they are still being submitted.
+"""`.map`: many calls in one open batch, results yielded in input order while calls are still being submitted.
 
-The caller's thread pickles and submits, in chunks that grow; one background thread reads the stream of results and
-goes on after the last sequence when the server goes away. At most `WINDOW` calls are out at a time, so endless inputs
-take bounded memory. Inputs are consumed in the caller's thread only. A quota that has no room for all of it slows it down.
+The caller's thread consumes inputs, pickles and submits in growing chunks; a background thread reads the result stream
+and resumes after the last sequence number. At most `WINDOW` calls are outstanding, so endless inputs take bounded
+memory. If a quota refuses a chunk, smaller ones are submitted as results come in.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 import httpx2
 
-from gpool.client.connection.transport import Door
+from gpool.client.connection.transport import ApiTransport
 from gpool.client.results import Raised, Result, decode_lines
 from gpool.core.errors import GpoolError, InternalFault, TooMany, Unreachable
 
@@ -30,78 +30,80 @@ FIRST_CHUNK, LAST_CHUNK = 64, 4000
 WINDOW = 50_000
 _CHUNK_BYTES = 8 * 1024 * 1024
 _CHUNK_S = 0.1
-"""A chunk is sent off when its inputs took this long to come, however few they are."""
+"""A chunk is submitted after this time even if it is small: inputs may be slow."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-"""How long results are waited for before one more call is tried that a quota refused."""
+"""Wait for results before a call that a quota refused is tried again."""
 
 _SILENCE_S = 90.0
-"""A stream silent for this long is opened anew: the way may be dead without either side knowing."""
+"""A stream silent for this long is reopened: the connection may be dead unnoticed."""
 
 
 _ASKED_AGAIN_S = 5.0
-"""How often somebody who waits for a batch that is still open asks whether it was closed."""
+"""Interval at which `ended` checks whether an open batch was closed."""
 
 
 class Submit(Protocol):
-    """Sends rendered calls into a batch (None: a new one); the batch's id."""
+    """Submit rendered calls to a batch (None: a new one) and return its id."""
 
     def __call__(self, calls: list[bytes], batch: str | None, more: bool) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
-    """The reader gave up."""
+class ReaderFailure:
+    """The error after which the reader gave up."""
 
     error: GpoolError
 
 
 class ResultReader:
-    """Reads one batch's results in the background and hands them on in lists, each result once."""
+    """Background reader of a batch's results; puts lists into `inbox`, each result once."""
 
-    def __init__(self, door: Door, batch: str) -> None:
-        self._door, self._batch = door, batch
+    def __init__(self, api: ApiTransport, batch: str) -> None:
+        self._api, self._batch = api, batch
         self._stopped = threading.Event()
-        self.inbox: SimpleQueue[list[Result] | Broken] = SimpleQueue()
+        self.inbox: SimpleQueue[list[Result] | ReaderFailure] = SimpleQueue()
         self._thread = threading.Thread(target=self._read, name=f"gpool {batch}", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """The thread ends with what it reads next; nobody waits for it."""
+        """End the thread after its next read; does not wait for it."""
         self._stopped.set()
 
     def _read(self) -> None:
-        after, tries = 0, self._door.pauses()
+        after, tries = 0, self._api.pauses()
         while not self._stopped.is_set():
             try:
                 path = f"/v1/batches/{self._batch}/results?after={after}"
-                with self._door.open(path, read_s=_SILENCE_S) as response:
+                with self._api.open(path, read_s=_SILENCE_S) as response:
                     for results in _batches(response):
                         if results[0].sequence != after + 1:
-                            self.inbox.put(Broken(_gap(self._batch, after, results[0].sequence)))
+                            self.inbox.put(
+                                ReaderFailure(_gap(self._batch, after, results[0].sequence))
+                            )
                             return
                         after = results[-1].sequence
-                        tries = self._door.pauses()
+                        tries = self._api.pauses()
                         self.inbox.put(results)
                         if self._stopped.is_set():
                             return
-                    # An orderly end: the batch is complete, or the server stops. The owner of this reader
-                    # knows which, and stops it; until then it asks again, no faster than a retry.
+                    # Regular end: the batch is complete, or the server stops. The owner knows which and stops
+                    # this reader; until then it reconnects, no faster than a retry.
                 pause = next(tries, None)
             except Unreachable as exc:
                 pause = next(tries, None)
                 if pause is None:
-                    self.inbox.put(Broken(exc))
+                    self.inbox.put(ReaderFailure(exc))
                     return
             except GpoolError as exc:
-                self.inbox.put(Broken(exc))
+                self.inbox.put(ReaderFailure(exc))
                 return
             if self._stopped.wait(pause or 1.0):
                 return
 
 
 def _gap(batch: str, after: int, found: int) -> InternalFault:
-    return InternalFault(f"the results of {batch} jump from {after} to {found}")
+    return InternalFault(f"the results of {batch} skip from sequence {after} to {found}")
 
 
 def _batches(response: httpx2.Response) -> Iterator[list[Result]]:
@@ -118,7 +120,7 @@ def _batches(response: httpx2.Response) -> Iterator[list[Result]]:
 
 
 def stream(
-    door: Door,
+    api: ApiTransport,
     calls: Iterator[bytes],
     submit: Submit,
     outcome: Callable[[Result], object],
@@ -126,15 +128,15 @@ def stream(
     *,
     window: int = WINDOW,
 ) -> Iterator[object]:
-    """Values (or `Raised`) of the rendered calls, in order. `abandon` is called with the batch when left early."""
+    """Yield values (or `Raised`) of rendered calls in order; `abandon(batch)` if the caller stops early."""
     batch: str | None = None
     reader: ResultReader | None = None
     early: dict[int, Result] = {}
     size, exhausted, complete = FIRST_CHUNK, False, False
-    again_at = 0.0  # after a refusal what is there is given first, for so long
-    closed = refused = False  # the batch; its end
+    again_at = 0.0  # after a refusal: no submission before, while results are ready
+    closed = refused = False  # the batch; its closing
     submitted = received = given = 0
-    held: list[bytes] = []  # calls taken from the inputs that are not there yet
+    held: list[bytes] = []  # calls taken from the inputs, not submitted yet
     pause = _FIRST_PAUSE_S
     try:
         while True:
@@ -151,8 +153,10 @@ def stream(
                 try:
                     if chunk or batch is not None:
                         batch = submit(chunk, batch, bool(later) or not exhausted)
-                except TooMany as error:  # a quota: fewer at a time, and then as room comes
-                    if not chunk:  # nothing is left to submit: it is ended once all have come
+                except TooMany as error:  # a quota: smaller chunks, then one call as capacity frees
+                    if (
+                        not chunk
+                    ):  # nothing left to submit: the batch is cancelled after the last result
                         closed = refused = True
                     elif len(chunk) > 1:
                         size = len(chunk) // 2
@@ -160,7 +164,7 @@ def stream(
                         raise
                     else:
                         if pause < _LONGEST_PAUSE_S <= 2 * pause:
-                            log.warning("a map waits: %s", error.detail)
+                            log.warning("map is waiting for a quota: %s", error.detail)
                         again_at = time.monotonic() + pause
                         received += 0 if ready else _take(reader, early, pause)
                         pause = min(2 * pause, _LONGEST_PAUSE_S)
@@ -170,7 +174,7 @@ def stream(
                 submitted += len(chunk)
                 size = min(size * 2, LAST_CHUNK)
                 if reader is None and batch is not None:
-                    reader = ResultReader(door, batch)
+                    reader = ResultReader(api, batch)
             elif ready:
                 result = early.pop(given)
                 given += 1
@@ -190,18 +194,18 @@ def stream(
 
 
 def ended(
-    door: Door,
+    api: ApiTransport,
     batch: str,
     within_s: float | None = None,
     monotonic: Callable[[], float] = time.monotonic,
 ) -> Iterator[Result]:
-    """The results of a batch in the order of their ending, until it is closed and all of it has ended.
+    """Yield results of a batch in order of completion until it is closed and complete.
 
-    `TimeoutError` when that took longer; `NotFound` at once.
+    `TimeoutError` after `within_s` seconds; `NotFound` at once.
     """
     path = f"/v1/batches/{quote(batch, safe='')}"
     ends = None if within_s is None else monotonic() + within_s
-    about, reader, received = door.get_json(path), ResultReader(door, batch), 0
+    about, reader, received = api.get_json(path), ResultReader(api, batch), 0
     try:
         while not (about["closed"] and received >= about["total"]):
             left = _ASKED_AGAIN_S if ends is None else max(0.0, ends - monotonic())
@@ -209,29 +213,29 @@ def ended(
                 got = reader.inbox.get(timeout=min(left, _ASKED_AGAIN_S))
             except Empty:
                 if ends is not None and monotonic() >= ends:
-                    about, ends = door.get_json(path), None  # a long list takes its time to come
+                    about, ends = api.get_json(path), None  # a long list takes time to arrive
                     if not (about["closed"] and about["done"] >= about["total"]):
                         raise TimeoutError(
-                            f"batch {batch} has not ended within {within_s} s; it goes on"
+                            f"batch {batch} has not ended within {within_s} s and continues"
                         ) from None
                 got = []
-            if isinstance(got, Broken):
+            if isinstance(got, ReaderFailure):
                 raise got.error
             received += len(got)
             yield from got
             if not about["closed"]:
-                about = door.get_json(path)
+                about = api.get_json(path)
     finally:
         reader.stop()
 
 
 def _take(reader: ResultReader, early: dict[int, Result], within_s: float | None = None) -> int:
-    """Move one list of results from the reader into `early` (waiting for it); how many, 0 when none came in time."""
+    """Wait for one list of results and add it to `early`; return its length, 0 after the timeout."""
     try:
         got = reader.inbox.get(timeout=within_s)
     except Empty:
         return 0
-    if isinstance(got, Broken):
+    if isinstance(got, ReaderFailure):
         raise got.error
     for result in got:
         early[result.position] = result
@@ -239,7 +243,7 @@ def _take(reader: ResultReader, early: dict[int, Result], within_s: float | None
 
 
 def _chunk(calls: Iterator[bytes], room: int) -> tuple[list[bytes], bool]:
-    """Up to `room` calls, fewer when they are large or slow to come; and whether there are no more."""
+    """Take up to `room` calls, fewer if large or slow; also whether the inputs are exhausted."""
     chunk: list[bytes] = []
     began, size_bytes = time.monotonic(), 0
     for call in islice(calls, room):
@@ -251,7 +255,6 @@ def _chunk(calls: Iterator[bytes], room: int) -> tuple[list[bytes], bool]:
 
 
 def raise_first(outcomes: Iterator[object]) -> Iterator[object]:
-    """The values; the first exception in order is raised and ends it."""
     try:
         for value in outcomes:
             if type(value) is Raised:
@@ -264,7 +267,6 @@ def raise_first(outcomes: Iterator[object]) -> Iterator[object]:
 
 
 def exceptions_as_values(outcomes: Iterator[object]) -> Iterator[object]:
-    """Values and exceptions, each in its place."""
     try:
         for value in outcomes:
             yield value.exception if type(value) is Raised else value

@@ -1,4 +1,4 @@
-"""What a task may ask for, checked for form before anything is sent; the server decides what is possible."""
+"""Options of a task, checked for form before submission; the server decides what is possible."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from gpool.client import moments
-from gpool.client.durations import seconds
-from gpool.client.environment_specs import recipe_of
+from gpool.client import times
+from gpool.client.environment_specs import environment_spec
+from gpool.client.times import seconds
 from gpool.core.errors import Invalid
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Requirements and manners of a task, under the names `@gpool.task` and `gpool run` give them."""
+    """Options under the names of `@gpool.task` and `gpool run`."""
 
     gpu: str | int | float | None = None
     vram: str | None = None
@@ -31,48 +31,48 @@ class Options:
     priority: int | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     name: str | None = None
-    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)  # variables never shown
-    python: str | None = None  # a minor, "3.12"
-    pip: Sequence[str] = ()  # packages, as pip is told them
-    requirements: str | os.PathLike[str] | None = None  # a file of such lines
-    script: str | os.PathLike[str] | None = None  # a Python file whose own block names packages
+    secrets: Mapping[str, str] = field(
+        default_factory=dict, repr=False
+    )  # environment variables that are never shown
+    python: str | None = None  # minor version, "3.12"
+    pip: Sequence[str] = ()  # packages as for pip
+    requirements: str | os.PathLike[str] | None = None  # a requirements file
+    script: str | os.PathLike[str] | None = None  # a Python file with inline metadata (PEP 723)
     image: str | None = None
     network: str | None = None  # "none" or "egress"
-    preload: Sequence[str] = ()  # modules to have imported before the start
-    checkpoint: str | None = None  # a directory that is kept between attempts
+    preload: Sequence[str] = ()  # modules imported before the start
+    checkpoint: str | None = None  # directory kept between attempts
     checkpoint_every: str | float | None = None
-    grace: str | float | None = None  # between SIGTERM and the end
-    preemptible: bool | None = None  # may be stopped for others and begun anew
-    by: str | datetime | None = None  # wanted by then: "18:00", "2h", "2026-11-15T18:00+00:00"
-    nodes: int | None = None  # at once, each with all of the above: a gang
-    engine: str | None = None  # "torchrun", "ray" or "none": what starts a gang's command
-    on_loss: str | None = None  # "reform" or "end": when a gang loses a node
+    grace: str | float | None = None  # time between SIGTERM and SIGKILL
+    preemptible: bool | None = None  # may be stopped for other tasks and restarted
+    by: str | datetime | None = None  # deadline: "18:00", "2h", "2026-11-15T18:00+00:00"
+    nodes: int | None = None  # gang: nodes at once, each with all of the above
+    engine: str | None = None  # "torchrun", "ray" or "none": launcher of a gang's command
+    on_loss: str | None = None  # "reform" or "end": reaction of a gang to a lost node
     labels: Sequence[str] = ()  # a node must have all of these
-    max_price: str | float | None = None  # "0.40/h", for what it gets on one node
-    team: str | None = None  # the team in whose name it runs, by name or id; None: your own
+    max_price: str | float | None = None  # "0.40/h", for its resources on one node
+    team: str | None = None  # team that owns the task, by name or id
     results: str | None = None  # "pickle": unpickle values from other accounts' nodes too
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
-        """From keyword arguments, with the known names listed when one is unknown."""
+        """Build from keyword arguments; `TypeError` lists the known names."""
         known = [one.name for one in fields(cls)]
         unknown = sorted(set(given) - set(known))
         if unknown:
             like = difflib.get_close_matches(unknown[0], known, 1)
             meant = f" Did you mean {like[0]!r}?" if like else ""
-            raise TypeError(
-                f"gpool knows no option {unknown[0]!r}; it knows {', '.join(known)}.{meant}"
-            )
+            raise TypeError(f"unknown option {unknown[0]!r}; known: {', '.join(known)}.{meant}")
         return cls(**given)
 
     @property
     def pickle_requested(self) -> bool:
-        """Whether values from nodes of other accounts are unpickled: their owners could run code here."""
+        """Whether to unpickle values from nodes of other accounts, whose owners could run code here."""
         return self.results == "pickle"
 
     def members(self) -> dict[str, object]:
-        """The members of a `TaskRequest` that were asked for; the server's defaults stand for the rest."""
-        said: dict[str, object] = {
+        """The set members of a `TaskRequest`; the server's defaults apply to the rest."""
+        members: dict[str, object] = {
             "name": self.name,
             "gpu": self.gpu,
             "vram": self.vram,
@@ -85,14 +85,14 @@ class Options:
             "priority": self.priority,
             "env": _variables("env", self.env) or None,
             "secrets": _variables("secrets", self.secrets) or None,
-            "recipe": self._recipe(),
+            "recipe": self._environment(),
             "network": self.network,
             "preload": _words("preload", self.preload, "torch") or None,
             "checkpoint": self.checkpoint,
             "checkpoint_every_s": _maybe_seconds(self.checkpoint_every),
             "grace_s": _maybe_seconds(self.grace, zero=True),
             "preemptible": self.preemptible,
-            "by": None if self.by is None else moments.due(self.by),
+            "by": None if self.by is None else times.due(self.by),
             "nodes": self.nodes,
             "engine": self.engine,
             "on_loss": self.on_loss,
@@ -103,17 +103,14 @@ class Options:
         if self.results not in (None, "pickle"):
             raise Invalid(f"results is {self.results!r}; give results='pickle' or leave it out")
         if self.checkpoint_every is not None and self.checkpoint is None:
-            raise Invalid(
-                "'checkpoint_every' says how often 'checkpoint' is saved; name that folder"
-            )
-        return {name: value for name, value in said.items() if value is not None}
+            raise Invalid("'checkpoint_every' needs 'checkpoint', the folder to save")
+        return {name: value for name, value in members.items() if value is not None}
 
-    def _recipe(self) -> dict[str, object] | None:
-        """The environment asked for, as a `RecipeDocument`; None: the node's own."""
+    def _environment(self) -> dict[str, object] | None:
         packages = _words("pip", self.pip, "numpy")
         if not (packages or self.python or self.requirements or self.script or self.image):
             return None
-        made = recipe_of(
+        made = environment_spec(
             python=self.python,
             pip=packages,
             requirements=None if self.requirements is None else Path(self.requirements),
@@ -122,21 +119,21 @@ class Options:
         )
         if made is None:
             return None
-        said = {"python": made.python, "packages": list(made.packages), "image": made.image}
-        return {name: value for name, value in said.items() if value}
+        members = {"python": made.python, "packages": list(made.packages), "image": made.image}
+        return {name: value for name, value in members.items() if value}
 
 
 def _words(option: str, given: Sequence[str], like: str) -> list[str]:
-    """A list of words. One alone would be taken for its letters."""
+    """A list of words; a single string is refused, since it would be taken for its letters."""
     if isinstance(given, str):
         raise Invalid(f"{option} is {given!r}; give a list, like {option}=[{like!r}]")
     return [str(word) for word in given]
 
 
 def _variables(option: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Names and values as text. What was given is not shown: it may be secret."""
+    """Names and values as text. An error does not show the value: it may be secret."""
     if not isinstance(given, Mapping):
-        raise Invalid(f"{option} is no mapping; write {option}={{'NAME': 'value'}}")
+        raise Invalid(f"{option} is not a mapping; write {option}={{'NAME': 'value'}}")
     return {str(name): str(value) for name, value in given.items()}
 
 

@@ -1,6 +1,6 @@
-"""Functions and arguments as bytes: the caller's own modules travel by value, installed packages by name.
+"""Pickles functions and arguments: the caller's own modules by value, installed packages by name.
 
-It unpickles only what the caller's own functions returned on nodes the caller trusts (law 6); callers of `loads` check that.
+`loads` runs code of the pickle's author: its callers check that the node is trusted.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ PROTOCOL = 5
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 _PLAIN = frozenset({int, float, str, bytes, bool, type(None)})
-"""Types whose pickle names no class: the C pickler alone does them right."""
+"""Types whose pickle names no class, so the plain C pickler suffices."""
 
 _ONE_AT_A_TIME = threading.Lock()
-"""Which modules go by value is a process-wide register of cloudpickle's: one pickling changes it at a time."""
+"""cloudpickle's register of modules by value is global to the process."""
 
 PICKLING_ERRORS = (
     pickle.PicklingError,
@@ -44,7 +44,7 @@ PICKLING_ERRORS = (
 
 
 class OwnModules:
-    """Tells the caller's own modules (beside the script, or installed editable) from installed ones."""
+    """Distinguishes the caller's own modules (next to the script, or editable) from installed ones."""
 
     def __init__(self, installed: Iterable[str] | None = None) -> None:
         self._installed = tuple(_installed_folders() if installed is None else installed)
@@ -58,7 +58,7 @@ class OwnModules:
 
     def _look(self, name: str) -> bool:
         if name == "__main__" or name.partition(".")[0] == "gpool":
-            return False  # cloudpickle sends __main__ by value anyway; gpool is everywhere
+            return False  # cloudpickle sends __main__ by value anyway; nodes have gpool
         module = sys.modules.get(name)
         if module is None:
             return False
@@ -82,7 +82,7 @@ _own = OwnModules()
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
-    """Registers each of the caller's own modules by value the moment something of it is met."""
+    """Registers a module of the caller by value when an object of it is reached."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=PROTOCOL)
@@ -106,7 +106,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is unt
 
 
 def dumps(value: object) -> bytes:
-    """Pickled with the caller's own modules by value."""
+    """Pickle a value, the caller's own modules by value."""
     with _ONE_AT_A_TIME, io.BytesIO() as file:
         pickler = _Pickler(file)
         try:
@@ -118,7 +118,7 @@ def dumps(value: object) -> bytes:
 
 
 def dumps_function(function: Callable[..., object], name: str) -> bytes:
-    """The function as bytes, or `Invalid` saying why it cannot travel."""
+    """Pickle a function; `Invalid` says why it cannot be pickled."""
     try:
         return dumps(function)
     except PICKLING_ERRORS as exc:
@@ -132,7 +132,7 @@ def dumps_function(function: Callable[..., object], name: str) -> bytes:
 def dumps_call(
     function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> bytes:
-    """`(args, kwargs)` as bytes; `Invalid` names the argument that cannot travel."""
+    """Pickle `(args, kwargs)`; `Invalid` names the argument that cannot be pickled."""
     for value in args:
         if type(value) not in _PLAIN:
             break
@@ -171,5 +171,5 @@ def _which_argument(
 
 
 def loads(content: bytes) -> Any:
-    """The value one of the caller's own functions returned. Nothing else may be passed in (law 6)."""
+    """Unpickle a value from a trusted node; untrusted bytes must never reach this."""
     return pickle.loads(content)

@@ -1,13 +1,15 @@
-"""Results of finished tasks: decoded from the server's documents, and turned into a Python value or exception.
+"""Results of finished tasks: decoded from the server's documents into Python values or exceptions.
 
 A pickle is loaded only if the caller's own node produced it or the caller asked for `results="pickle"`: loading runs
-whatever code the node's owner put into it.
+code chosen by the node's owner.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -22,10 +24,10 @@ from gpool.core.errors import (
 )
 
 Fetch = Callable[[str], bytes]
-"""An artifact by its hash, whole."""
+"""Returns a whole artifact by its hash."""
 
 
-class Output(msgspec.Struct, frozen=True):
+class OutputArtifact(msgspec.Struct, frozen=True):
     path: str
     sha256: str
     size_bytes: int
@@ -33,7 +35,7 @@ class Output(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """`wire.documents.ResultDocument`, decoded without pydantic: a map reads thousands a second."""
+    """`wire.documents.ResultDocument`, decoded by msgspec: a map reads thousands per second."""
 
     id: str
     position: int
@@ -44,15 +46,23 @@ class Result(msgspec.Struct, frozen=True):
     value: bytes = b""
     value_sha256: str = ""
     error_text: str = ""
-    outputs: list[Output] = []
+    outputs: list[OutputArtifact] = []
     node: str | None = None
     node_name: str | None = None
     own_node: bool = False  # an older server does not send it
 
 
-class Submitted(msgspec.Struct, frozen=True):
-    """`wire.documents.SubmittedDocument`."""
+@dataclass(frozen=True, slots=True)
+class Completed:
+    id: str
+    exit_code: int
+    status: str
+    stdout: str
+    stderr: str
+    outputs: tuple[Path, ...] = ()
 
+
+class SubmittedBatch(msgspec.Struct, frozen=True):
     batch: str
     ids: list[str]
     first_position: int = 0
@@ -61,11 +71,11 @@ class Submitted(msgspec.Struct, frozen=True):
 decode_result = msgspec.json.Decoder(Result).decode
 decode_results = msgspec.json.Decoder(list[Result]).decode
 decode_lines = msgspec.json.Decoder(Result).decode_lines
-decode_submitted = msgspec.json.Decoder(Submitted).decode
+decode_submitted = msgspec.json.Decoder(SubmittedBatch).decode
 
 
 class RemoteTraceback(Exception):
-    """The cause of an exception that was raised on a node: prints the traceback from there."""
+    """Cause of an exception raised on a node; its text is the traceback there."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -76,13 +86,11 @@ class RemoteTraceback(Exception):
 
 
 class Raised(msgspec.Struct, frozen=True):
-    """An exception in the place of a value."""
-
     exception: BaseException
 
 
 def outcome(result: Result, fetch: Fetch, *, pickle_requested: bool) -> object:
-    """The value of a function's call, or `Raised`. `pickle_requested`: load pickles of any account's node."""
+    """Value of a function's call, or `Raised`. `pickle_requested`: also load pickles of other accounts' nodes."""
     is_trusted = result.own_node or pickle_requested
     if result.reason == "returned" and result.status == "succeeded":
         if not is_trusted:
@@ -113,7 +121,7 @@ def _untrusted(result: Result) -> UntrustedResult:
 
 def _fetched(result: Result, fetch: Fetch) -> bytes:
     if not result.value_sha256:
-        raise InternalFault(f"the value of task {result.id} is missing from the server's answer")
+        raise InternalFault(f"the value of task {result.id} is missing from the server's response")
     content = fetch(result.value_sha256)
     if hashlib.sha256(content).hexdigest() != result.value_sha256:
         raise InternalFault(
@@ -123,7 +131,7 @@ def _fetched(result: Result, fetch: Fetch) -> bytes:
 
 
 def _raised(result: Result, fetch: Fetch, *, is_trusted: bool) -> BaseException:
-    """The exception itself if its pickle is trusted, else `TaskFailed` with its text; the traceback is the cause."""
+    """The exception if its pickle is trusted, else `TaskFailed` with its text; the remote traceback is the cause."""
     exception: object = None
     if is_trusted and (result.value or result.value_sha256):
         try:
@@ -144,7 +152,7 @@ def _raised(result: Result, fetch: Fetch, *, is_trusted: bool) -> BaseException:
 
 
 def failure(result: Result) -> TaskFailed:
-    """The exception for a task that ended without success and without raising one of its own."""
+    """Exception for a task that failed without raising one of its own."""
     text = f": {result.error_text.strip()}" if result.error_text.strip() else ""
     task = f"task {result.id}"
     if result.reason == "timed_out":
@@ -167,22 +175,22 @@ def failure(result: Result) -> TaskFailed:
     why = {
         "out_of_memory": "ran out of {}; ask for more with {}".format(*memory),
         "bad_input": "could not be prepared",  # its inputs, its environment, its checkpoint
-        "bad_output": "did not leave the outputs it was to leave",
+        "bad_output": "did not write its outputs",
         "lost": "lost one of its nodes",
-        "sandbox_failed": "was failed by its node: its sandbox did not start, or broke",
-        "node_failed": "was failed by its node, which could not start it",
+        "sandbox_failed": "failed on its node: the sandbox did not start or broke",
+        "node_failed": "failed on its node, which could not start it",
     }.get(result.reason or "", "failed")
     advice = ""
     if result.reason in ("sandbox_failed", "node_failed"):
         advice = (
-            f". It was not your program that failed. What was tried: gpool explain {result.id}. "
-            "Another --tier may do, or another --image; else show this to the pool's operator"
+            f". Your program is not the cause. For the attempts see: gpool explain {result.id}. "
+            "Try another --tier or --image, or report this to the pool's operator"
         )
     return TaskFailed(f"{task} {why}{text}{advice}", id=result.id, reason=result.reason)
 
 
 def exit_code(result: Result) -> int:
-    """What `gpool run` and `gpool wait` exit with: the task's own code, or what stands for its end."""
+    """Exit code of `gpool run` and `gpool wait`: the task's own, or a conventional one for its end reason."""
     if result.reason == "timed_out":
         return 124
     if result.status == "cancelled" or result.reason == "cancelled":

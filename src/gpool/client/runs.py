@@ -1,6 +1,6 @@
-"""A submitted task, to be watched, waited for, cancelled.
+"""`Run`: a submitted task to follow, wait for or cancel.
 
-It unpickles only values of functions its own program submitted, from the caller's own nodes (law 6).
+Unpickles only values of functions this program submitted, from the caller's own nodes unless requested otherwise.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EXPLAINED_AFTER_S = 20.0
-"""How long somebody waits for a task that does not start before they are told why."""
+"""Waiting time for a task to start after which the reason is logged."""
 
 LONGEST_WAIT_S = 30
-"""How long one request may wait for a task's end; a longer wait asks again."""
+"""Longest wait of one request for a task's end; a longer wait repeats the request."""
 
 
 class Run:
-    """One task. Its properties ask the server each time."""
+    """A submitted task. Each property sends a request until the task's end is known."""
 
     def __init__(
         self,
@@ -56,12 +56,11 @@ class Run:
 
     @property
     def cost(self) -> None:
-        """None: nothing is charged yet in this version."""
+        """None: this version charges nothing."""
         return
 
     def document(self) -> dict[str, Any]:
-        """The task as the server describes it (a `TaskDocument`)."""
-        found = self._client.door.get_json(f"/v1/tasks/{quote(self.id, safe='')}")
+        found = self._client.api.get_json(f"/v1/tasks/{quote(self.id, safe='')}")
         assert isinstance(found, dict)
         return found
 
@@ -70,7 +69,7 @@ class Run:
     @overload
     def logs(self, follow: Literal[True]) -> Iterator[str]: ...
     def logs(self, follow: bool = False) -> str | Iterator[str]:
-        """What it printed so far (standard output and error as they came); with `follow`, pieces as they come."""
+        """Output so far (stdout and stderr interleaved); with `follow`, an iterator until the end."""
         if follow:
             return (piece.text for piece in self.printed(follow=True))
         return "".join(piece.text for piece in self.printed())
@@ -78,28 +77,27 @@ class Run:
     def printed(
         self, *, follow: bool = False, on_progress: OnProgress | None = None
     ) -> Iterator[Printed]:
-        """The pieces of output with the stream each went to; `on_progress` is told of each change while following."""
+        """Output with the stream of each piece; `on_progress` is called for changes of status while following."""
         return logs.printed(self.log_documents(follow=follow, on_progress=on_progress))
 
     def log_documents(
         self, *, follow: bool = False, on_progress: OnProgress | None = None
     ) -> Iterator[dict[str, Any]]:
-        """The pieces of output as the server describes them (`LogDocument`s)."""
-        door, task = self._client.door, quote(self.id, safe="")
+        api, task = self._client.api, quote(self.id, safe="")
         if follow:
-            return logs.follow(door, task, on_progress=on_progress)
-        return logs.pages(door, task)
+            return logs.follow(api, task, on_progress=on_progress)
+        return logs.pages(api, task)
 
     def wait(self, timeout: float | None = None) -> Result:
-        """Wait for the end, however it ends; `TimeoutError` when it has not ended by then."""
+        """Wait for the task's end; `TimeoutError` after `timeout` seconds."""
         if self._known is None:
             self._known = wait_for(self._client, self.id, timeout)
         return self._known
 
     def result(self, timeout: float | None = None) -> Any:
-        """A function's value, or the exception it raised with its remote traceback; None for a command that succeeded.
+        """Return a function's value or raise its exception with the remote traceback; None for a successful command.
 
-        `UntrustedResult`: another account's node returned the value; see `Task.remote`.
+        `UntrustedResult` if another account's node returned the value; see `Task.remote`.
         """
         result = self.wait(timeout)
         if not self._function:
@@ -117,15 +115,15 @@ class Run:
         return value
 
     def fetch(self, into: str | Path = ".") -> list[Path]:
-        """Write its outputs beneath `into`; waits for the end."""
+        """Wait for the end and write the outputs beneath `into`."""
         return self._client.artifacts.fetch(self.wait().outputs, Path(into))
 
     def cancel(self) -> None:
-        """Ask for its end; one that has ended stays as it is."""
+        """Cancel the task; no effect after its end."""
         self._client.cancel(self.id)
 
     def explain(self) -> str:
-        """Why it waits, or what it does, in one sentence."""
+        """One sentence on why the task waits or what it does."""
         return str(self._client.explain(self.id)["sentence"])
 
 
@@ -135,14 +133,14 @@ def wait_for(
     timeout: float | None,
     monotonic: Callable[[], float] = time.monotonic,
 ) -> Result:
-    """Ask until the task has ended. Once it has been waited for in vain, the log says why: it may never start."""
+    """Poll until the task has ended; after `EXPLAINED_AFTER_S`, log why it waits, since it may never start."""
     path = f"/v1/tasks/{quote(task, safe='')}/result"
     began, is_explained = monotonic(), False
     ends = None if timeout is None else began + timeout
     while True:
         left = LONGEST_WAIT_S if ends is None else min(LONGEST_WAIT_S, ends - monotonic())
         wait = max(0.0, left)
-        reply = client.door.send("GET", f"{path}?wait={wait:.6g}", read_s=wait + 30)
+        reply = client.api.send("GET", f"{path}?wait={wait:.6g}", read_s=wait + 30)
         if reply.status == 200:
             return decode_result(reply.body)
         now = monotonic()
@@ -153,14 +151,14 @@ def wait_for(
 
 
 def _explained(client: Client, task: str, document: dict[str, Any]) -> bool:
-    """Whether it was said why it waits; one that does not is left alone."""
+    """Log why a queued task waits; whether it was logged."""
     if document.get("status") != "queued":
         return False
     try:
         sentence = client.explain(task)["sentence"]
-    except GpoolError:  # only a courtesy
+    except GpoolError:  # the explanation is optional
         return False
-    # it may name what strangers named: nothing in it is for a terminal to obey
+    # the sentence may hold names other users chose: no control character may reach a terminal
     shown = "".join(letter if letter.isprintable() else "\ufffd" for letter in sentence)
     log.warning("task %s waits: %s", task, shown)
     return True

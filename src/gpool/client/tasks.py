@@ -1,4 +1,4 @@
-"""`@gpool.task`: a Python function that can also run in the pool. Called directly, it runs here."""
+"""`@gpool.task`: a Python function that can also run in the pool. A direct call runs it locally."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ R = TypeVar("R")
 
 
 class Task(Generic[P, R]):
-    """A function with its requirements. What it and its modules hold is taken at the first remote call."""
+    """A function with its options. It is pickled, with its modules, at the first remote call."""
 
     def __init__(
         self, function: Callable[P, R], options: Options, client: Callable[[], Client]
     ) -> None:
         if options.nodes is not None and options.nodes != 1:
             raise Invalid(
-                f"nodes is {options.nodes}, and a function runs on one node; a gang runs a command on every node: "
+                f"nodes is {options.nodes}, but a function runs on one node; a gang runs a command on every node: "
                 'gpool.run(["python", "train.py"], nodes=2)'
             )
         self.function = function
@@ -44,25 +44,23 @@ class Task(Generic[P, R]):
         return f"<gpool.task {self.label}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # In the sandbox a task is the plain function: gpool need not be there.
+        # In the sandbox a task is the plain function, so gpool need not be installed there.
         return operator.itemgetter(0), ((self.function,),)
 
     @property
     def label(self) -> str:
-        """The name it goes by in listings."""
         return self.options.name or getattr(self.function, "__qualname__", "function")[:200]
 
     def pickled(self) -> bytes:
-        """The function as bytes, made once."""
         if self._pickled is None:
-            _refuse_what_cannot_come_back(self.function, self.label)
+            _refuse_unpicklable_returns(self.function, self.label)
             self._pickled = dumps_function(self.function, self.label)
         return self._pickled
 
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run in the pool and wait: the value, or the exception with the remote traceback as its cause.
+        """Run in the pool and wait; return the value, or raise the exception with the remote traceback as cause.
 
-        A value from a node of another account raises `UntrustedResult`, an exception from there is a `TaskFailed` with
+        A value from another account's node raises `UntrustedResult`, an exception from there becomes `TaskFailed` with
         its text, unless the task has `results="pickle"`: unpickling lets that node's owner run code in this process.
         """
         return cast(R, self._client().call(self, args, kwargs))
@@ -72,10 +70,10 @@ class Task(Generic[P, R]):
         return self._client().submit_call(self, args, kwargs)
 
     def map(self, *iterables: Iterable[Any], return_exceptions: bool = False) -> Iterator[R]:
-        """Run once for each set of arguments, in parallel; values come in order, as soon as they are there.
+        """Run in parallel for each set of arguments; yield values in input order as soon as they are known.
 
-        Inputs are taken as they are needed and may be endless. The first exception is raised and cancels the rest,
-        unless `return_exceptions` puts each in the place of its value.
+        Inputs are consumed on demand and may be endless. The first exception is raised and cancels the rest; with
+        `return_exceptions`, exceptions are yielded instead.
         """
         if not iterables:
             raise TypeError("map needs at least one iterable of arguments")
@@ -83,31 +81,31 @@ class Task(Generic[P, R]):
         return cast(Iterator[R], found)
 
     def with_options(self, **changes: Any) -> Task[P, R]:
-        """The same function with other requirements."""
-        said = {
+        """The same function with changed options."""
+        options = {
             name: getattr(self.options, name)
             for name in Options.__dataclass_fields__
             if name not in changes
         }
-        other = Task(self.function, Options.of({**said, **changes}), self._client)
+        other = Task(self.function, Options.of({**options, **changes}), self._client)
         other._pickled = self._pickled
         return other
 
 
-def _refuse_what_cannot_come_back(function: Callable[..., object], label: str) -> None:
-    """What an async function or a generator gives lives in the process that called it."""
+def _refuse_unpicklable_returns(function: Callable[..., object], label: str) -> None:
+    """Coroutines and generators cannot leave the process that created them."""
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         raise TypeError(
-            f"{label} is async, and a coroutine cannot come back from the pool; let a plain function call asyncio.run"
+            f"{label} is async, and a coroutine cannot be returned from the pool; use a plain function that calls asyncio.run"
         )
     if inspect.isgeneratorfunction(function):
         raise TypeError(
-            f"{label} yields, and a generator cannot come back from the pool; return a list"
+            f"{label} is a generator, which cannot be returned from the pool; return a list"
         )
 
 
 def _function(given: Any) -> Callable[..., Any]:
-    """The function that was decorated; `TypeError` says what to write instead of what is none."""
+    """Unwrap the decorated function; `TypeError` for classes and methods says what to write instead."""
     if isinstance(given, staticmethod):
         return _function(given.__func__)
     is_method = isinstance(given, classmethod)
@@ -116,13 +114,13 @@ def _function(given: Any) -> Callable[..., Any]:
     is_class = inspect.isclass(function) and function.__module__ != "builtins"  # `int` will do
     if is_class:
         raise TypeError(
-            f"{name} is a class; @gpool.task takes a function: write one that makes the object and uses it, "
-            "and pass what it needs as arguments"
+            f"{name} is a class; @gpool.task takes a function: write one that creates and uses the object, "
+            "and pass its inputs as arguments"
         )
     if is_method or ("." in name and _first_parameter(function) in ("self", "cls")):
         raise TypeError(
-            f"{name} is a method; @gpool.task takes a function: write one outside of the class, "
-            "and pass what it needs of the object as arguments"
+            f"{name} is a method; @gpool.task takes a function: write one outside the class, "
+            "and pass the needed attributes as arguments"
         )
     if not callable(function):
         raise TypeError(f"@gpool.task takes options by name and a function, not {function!r}")
@@ -130,13 +128,12 @@ def _function(given: Any) -> Callable[..., Any]:
 
 
 def _first_parameter(function: object) -> str:
-    """Of a function that was written with `def` here and is bound to nothing."""
     code = function.__code__ if inspect.isfunction(function) else None
     return code.co_varnames[0] if code is not None and code.co_argcount else ""
 
 
 class Decorator:
-    """`@task` and `@task(gpu=...)` in one; `client` is asked for at the first remote call."""
+    """`@task` and `@task(gpu=...)`; `client` is called at the first remote call."""
 
     def __init__(self, client: Callable[[], Client]) -> None:
         self._client = client
@@ -147,7 +144,7 @@ class Decorator:
     def __call__(self, /, **options: Any) -> Callable[[Callable[P, R]], Task[P, R]]: ...
     def __call__(self, function: Callable[P, R] | None = None, /, **options: Any) -> Any:
         wanted = Options.of(options)
-        wanted.members()  # what is malformed is said where it is written
+        wanted.members()  # raises for malformed options where they are written
         if function is not None:
             return self._task(function, wanted)
         return lambda given: self._task(given, wanted)

@@ -1,4 +1,4 @@
-"""The only wiring: settings in, a server out, and the application around it."""
+"""Wiring of the server: builds `Server` from settings, and the FastAPI application around it."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ from fastapi import FastAPI
 
 from gpool.core.ids import UserId
 from gpool.core.model import Permission
+from gpool.core.scheduler.order.builtin import order_named
 from gpool.core.scheduler.order.orders import Policy
-from gpool.core.scheduler.passes.plan import order_named
 from gpool.server.actions.operators import policy as operating
 from gpool.server.actions.operators import quotas
 from gpool.server.actions.tasks import submit
 from gpool.server.api import routing
 from gpool.server.blobs import Blobs
-from gpool.server.clock import Clock, Steady, SystemClock, system_ids
-from gpool.server.gpu_verification.verifier import Examiner, Examining
+from gpool.server.clock import Clock, MonotonicClock, SystemClock, system_ids
+from gpool.server.gpu_verification.verifier import GpuVerifier, VerificationSettings
 from gpool.server.identity import credentials
+from gpool.server.identity.certificates import certificate_of
 from gpool.server.identity.credentials import Credentials
-from gpool.server.identity.node_proofs.verifier import NodeGate
-from gpool.server.identity.passwords import Cost
+from gpool.server.identity.node_proofs.verifier import NodeAuthenticator
+from gpool.server.identity.passwords import PasswordCost
 from gpool.server.identity.secrets.sealer import Sealer
-from gpool.server.identity.services import SignIns
 from gpool.server.identity.sign_in_guard import Guard
-from gpool.server.identity.tokens.access import Place
-from gpool.server.identity.tokens.refresh import Terms
-from gpool.server.identity.tokens.signing_keys import Rotating, Signing
+from gpool.server.identity.tokens.access import TokenAudience
+from gpool.server.identity.tokens.refresh import RefreshTerms
+from gpool.server.identity.tokens.signing_keys import KeyRotation, TokenSigner
 from gpool.server.metrics import GpuCollector, Metrics
-from gpool.server.nodes.frame_budget import Paces
+from gpool.server.nodes.frame_budget import FrameBudgets
+from gpool.server.nodes.registry import NodeRegistry
+from gpool.server.nodes.report_batches import ReportBatches
 from gpool.server.nodes.telemetry import Telemetry
 from gpool.server.outbound import Outbound
-from gpool.server.scheduling.loops import Ticker, all_loops
-from gpool.server.scheduling.orders import known_orders
+from gpool.server.scheduling.loops import LoopRunner, all_loops
+from gpool.server.scheduling.picture import StatePicture
+from gpool.server.scheduling.policy import ActivePolicy, known_orders
 from gpool.server.scheduling.scheduler import Scheduler
-from gpool.server.server import Server
+from gpool.server.server import VERSION, Server, SignInServices
 from gpool.server.settings import Settings, span
 from gpool.server.store.drivers.opening import open_store
 from gpool.server.store.operations.identity import users as people
 from gpool.server.store.protocol import Store
 from gpool.server.store.values import User
-from gpool.server.tls import certificate_of
-from gpool.server.version import VERSION
 from gpool.server.wakeups import Hub
 
 OPERATOR = "operator"
 OPERATOR_KEY_FILE = "operator.key"
 ROOT_KEY_FILE = "server.key"
-MASTER_KEY_FILE = "master.key"
 DAY_S = 86_400
 NO_TELEMETRY: Any = {
     "tracing": False,
@@ -60,96 +60,98 @@ NO_TELEMETRY: Any = {
     "logs": False,
     "auto_configure": False,
 }
-"""FastAPI's own looks at the environment with every request, and would dial whatever it names there past `outbound`."""
+"""Off: FastAPI's telemetry reads the environment on each request and would connect to addresses there, past `outbound`."""
 
 
 async def open_server(settings: Settings, clock: Clock | None = None) -> Server:
-    """Opens the store, takes up where the last server stopped, and makes the first account."""
+    """Open the store, rebuild the scheduler's state from it, and create the operator's account if missing."""
     settings.data.mkdir(parents=True, exist_ok=True, mode=0o700)
     clock = clock or SystemClock()
     server = wire(settings, await open_store(settings.store_url), clock)
     await quotas.refresh(server)
     await operating.refresh(server)
     await server.identity.signing.ready(server.now)
-    await server.scheduler.rebuild(server.now)
+    await server.picture.rebuild(server.now)
     await ensure_operator(server)
     return server
 
 
 def wire(settings: Settings, store: Store, clock: Clock) -> Server:
-    """A server over an open store; nothing runs yet."""
+    """Build a server over an open store; no loop runs yet."""
     hub, metrics, root_key = Hub(), Metrics(), _root_key(settings.data)
     remember = span(settings.key_cache_s)
     sealer = Sealer(store, settings.master_source, clock.now)
     sign_ins = _sign_ins(settings, store, sealer)
     policy, orders = Policy(order=settings.order), known_orders()
-    order_named(policy.order, orders)  # or it is Invalid, before anything is served
-    passed = clock.passed if isinstance(clock, Steady) else None
-    scheduler = Scheduler(
-        store, hub, metrics, policy, settings.ttl, sealer, orders, clock.now, passed
-    )
+    order_named(policy.order, orders)  # Invalid for an unknown order, before anything is served
+    elapsed = clock.passed if isinstance(clock, MonotonicClock) else None
+    registry = NodeRegistry(metrics, settings.ttl, elapsed)
+    picture = StatePicture(store, registry, ActivePolicy(policy, orders), hub, metrics, clock.now)
     telemetry = Telemetry()
-    metrics.watch_gpus(GpuCollector(telemetry, lambda: scheduler.state.nodes, clock.now))
+    metrics.watch_gpus(GpuCollector(telemetry, lambda: picture.state.nodes, clock.now))
     return Server(
         settings=settings,
         store=store,
         clock=clock,
         ids=system_ids(clock),
         hub=hub,
-        scheduler=scheduler,
+        nodes=registry,
+        picture=picture,
+        scheduler=Scheduler(picture, sealer, metrics),
+        reports=ReportBatches(picture.write, picture.absorb),
         blobs=Blobs(settings.data / "artifacts", settings.max_artifact_bytes),
         credentials=Credentials(store, clock.now, remember, root_key, sign_ins.signing),
-        gate=NodeGate(store, clock.now, root_key, remember=remember),
+        gate=NodeAuthenticator(store, clock.now, root_key, remember=remember),
         metrics=metrics,
         sealer=sealer,
         guard=Guard(clock.now),
-        submitting=submit.gathering(),
+        submitting=submit.batching(),
         sign_ins=sign_ins,
         certificate=certificate_of(settings, clock.now()),
-        examiner=Examiner(store, scheduler, clock.now, Examining.of(settings)),
+        examiner=GpuVerifier(store, picture, clock.now, VerificationSettings.of(settings)),
         telemetry=telemetry,
-        paces=Paces(settings.node_frames_per_s),
+        paces=FrameBudgets(settings.node_frames_per_s),
     )
 
 
-def _sign_ins(settings: Settings, store: Store, sealer: Sealer) -> SignIns:
-    name = settings.public_url or "gpool"  # the same on every replica
-    signing = Signing(
+def _sign_ins(settings: Settings, store: Store, sealer: Sealer) -> SignInServices:
+    name = settings.public_url or "gpool"  # equal on every replica
+    signing = TokenSigner(
         store,
         sealer,
-        Place(issuer=name, audience=name),
-        Rotating(span(settings.rotate_signing_keys_s), span(settings.signing_key_lead_s)),
+        TokenAudience(issuer=name, audience=name),
+        KeyRotation(span(settings.rotate_signing_keys_s), span(settings.signing_key_lead_s)),
     )
-    return SignIns(
+    return SignInServices(
         sealer,
         signing,
         Outbound(),
-        Terms(
+        RefreshTerms(
             grace=span(settings.grace_s),
             idle=span(settings.idle_days * DAY_S),
             life=span(settings.session_days * DAY_S),
         ),
-        Cost(settings.password_passes, settings.password_memory_kib),
+        PasswordCost(settings.password_passes, settings.password_memory_kib),
     )
 
 
 @asynccontextmanager
 async def running(server: Server) -> AsyncIterator[Server]:
-    """The loops run while this is open; then agents are told to come again, and the store is closed."""
-    ticker = Ticker(server, *all_loops(server))
-    ticker.start()
+    """Run the loops; at the end, tell agents to reconnect and close the store."""
+    runner = LoopRunner(server, *all_loops(server))
+    runner.start()
     try:
         yield server
     finally:
-        await ticker.stop()
-        for one in tuple(server.scheduler.channels.values()):
-            one.refuse("unreachable", "the server stops; connect again", retry=True)
+        await runner.stop()
+        for connection in server.nodes.connections:
+            connection.refuse("unreachable", "the server is stopping; connect again", retry=True)
         await server.identity.close()
         await server.store.close()
 
 
 def make_app(server: Server) -> FastAPI:
-    """The application: routes, problems, description. Its lifespan runs the loops."""
+    """Build the application: routes, problem documents, OpenAPI. Its lifespan runs the loops."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -177,7 +179,7 @@ def make_app(server: Server) -> FastAPI:
 
 
 async def ensure_operator(server: Server) -> str:
-    """The operator's key, from its 0600 file; account and key are made when missing."""
+    """Return the operator's API key from its file of mode 0600; create account and key if missing."""
     path = server.settings.data / OPERATOR_KEY_FILE
     user = await server.store.read(people.user_by_name(OPERATOR))
     if user is None:
@@ -204,7 +206,6 @@ def _secret_in(path: Path) -> str | None:
 
 
 def _write_secret(path: Path, secret: str) -> None:
-    """Whole or not at all, and readable by nobody else from the first byte on."""
     temporary = path.with_suffix(".new")
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -1,7 +1,7 @@
-"""Artifacts in a folder, named by their SHA-256. Knows files only: who may read or write them is decided elsewhere.
+"""Artifact files in a directory, named by their SHA-256. Knows files only: authorization is decided elsewhere.
 
-A file gets its name only after its bytes are on disk and match the hash. Parts of a resumable upload are kept per
-uploader, so that nobody can spoil another's. What is being uploaded is pinned until its reference is written.
+A file gets its name after its bytes are on disk and match the hash. Parts of a resumable upload are kept per uploader,
+so nobody can corrupt another's. An artifact is pinned during its upload, until its reference is written.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ CHUNK_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Where a piece of an upload belongs: bytes `first..last` of `total`."""
+class UploadPart:
+    """Range of a partial upload: bytes `first..last` of `total`."""
 
     first: int
     last: int
@@ -50,7 +50,7 @@ class Blobs:
 
     @contextmanager
     def pinned(self, sha256: str) -> Iterator[None]:
-        """While open, `remove` leaves this artifact alone."""
+        """Keep `remove` from deleting this artifact meanwhile."""
         self._pins[sha256] += 1
         try:
             yield
@@ -60,35 +60,33 @@ class Blobs:
                 del self._pins[sha256]
 
     async def store(self, sha256: str, body: AsyncIterator[bytes]) -> int:
-        """A whole artifact in one go; its size. `Invalid` when the bytes are not what their name says."""
+        """Store a whole artifact and return its size; `Invalid` if the hash does not match."""
         temporary = self._incoming / f"{secrets.token_hex(8)}.tmp"
         digest = hashlib.sha256()
         try:
             size = await self._append(temporary, 0, self._max_bytes, body, digest)
             if digest.hexdigest() != sha256:
                 raise _mismatch(sha256, digest.hexdigest())
-            await asyncio.to_thread(self._settle, temporary, sha256)
+            await asyncio.to_thread(self._publish, temporary, sha256)
         finally:
             temporary.unlink(missing_ok=True)
         return size
 
     async def store_part(
-        self, sha256: str, uploader: str, part: Part, body: AsyncIterator[bytes]
+        self, sha256: str, uploader: str, part: UploadPart, body: AsyncIterator[bytes]
     ) -> int | None:
-        """One piece of an upload; the artifact's size with the last, else None. `Conflict` when it does not fit on."""
+        """Append a part; return the artifact's size after the last, else None. `Conflict` if it starts elsewhere."""
         if part.total > self._max_bytes:
-            raise TooLarge(
-                f"an artifact of {part.total} bytes; at most {self._max_bytes} are taken here"
-            )
+            raise TooLarge(f"the artifact has {part.total} bytes; the limit is {self._max_bytes}")
         partial = self._partial(sha256, uploader)
         if partial in self._busy:
-            raise Conflict("another request is uploading this artifact for you; wait for it")
+            raise Conflict("another of your requests is uploading this artifact; wait for it")
         self._busy.add(partial)
         try:
             have = self.offset(sha256, uploader) or 0
             if part.first != have:
                 raise Conflict(
-                    f"the part starts at byte {part.first}, but {have} bytes are here; go on from there",
+                    f"the part starts at byte {part.first}, but {have} bytes are stored; continue there",
                     offset=have,
                 )
             await self._append(partial, have, part.last + 1, body, None)
@@ -103,24 +101,24 @@ class Blobs:
             if found != sha256:
                 partial.unlink(missing_ok=True)
                 raise _mismatch(sha256, found)
-            await asyncio.to_thread(self._settle, partial, sha256)
+            await asyncio.to_thread(self._publish, partial, sha256)
             return part.total
         finally:
             self._busy.discard(partial)
 
     def offset(self, sha256: str, uploader: str) -> int | None:
-        """How many bytes of an unfinished upload are here; None: there is none."""
+        """Stored bytes of an unfinished upload; None if there is none."""
         try:
             return self._partial(sha256, uploader).stat().st_size
         except FileNotFoundError:
             return None
 
     async def read(self, sha256: str, first: int, length: int) -> AsyncIterator[bytes]:
-        """`length` bytes from `first` on, a chunk at a time."""
+        """Yield `length` bytes from `first` on in chunks."""
         try:
             descriptor = os.open(self.path(sha256), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            raise NotFound(f"artifact {sha256} is not here") from None
+            raise NotFound(f"there is no artifact {sha256}") from None
         try:
             while length > 0:
                 chunk = await asyncio.to_thread(
@@ -135,8 +133,6 @@ class Blobs:
             os.close(descriptor)
 
     async def put_bytes(self, data: bytes) -> str:
-        """Something the server itself wrote, e.g. a finished task's log."""
-
         async def once() -> AsyncIterator[bytes]:
             yield data
 
@@ -145,7 +141,7 @@ class Blobs:
         return sha256
 
     def remove(self, sha256: str) -> bool:
-        """False: somebody is just uploading it again, it stays."""
+        """Delete; False if the artifact is pinned by an upload."""
         if sha256 in self._pins:
             return False
         self.path(sha256).unlink(missing_ok=True)
@@ -154,7 +150,7 @@ class Blobs:
     def remove_stale_parts(self, now: Instant, older_than: Span) -> int:
         removed = 0
         for path in self._incoming.iterdir():
-            with suppress(FileNotFoundError):  # an upload ended while we looked
+            with suppress(FileNotFoundError):  # the upload ended meanwhile
                 if path not in self._busy and path.stat().st_mtime_ns // 1000 + older_than < now:
                     path.unlink()
                     removed += 1
@@ -172,24 +168,24 @@ class Blobs:
         digest: hashlib._Hash | None,
     ) -> int:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        waiting: list[bytes] = []
-        held = 0
+        buffer: list[bytes] = []
+        buffered = 0
         try:
             async for chunk in body:
                 have += len(chunk)
                 if have > limit:
-                    raise TooLarge(f"more than the {limit} bytes allowed for this upload")
-                waiting.append(chunk)
-                held += len(chunk)
-                if held >= CHUNK_BYTES:
-                    await _to_its_end(_write, descriptor, b"".join(waiting), digest)
-                    waiting, held = [], 0
-            await _to_its_end(_write, descriptor, b"".join(waiting), digest, True)
+                    raise TooLarge(f"the upload exceeds its {limit} bytes")
+                buffer.append(chunk)
+                buffered += len(chunk)
+                if buffered >= CHUNK_BYTES:
+                    await _uncancelled(_write, descriptor, b"".join(buffer), digest)
+                    buffer, buffered = [], 0
+            await _uncancelled(_write, descriptor, b"".join(buffer), digest, True)
         finally:
             os.close(descriptor)
         return have
 
-    def _settle(self, temporary: Path, sha256: str) -> None:
+    def _publish(self, temporary: Path, sha256: str) -> None:
         final = self.path(sha256)
         final.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         temporary.replace(final)
@@ -201,9 +197,9 @@ class Blobs:
                 os.close(descriptor)
 
 
-async def _to_its_end(work: Callable[..., None], *args: object) -> None:
-    """In a thread. A caller that is cancelled waits all the same: else it would close the descriptor under the thread's
-    hands, and the rest of the bytes would go into whatever file gets its number next."""
+async def _uncancelled(work: Callable[..., None], *args: object) -> None:
+    """Run in a thread and wait even if cancelled: the caller then closes the descriptor, and a thread still writing
+    would write into whichever file gets the same number next."""
     running = asyncio.ensure_future(asyncio.to_thread(work, *args))
     try:
         await asyncio.shield(running)
@@ -234,5 +230,5 @@ def _digest_of(path: Path) -> str:
 
 def _mismatch(wanted: str, found: str) -> Invalid:
     return Invalid(
-        f"the bytes have SHA-256 {found}, but the address says {wanted}; nothing was kept"
+        f"the bytes have SHA-256 {found}, but the URL names {wanted}; nothing was stored"
     )

@@ -1,4 +1,4 @@
-"""The server's one clock and its id source. Everything else takes `now` as an argument."""
+"""The server's clock and id source. All other modules take `now` as an argument."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 from gpool.core.model import Instant
 
 COUNTER_BITS = 22
-"""Below the millisecond in an id: room for four million ids a millisecond."""
+"""Bits below the millisecond in an id: four million ids per millisecond."""
 
 
 class Clock(Protocol):
@@ -18,19 +18,20 @@ class Clock(Protocol):
 
 
 @runtime_checkable
-class Steady(Protocol):
-    """A clock that also tells how time passes, whatever is done to the time of day."""
+class MonotonicClock(Protocol):
+    """A clock with a monotonic reading, unaffected by changes of the time of day."""
 
     def passed(self) -> Instant:
-        """Since some moment. Never faster than time goes, so what waits for it may end late and never early."""
+        """Elapsed time since an arbitrary start. Never runs fast, so a timeout may end late but never early."""
         ...
 
 
 class SystemClock:
-    """UTC that never steps back within one process: a corrected host clock must not reorder what was written.
+    """UTC that never steps back within one process, so a corrected host clock does not reorder writes.
 
-    Nor does it stand still where the host's was set back, perhaps by hours: leases would never end, and lost nodes never be
-    noticed. It goes on, a tenth slower, until the host's has caught up; leases then end late, never early.
+    After the host clock is set back it runs at nine tenths of the speed until the host clock has caught up: standing
+    still would keep leases from expiring. Example: set back by 1 hour, it is ahead for 10 hours; leases end late,
+    never early.
     """
 
     def __init__(
@@ -50,14 +51,14 @@ class SystemClock:
         return Instant(self._last_ns // 1000)
 
     def passed(self) -> Instant:
-        """By the monotonic clock, which stands still while the machine sleeps: then nobody could have been heard."""
+        """Monotonic time, which stops while the machine sleeps: no heartbeat could arrive then."""
         return Instant(self._ticks_ns() // 1000)
 
 
 class Ids:
-    """Increasing 63-bit ids: the millisecond, then a counter that starts somewhere random each time.
+    """Increasing 63-bit ids: milliseconds, then a counter with a random start in each millisecond.
 
-    The random start keeps replicas apart that make ids in the same millisecond.
+    The random start keeps the ids of replicas apart.
     """
 
     def __init__(self, clock: Clock, dice: random.Random) -> None:
@@ -78,5 +79,5 @@ class Ids:
 
 
 def system_ids(clock: Clock) -> Ids:
-    """Ids are no secrets: one look at the system's dice is enough to keep replicas apart."""
+    """An id source seeded once by the system: ids are not secret."""
     return Ids(clock, random.Random(random.SystemRandom().getrandbits(256)))

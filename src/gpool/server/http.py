@@ -1,7 +1,7 @@
-"""HTTP and WebSockets as uvicorn speaks them, with an end to what is read before anything of ours is asked.
+"""uvicorn's HTTP and WebSocket protocols with limits that apply before the application is called.
 
-A request's head that never comes to its end must not fill the memory; nor may a connection keep the loop busy with what never
-reaches the application: pings and pongs, fragments without end, or whatever comes after we have said goodbye.
+An endless request head must not fill memory, and a connection must not keep the loop busy with input the application
+never sees: pings, pongs, endless fragments, or messages after our close frame.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.frames import Frame
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Request line and headers. What comes in one read is looked at again by `api.limits`."""
+"""Limit of request line and headers over several reads; `api.rate_limits` checks a head that came in one read."""
 
 MOST_PINGS = 100
-"""Between two messages: an agent pings every ten seconds, and beats as often."""
+"""Pings and pongs between two messages: an agent pings every ten seconds and sends heartbeats as often."""
 MOST_FRAGMENTS = 10_000
 MOST_UNREAD = 64
-"""Messages cut from what was read, and not yet taken: the rest stays uncut. A read may hold tens of thousands of them."""
+"""Parsed messages the application has not received; parsing stops there. One read may hold tens of thousands."""
 MOST_LATE = 100
-"""Messages after our goodbye: what was under way, until the other side has heard it. Then we read no more, and uvicorn ends it."""
+"""Messages accepted after our close frame, sent before the peer saw it. Then reading stops and uvicorn closes."""
 PIECE_BYTES = 16 * 1024
 
 _REFUSAL = (
@@ -54,29 +54,29 @@ class LimitedHttp(HttpToolsProtocol):
 class LimitedWebSocket(WebSocketsSansIOProtocol):
     _pings = 0
     _late = 0
-    _uncut = b""
+    _unparsed = b""
 
     def data_received(self, data: bytes) -> None:
-        if self._is_deaf:
+        if self._is_closed:
             return
-        if not self._uncut and len(data) <= PIECE_BYTES:
+        if not self._unparsed and len(data) <= PIECE_BYTES:
             super().data_received(data)
         else:
-            self._uncut += data
-            self._cut()
+            self._unparsed += data
+            self._parse()
 
-    def _cut(self) -> None:
-        """No further than the application follows. While messages wait uvicorn reads nothing more."""
-        while self._uncut and not self._is_deaf:
+    def _parse(self) -> None:
+        """Parse until `MOST_UNREAD` messages wait; uvicorn reads nothing more meanwhile."""
+        while self._unparsed and not self._is_closed:
             if self.queue.qsize() >= MOST_UNREAD and not self.close_sent:
                 return
-            piece, self._uncut = self._uncut[:PIECE_BYTES], self._uncut[PIECE_BYTES:]
+            piece, self._unparsed = self._unparsed[:PIECE_BYTES], self._unparsed[PIECE_BYTES:]
             super().data_received(piece)
 
     async def receive(self) -> Any:
         message = await super().receive()
-        if self._uncut:
-            self._cut()
+        if self._unparsed:
+            self._parse()
         return message
 
     def handle_ping(self) -> None:
@@ -87,7 +87,7 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
             self.transport.abort()
 
     def handle_pong(self, event: Frame) -> None:
-        """We ping nobody: it answers nothing, and costs as much to read."""
+        """Limit pongs too: the server sends no pings, so each is unsolicited."""
         self._pings += 1
         if self._pings <= MOST_PINGS:
             super().handle_pong(event)
@@ -107,9 +107,9 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
             return
         self.frames = []
         self._late += 1
-        if self._late == MOST_LATE:  # not cut off: what we said would be lost with the connection
+        if self._late == MOST_LATE:  # not aborted: our close frame would be lost
             self.transport.pause_reading()
 
     @property
-    def _is_deaf(self) -> bool:
+    def _is_closed(self) -> bool:
         return self._late >= MOST_LATE or self.transport.is_closing()

@@ -1,4 +1,4 @@
-"""Runs the server: uvicorn on uvloop, one process, until it is told to stop."""
+"""Runs the server: uvicorn on uvloop, one process, until SIGINT or SIGTERM."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ log = logging.getLogger(__name__)
 
 STOP_WITHIN_S = 3
 KEEP_ALIVE_S = 75
-"""Longer than our clients keep an idle connection (`transfer.senders.KEPT_IDLE_S`): it is they who end it, and no request of theirs meets a server that is
-just closing."""
+"""Longer than our clients keep an idle connection (`transfer.senders.KEPT_IDLE_S`), so that the client closes it and
+no request meets a connection the server is closing."""
 
 Opened = Callable[[Server], Awaitable[None]]
 
 
 class _Listener(uvicorn.Server):
-    """Remembers which signal it obeyed: it repeats the signal, but whoever started us may have had it ignored."""
+    """Records the signal that stopped it: uvicorn raises it again, but the parent may have set it to be ignored."""
 
-    told = 0
+    signal = 0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.told = sig
+        self.signal = sig
         super().handle_exit(sig, frame)
 
     def stop_unlocked(self, watch: asyncio.Task[str]) -> None:
-        """Stop once the watch over the server lock ends, for whatever reason: another server may have the lock."""
+        """Stop when the lock watch ends for any reason: another server may hold the lock."""
         if not watch.cancelled():
-            log.error("the server lock of the store is lost; the server stops")
+            log.error("lost the lock of the store; stopping")
             self.should_exit = True
 
 
 async def serve(settings: Settings, opened: Opened | None = None) -> int:
-    """Open a server and answer until SIGINT or SIGTERM, which is returned. `opened` is called before the first request.
+    """Serve until SIGINT or SIGTERM and return the signal. `opened` is called before the first request.
 
     `Conflict` if another server has the store's lock; `Unreachable` after a stop because the lock was lost.
     """
@@ -67,7 +67,7 @@ async def serve(settings: Settings, opened: Opened | None = None) -> int:
             raise Unreachable(
                 f"the server stopped: it lost the lock of its store: {watch.result()}"
             )
-    return listener.told
+    return listener.signal
 
 
 def configuration(server: Server) -> uvicorn.Config:
@@ -80,10 +80,10 @@ def configuration(server: Server) -> uvicorn.Config:
         ws=LimitedWebSocket,
         ws_max_size=MAX_FRAME_BYTES,
         ws_per_message_deflate=False,
-        ws_ping_interval=None,  # the agent's beats do that
+        ws_ping_interval=None,  # heartbeats of the agents do that
         access_log=False,
         proxy_headers=bool(server.settings.proxies),
-        forwarded_allow_ips=server.settings.proxies,  # whoever else says X-Forwarded-* is not heard
+        forwarded_allow_ips=server.settings.proxies,  # from others X-Forwarded-* is ignored
         ssl_certfile=shown.file if shown is not None else None,
         ssl_keyfile=shown.key_file if shown is not None else None,
         log_config=None,
@@ -94,16 +94,16 @@ def configuration(server: Server) -> uvicorn.Config:
 
 
 def main() -> None:
-    """Run `python -m gpool.server`: everything comes from `GPOOL_SERVER_*` variables."""
+    """Entry point of `python -m gpool.server`; settings come from `GPOOL_SERVER_*` variables."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            told = runner.run(serve(Settings()))
-    except KeyboardInterrupt:  # uvicorn has stopped in good order, and repeats the signal
-        told = signal.SIGINT
+            stopped_by = runner.run(serve(Settings()))
+    except KeyboardInterrupt:  # uvicorn stopped in order and raised the signal again
+        stopped_by = signal.SIGINT
     except (Conflict, Unreachable) as error:
         sys.exit(f"gpool: {error.detail}")
-    if told:
-        sys.exit(128 + told)
+    if stopped_by:
+        sys.exit(128 + stopped_by)

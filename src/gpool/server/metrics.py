@@ -1,4 +1,4 @@
-"""What Prometheus may ask. Counts and times only; every name is listed here once."""
+"""Prometheus metrics; every name is defined here once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from gpool.core.ids import NodeId, encode
 from gpool.core.model import Instant
-from gpool.core.scheduler.state.state import NodeState
+from gpool.core.scheduler.state.held import NodeState
 from gpool.server.nodes.telemetry import Point, Telemetry
 
 BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -74,7 +74,7 @@ class Metrics:
 
 
 class GpuCollector(Collector):
-    """GPUs of connected nodes, read when asked: what is gone is not told, and nothing has to be forgotten."""
+    """Metrics of the GPUs of connected nodes, read at each scrape, so that removed nodes leave no series."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class GpuCollector(Collector):
             "gpool_gpu_health", "0 healthy, 1 degraded, 2 in quarantine", labels=labels
         )
         memory = GaugeMetricFamily("gpool_gpu_memory_bytes", "Memory the GPU has", labels=labels)
-        told = {
+        readings = {
             "utilisation_percent": GaugeMetricFamily(
                 "gpool_gpu_utilisation_ratio", "Time its processors were busy", labels=labels
             ),
@@ -117,15 +117,15 @@ class GpuCollector(Collector):
                 memory.add_metric(names, gpu.memory_bytes)
                 point = self._telemetry.now_of(id_, gpu.index, now)
                 if point is not None:
-                    _add(told, names, point)
-        yield from (health, memory, *told.values())
+                    _add(readings, names, point)
+        yield from (health, memory, *readings.values())
 
 
 _SCALE = {"utilisation_percent": 0.01, "memory_bytes": 1.0, "power_mw": 0.001, "temperature_c": 1.0}
 
 
-def _add(told: Mapping[str, GaugeMetricFamily], names: list[str], point: Point) -> None:
-    for field, family in told.items():
+def _add(readings: Mapping[str, GaugeMetricFamily], names: list[str], point: Point) -> None:
+    for field, family in readings.items():
         value = getattr(point, field)
         if value is not None:
             family.add_metric(names, value * _SCALE[field])

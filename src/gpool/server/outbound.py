@@ -1,5 +1,6 @@
-"""The one door out of the server. What operators configured (OIDC, chain) is dialled as configured; what users name is
-resolved first, refused when any of its addresses is private, and the checked address is what is dialled.
+"""All outgoing HTTP of the server. URLs an operator configured (OIDC, chain) are used as they are.
+
+A URL from a user is resolved first and refused if any address is not public; the checked address is dialled.
 """
 
 from __future__ import annotations
@@ -23,21 +24,20 @@ _HEADERS = {"accept": "application/json", "user-agent": "gpool"}
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class OutboundResponse:
     status: int
     body: bytes
 
     def json(self) -> Any:
-        """`Unreachable` when it is none: whoever answered is not whom we wanted."""
         try:
             return json.loads(self.body)
         except ValueError as error:
-            raise Unreachable(f"the answer was not JSON: {error}") from error
+            raise Unreachable(f"the response is not JSON: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
-    """A user's destination whose addresses were looked at: dial `address`, speak to `host`."""
+class CheckedDestination:
+    """A user's URL with checked addresses: connect to `address`, send `host` as the name."""
 
     url: str
     host: str
@@ -46,7 +46,7 @@ class Checked:
 
 
 class Outbound:
-    """Redirects are not followed, proxies of the environment not used, answers bounded."""
+    """HTTP client without redirects or environment proxies, with bounded time and response size."""
 
     def __init__(
         self, transport: httpx2.AsyncBaseTransport | None = None, timeout_s: float = TIMEOUT_S
@@ -54,19 +54,19 @@ class Outbound:
         self._transport, self._timeout_s = transport, timeout_s
         self._http: httpx2.AsyncClient | None = None
 
-    async def get(self, url: str, headers: Mapping[str, str] | None = None) -> Answer:
-        """From where the operator said."""
+    async def get(self, url: str, headers: Mapping[str, str] | None = None) -> OutboundResponse:
+        """GET a URL the operator configured."""
         return await self._send("GET", url, headers=headers)
 
     async def post_form(
         self, url: str, form: Mapping[str, str], auth: tuple[str, str] | None = None
-    ) -> Answer:
+    ) -> OutboundResponse:
         return await self._send("POST", url, data=dict(form), auth=auth)
 
-    async def post_json(self, url: str, document: object) -> Answer:
+    async def post_json(self, url: str, document: object) -> OutboundResponse:
         return await self._send("POST", url, json=document)
 
-    async def _send(self, method: str, url: str, **options: Any) -> Answer:
+    async def _send(self, method: str, url: str, **options: Any) -> OutboundResponse:
         if self._http is None:
             self._http = httpx2.AsyncClient(
                 transport=self._transport,
@@ -81,27 +81,29 @@ class Outbound:
                     async for piece in answer.aiter_bytes():
                         body += piece
                         if len(body) > MAX_ANSWER_BYTES:
-                            raise Unreachable(f"{_shown(url)} answered more than is read")
-                    return Answer(answer.status_code, bytes(body))
+                            raise Unreachable(
+                                f"{_origin(url)} sent more than {MAX_ANSWER_BYTES} bytes"
+                            )
+                    return OutboundResponse(answer.status_code, bytes(body))
         except (httpx2.HTTPError, httpx2.InvalidURL, TimeoutError) as error:
             what = str(error) or type(error).__name__
-            raise Unreachable(f"{_shown(url)} does not answer ({what})") from error
+            raise Unreachable(f"{_origin(url)} does not respond ({what})") from error
 
     async def close(self) -> None:
         if self._http is not None:
             await self._http.aclose()
 
 
-async def checked(url: str) -> Checked:
-    """A user's destination: https or http, a public address. `Invalid` says what is wrong with it."""
+async def checked(url: str) -> CheckedDestination:
+    """Resolve a user's http(s) URL and require public addresses; `Invalid` names the fault."""
     try:
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
     except ValueError as error:
-        raise Invalid(f"{url[:200]!r} is not an address: {error}") from error
+        raise Invalid(f"{url[:200]!r} is not a URL: {error}") from error
     host = parts.hostname
     if parts.scheme not in ("http", "https") or not host or parts.username is not None:
-        raise Invalid(f"{url[:200]!r} is not an http(s) address without a user name")
+        raise Invalid(f"{url[:200]!r} is not an http(s) URL without a user name")
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -110,11 +112,14 @@ async def checked(url: str) -> Checked:
     for address in addresses:
         if not is_public(address):
             raise Invalid(f"{host[:200]!r} is at {address}, which is not a public address")
-    return Checked(url, host, port, addresses[0])
+    return CheckedDestination(url, host, port, addresses[0])
 
 
 def is_public(address: str) -> bool:
-    """Not private, loopback, link-local (metadata services), multicast or reserved; neither what is wrapped inside."""
+    """Whether an address is public: not private, loopback, link-local (metadata services), multicast or reserved.
+
+    The same holds for an IPv4 address embedded in an IPv6 one.
+    """
     parsed = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(parsed, ipaddress.IPv6Address):
         inner = (
@@ -127,7 +132,6 @@ def is_public(address: str) -> bool:
     return parsed.is_global and not parsed.is_multicast
 
 
-def _shown(url: str) -> str:
-    """Without what may be a secret: only where, not what."""
+def _origin(url: str) -> str:
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")

@@ -1,31 +1,38 @@
-"""The server as one value: what every action needs. Wired in `app`; holds no rules of its own."""
+"""The server as one value: the services every action needs, wired in `app`. Holds no rules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Generic, TypeVar
 
-from gpool.core.errors import GpoolError
 from gpool.core.ids import IdSource
 from gpool.core.model import Instant
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock
-from gpool.server.gpu_verification.verifier import Examiner
+from gpool.server.gpu_verification.verifier import GpuVerifier
 from gpool.server.identity.certificates import Certificate
 from gpool.server.identity.credentials import Credentials
-from gpool.server.identity.node_proofs.verifier import NodeGate
+from gpool.server.identity.node_proofs.verifier import NodeAuthenticator
+from gpool.server.identity.passwords import PasswordCost, Passwords
 from gpool.server.identity.secrets.sealer import Sealer
-from gpool.server.identity.services import SignIns
 from gpool.server.identity.sign_in_guard import Guard
+from gpool.server.identity.tokens.refresh import RefreshTerms
+from gpool.server.identity.tokens.signing_keys import TokenSigner
 from gpool.server.metrics import Metrics
-from gpool.server.nodes.frame_budget import Paces
+from gpool.server.nodes.frame_budget import FrameBudgets
+from gpool.server.nodes.registry import NodeRegistry
+from gpool.server.nodes.report_batches import ReportBatches
 from gpool.server.nodes.telemetry import Telemetry
-from gpool.server.scheduling.explaining import Explaining
-from gpool.server.scheduling.pricing_training import Asking
+from gpool.server.outbound import Outbound
+from gpool.server.scheduling.explanations import Explainer
+from gpool.server.scheduling.picture import StatePicture
+from gpool.server.scheduling.pricing_training import TrainingRequests
 from gpool.server.scheduling.scheduler import Scheduler
 from gpool.server.settings import Settings
-from gpool.server.store.batching import Gathering
+from gpool.server.store.batching import WriteBatcher
 from gpool.server.store.operation import brief, is_brief
 from gpool.server.store.operations.tasks import idempotency
 from gpool.server.store.protocol import Operation, Store
@@ -34,10 +41,15 @@ from gpool.server.wakeups import Hub
 
 T = TypeVar("T")
 
+try:
+    VERSION = version("gpool")
+except PackageNotFoundError:  # run from source without installation
+    VERSION = "0+source"
+
 
 @dataclass(frozen=True, slots=True)
 class Once:
-    """A request that must happen at most once: its Idempotency-Key, and what was asked under it."""
+    """Idempotency-Key of a request, with a fingerprint of its content."""
 
     key: str
     fingerprint: str
@@ -45,10 +57,29 @@ class Once:
 
 @dataclass(frozen=True, slots=True)
 class Answered(Generic[T]):
-    """What an operation gave (None: it happened before, under the same key) and the answer saved for it."""
+    """Value of an operation (None: done before under the same key) and its saved response body."""
 
     value: T | None
     body: bytes
+
+
+@dataclass(frozen=True)
+class SignInServices:
+    sealer: Sealer
+    signing: TokenSigner
+    outbound: Outbound
+    terms: RefreshTerms
+    cost: PasswordCost = field(default_factory=PasswordCost)
+
+    @cached_property
+    def passwords(self) -> Passwords:
+        """Created at first use: its decoy costs as much as hashing a password."""
+        return Passwords(self.cost)
+
+    async def close(self) -> None:
+        if "passwords" in self.__dict__:
+            self.passwords.close()
+        await self.outbound.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,50 +89,43 @@ class Server:
     clock: Clock
     ids: IdSource
     hub: Hub
+    nodes: NodeRegistry
+    picture: StatePicture
     scheduler: Scheduler
+    reports: ReportBatches
     blobs: Blobs
     credentials: Credentials
-    gate: NodeGate
+    gate: NodeAuthenticator
     metrics: Metrics
     sealer: Sealer
     guard: Guard
-    submitting: Gathering[Any, Any, Any]  # of `actions.submit`
-    sign_ins: SignIns | None = None  # None: a server that only schedules
+    submitting: WriteBatcher[Any, Any, Any]  # of `actions.submit`
+    sign_ins: SignInServices | None = None  # None: only schedules (simulations)
     certificate: Certificate | None = None  # None: plain HTTP
-    examiner: Examiner | None = None  # None: GPUs are neither measured nor examined
+    examiner: GpuVerifier | None = None  # None: no GPU verification
     telemetry: Telemetry = field(default_factory=Telemetry)
-    learning: Asking = field(default_factory=Asking)
-    explaining: Explaining = field(default_factory=Explaining)
-    paces: Paces = field(default_factory=lambda: Paces(0.0))  # of what nodes send
+    learning: TrainingRequests = field(default_factory=TrainingRequests)
+    explaining: Explainer = field(default_factory=Explainer)
+    paces: FrameBudgets = field(default_factory=lambda: FrameBudgets(0.0))  # frame budgets of nodes
 
     @property
     def now(self) -> Instant:
         return self.clock.now()
 
     @property
-    def identity(self) -> SignIns:
-        assert self.sign_ins is not None, "this server signs nobody in"
+    def identity(self) -> SignInServices:
+        assert self.sign_ins is not None, "this server has no sign-in services"
         return self.sign_ins
 
     async def write(self, operation: Operation[T]) -> T:
-        """Commits, and returns in commit order: fold what it gave before the next await.
-
-        When the caller is cancelled or the commit fails we cannot know what was written: the scheduler looks again.
-        """
-        try:
+        """Commit; returns in commit order, so fold the result before the next await (see `StatePicture.commit`)."""
+        with self.picture.commit():
             return await self.store.write(operation)
-        except GpoolError as error:
-            if error.status >= 500:  # the commit itself failed
-                self.scheduler.doubt()
-            raise
-        except BaseException:
-            self.scheduler.doubt()
-            raise
 
     async def write_once(
         self, user: User, once: Once | None, operation: Operation[T], encode: Callable[[T], bytes]
     ) -> Answered[T]:
-        """Like `write`; under a key already used the first answer comes back, without a value."""
+        """Like `write`; for a used Idempotency-Key, return the first response without a value."""
         if once is None:
             value = await self.write(operation)
             return Answered(value, encode(value))

@@ -1,4 +1,4 @@
-"""In-process wake-ups: somebody waits for a task, a batch or a node to change. Carries no data; the store has that."""
+"""In-process notifications that a task, batch or node changed. They carry no data: the waiter reads the store."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Self
 
 
 class Subscription:
-    """Opened before the first read, so that nothing published in between is missed."""
+    """Wait for changes of some topics. Open it before the first read, so that no change is missed."""
 
     __slots__ = ("_changed", "_hub", "_topics", "_waiter")
 
@@ -43,7 +43,7 @@ class Subscription:
             self._waiter.set_result(None)
 
     async def wait(self, seconds: float) -> bool:
-        """True once something was published since the last wait; False when the time is over first."""
+        """True after a publication since the last wait, False after the timeout."""
         if not self._changed and seconds > 0:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -58,10 +58,10 @@ class Subscription:
 
 
 class Hub:
-    """Topics are ids: those of tasks, batches and nodes never meet, they come from one source."""
+    """Subscriptions by topic. A topic is an id; tasks, batches and nodes share one id source."""
 
     def __init__(self) -> None:
-        # in the order they came, so that they wake in one order in every process
+        # in order of subscription, so that the wake-up order is deterministic
         self.subscribers: dict[int, dict[Subscription, None]] = {}
 
     def subscription(self, *topics: int) -> Subscription:
@@ -78,7 +78,7 @@ class Hub:
 
 
 class Wake:
-    """One loop's alarm clock: many calls before it looks are one; a call while it works is exactly one more."""
+    """Wake-up call of one loop: calls before it waits count as one, calls while it works cause one more run."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -91,7 +91,7 @@ class Wake:
         return self._event.is_set()
 
     async def wait(self, seconds: float) -> None:
-        """Until called, or for this long. Forgets the call."""
+        """Wait for a call or this long, then clear the call."""
         if not self._event.is_set():
             try:
                 async with asyncio.timeout(seconds):

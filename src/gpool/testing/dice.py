@@ -1,4 +1,4 @@
-"""All chance of a run grows from one seed: branches by name, so that a draw added here moves nothing there."""
+"""Random numbers of a run, all derived from one seed: branches by name, so that a draw added in one affects no other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Dice(random.Random):
-    """A `random.Random` that knows its name; `branch` gives an independent one."""
+    """A named `random.Random`; `branch` returns an independent one."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)  # text is hashed by SHA-512, the same in every process
@@ -23,7 +23,7 @@ class Dice(random.Random):
         return self.random() < probability
 
     def between(self, low: int, high: int) -> int:
-        """A whole number, both ends included; plain arithmetic, cheaper than `randint`."""
+        """An integer in [low, high]; plain arithmetic, cheaper than `randint`."""
         return low + int(self.random() * (high - low + 1))
 
     def pick(self, choices: Sequence[T]) -> T:

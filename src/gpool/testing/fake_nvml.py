@@ -1,4 +1,4 @@
-"""NVML without a card: keeps the promises of `gpool.agent.machine.detection.nvml.Nvml`. A test says how the cards are and what befalls them."""
+"""A fake of `gpool.agent.machine.detection.nvml.Nvml` without a GPU; a test sets the cards and their faults."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class FakeCard:
 
 
 class FakeNvml:
-    """`cards` may be changed at any time; `root` says whether cards may be."""
+    """`cards` may be changed at any time; `root`: whether settings of cards may be changed."""
 
     def __init__(self, *cards: Card, root: bool = True, driver: str = "580.95.05") -> None:
         self.cards = {card.uuid: FakeCard(card) for card in cards}

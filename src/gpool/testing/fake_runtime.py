@@ -1,6 +1,6 @@
-"""A runtime without processes, for tests: commands do what a table says, functions run here. Isolates nothing.
+"""A runtime without processes, for tests: a table defines commands, functions run in this process. No isolation.
 
-It keeps the contract of `agent.runtime.protocol` where that can be kept without a kernel.
+It fulfils the contract of `agent.runtime.protocol` as far as possible without a kernel.
 """
 
 from __future__ import annotations
@@ -17,63 +17,65 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpool.agent.runtime.protocol import (
-    Answer,
     BadOutput,
-    Call,
+    CallAnswer,
+    CallOutput,
     CommandJob,
     CommandSandbox,
-    Ended,
-    Limits,
-    Output,
+    FunctionCall,
+    PlainRuntime,
     RunnerJob,
     RunnerSandbox,
+    RuntimeAbility,
+    SandboxExit,
     SandboxFailed,
+    SandboxLimits,
     WarmRunner,
 )
-from gpool.core.model import INLINE_LIMIT_BYTES, Network, OutputFile, Tier
+from gpool.core.model import INLINE_LIMIT_BYTES, Gpu, Network, OutputFile, Tier
 
-FAKE_BYTES = 1 << 20  # what a runner that waits is said to hold
+FAKE_BYTES = 1 << 20  # memory of a waiting runner
 
 
 @dataclass(frozen=True, slots=True)
 class FakeRun:
-    """What a command does. `waits`: it prints and then runs until it is killed."""
+    """Behaviour of a command. `waits`: it prints and then runs until it is killed."""
 
     output: tuple[tuple[int, bytes], ...] = ()
     exit_code: int = 0
     files: Mapping[str, bytes] = field(default_factory=dict)
     waits: bool = False
-    heeds: bool = True  # SIGTERM ends it, as it does what has no handler
-    warned: Mapping[str, bytes] = field(default_factory=dict)  # what it writes before it heeds
-    changing: tuple[str, ...] = ()  # files that hold something else whenever they are read
-    ended: Ended | None = None  # instead of a plain exit
+    heeds: bool = True  # SIGTERM ends it
+    warned: Mapping[str, bytes] = field(default_factory=dict)  # files written on SIGTERM
+    changing: tuple[str, ...] = ()  # files that differ at every read
+    ended: SandboxExit | None = None  # instead of a plain exit
 
 
 class FakeCommand:
     def __init__(self, run: FakeRun, inputs: Mapping[str, bytes], runtime: FakeRuntime) -> None:
         self._run = run
         self._files = {**inputs, **run.files}
-        self._over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self._over: asyncio.Future[SandboxExit] = asyncio.get_running_loop().create_future()
         self._runtime = runtime
         if not run.waits:
-            self._over.set_result(run.ended or Ended(run.exit_code))
+            self._over.set_result(run.ended or SandboxExit(run.exit_code))
 
     async def output(self) -> AsyncIterator[tuple[int, bytes]]:
         for stream, data in self._run.output:
             yield stream, data
         await asyncio.shield(self._over)
 
-    async def ended(self) -> Ended:
+    async def ended(self) -> SandboxExit:
         return await asyncio.shield(self._over)
 
     async def kill(self) -> None:
         if not self._over.done():
-            self._over.set_result(Ended(137))
+            self._over.set_result(SandboxExit(137))
 
     async def warn(self) -> None:
         if self._run.heeds and not self._over.done():
             self._files |= self._run.warned
-            self._over.set_result(Ended(143))
+            self._over.set_result(SandboxExit(143))
 
     async def collect(self, wanted: Sequence[str], into: Path) -> list[OutputFile]:
         found = []
@@ -100,16 +102,16 @@ class FakeCommand:
 
 
 class FakeRunner:
-    """Runs functions in this process, in order, when its events are asked for."""
+    """Runs functions in this process, in order, when its events are read."""
 
     forks = True
 
     def __init__(self, runtime: FakeRuntime) -> None:
         self._runtime = runtime
         self._functions: dict[str, bytes] = {}
-        self._calls: list[Call] = []
+        self._calls: list[FunctionCall] = []
         self._wake = asyncio.Event()
-        self._over: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self._over: asyncio.Future[SandboxExit] = asyncio.get_running_loop().create_future()
         self.variables: Sequence[tuple[str, str]] | None = None
 
     async def assign(self, variables: Sequence[tuple[str, str]]) -> None:
@@ -125,11 +127,11 @@ class FakeRunner:
     async def define(self, function: str, pickled: bytes) -> None:
         self._functions[function] = pickled
 
-    async def send(self, calls: Sequence[Call]) -> None:
+    async def send(self, calls: Sequence[FunctionCall]) -> None:
         self._calls.extend(calls)
         self._wake.set()
 
-    async def events(self) -> AsyncIterator[Sequence[Answer | Output]]:
+    async def events(self) -> AsyncIterator[Sequence[CallAnswer | CallOutput]]:
         while not self._over.done():
             await self._wake.wait()
             self._wake.clear()
@@ -137,7 +139,7 @@ class FakeRunner:
             if calls and not self._over.done():
                 yield [self._answer(call) for call in calls]
 
-    def _answer(self, call: Call) -> Answer:
+    def _answer(self, call: FunctionCall) -> CallAnswer:
         printed, complained = io.StringIO(), io.StringIO()
         raised, text = False, ""
         arguments = call.arguments
@@ -147,23 +149,23 @@ class FakeRunner:
             try:
                 args, kwargs = pickle.loads(arguments)
                 value = pickle.dumps(pickle.loads(self._functions[call.function])(*args, **kwargs))
-            except Exception as failure:  # noqa: BLE001 - whatever a function raises is its answer
+            except Exception as failure:  # noqa: BLE001 - the answer of the call
                 raised, text = True, traceback.format_exc()
                 value = pickle.dumps(failure)
         streams = ((1, printed.getvalue().encode()), (2, complained.getvalue().encode()))
         output = tuple((number, data) for number, data in streams if data)
         if len(value) <= INLINE_LIMIT_BYTES:
-            return Answer(call.number, raised, value, text, 1, output)
+            return CallAnswer(call.number, raised, value, text, 1, output)
         path = self._runtime.values / f"{id(self)}-{call.number}"
         path.write_bytes(value)
-        return Answer(call.number, raised, b"", text, 1, output, path)
+        return CallAnswer(call.number, raised, b"", text, 1, output, path)
 
-    async def ended(self) -> Ended:
+    async def ended(self) -> SandboxExit:
         return await asyncio.shield(self._over)
 
     async def kill(self) -> None:
         if not self._over.done():
-            self._over.set_result(Ended(137))
+            self._over.set_result(SandboxExit(137))
         self._wake.set()
 
     async def remove(self) -> None:
@@ -171,13 +173,12 @@ class FakeRunner:
         self._runtime.live.discard(self)
 
 
-class FakeRuntime:
-    """A `Runtime`. `runs` says what each command line does; an unknown one is not found (127)."""
+class FakeRuntime(PlainRuntime):
+    """A `Runtime`. `runs` defines each command line; an unknown one exits with 127."""
 
     name = "fake"
     networks = frozenset({Network.NONE})
-    images = False
-    gives_up = False
+    abilities = frozenset({RuntimeAbility.GPUS, RuntimeAbility.WARM_RUNNERS})
 
     def __init__(
         self,
@@ -188,8 +189,11 @@ class FakeRuntime:
         self.values = values
         self.tier = tier
         self.live: set[FakeCommand | FakeRunner] = set()
-        self.warmed: list[FakeRunner] = []  # all there ever were
+        self.warmed: list[FakeRunner] = []  # all that were started
         self._runs = dict(runs or {})
+
+    def use_gpus(self, gpus: Sequence[Gpu]) -> None:
+        del gpus
 
     async def start_command(self, job: CommandJob) -> CommandSandbox:
         inputs = {staged.path: staged.source.read_bytes() for staged in job.inputs}
@@ -204,8 +208,8 @@ class FakeRuntime:
         self.live.add(runner)
         return runner
 
-    async def warm_runner(self, job: RunnerJob, meanwhile: Limits) -> WarmRunner:
-        assert not job.env, "whose it will be is not known yet"
+    async def warm_runner(self, job: RunnerJob, meanwhile: SandboxLimits) -> WarmRunner:
+        assert not job.env, "a warm runner has no user yet"
         assert meanwhile.memory_bytes <= job.limits.memory_bytes
         runner = FakeRunner(self)
         self.live.add(runner)

@@ -1,6 +1,6 @@
-"""An asyncio loop under virtual time: nothing is waited for, the clock jumps to the next timer.
+"""An asyncio loop under virtual time: nothing waits, the clock jumps to the next timer.
 
-It refuses sockets, threads and executors: whatever runs on it is a function of its inputs alone.
+It refuses sockets, threads and executors: a program on it is a function of its inputs.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 
-RESOLUTION_S = 1e-7  # below the microsecond everything is stamped with
+RESOLUTION_S = 1e-7  # below the microsecond of all timestamps
 MAX_TURNS = 20_000
-INSTANT_S = 2e-6  # a loop that turns faster than this, for so many turns, is stuck
+INSTANT_S = 2e-6  # average time per iteration below which a loop is stuck
 
 
 class Deadlock(RuntimeError):
-    """Nothing is ready and no timer is set: the program waits for what will never come."""
+    """Nothing is ready and no timer is set."""
 
 
 class Livelock(RuntimeError):
-    """Something turns round and round and no time passes."""
+    """The loop iterates without time passing."""
 
 
-class OutsideWorld(RuntimeError):
-    """Something asked for a thread, a socket or a process: not under virtual time."""
+class OutsideSimulation(RuntimeError):
+    """A thread, socket or process was requested under virtual time."""
 
 
-class _Leap:
-    """Stands where the selector stands: instead of waiting for I/O it moves the clock."""
+class _JumpingClock:
+    """Replaces the selector: instead of waiting for I/O it advances the clock."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -55,12 +55,12 @@ class _Leap:
 class VirtualLoop(BaseEventLoop):
     """Starts at zero; `us` is the time in microseconds."""
 
-    _selector: _Leap
+    _selector: _JumpingClock
     _clock_resolution: float
 
     def __init__(self) -> None:
         super().__init__()
-        self._selector = _Leap()
+        self._selector = _JumpingClock()
         self._clock_resolution = RESOLUTION_S
 
     def time(self) -> float:
@@ -80,23 +80,23 @@ class VirtualLoop(BaseEventLoop):
     def _write_to_self(self) -> None: ...
 
     def run_in_executor(self, *_: Any, **__: Any) -> NoReturn:  # type: ignore[override]
-        raise OutsideWorld("no threads under virtual time")
+        raise OutsideSimulation("no threads under virtual time")
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None: ...  # noqa: ASYNC109
 
 
-class Household:
-    """The tasks that one simulated process started, directly or through its tasks: they die together."""
+class SimulatedProcess:
+    """Tasks that one simulated process started, directly or through its tasks; they die together."""
 
     def __init__(self, name: str, on_end: Callable[[asyncio.Task[Any]], None]) -> None:
         self.name = name
         self.alive = True
-        self._on_end = on_end  # a task of the living process ended by itself
+        self._on_end = on_end  # a task of the running process ended by itself
         self._tasks: dict[asyncio.Task[Any], None] = {}
 
     def spawn(self, loop: VirtualLoop, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         context = contextvars.Context()
-        context.run(_household.set, self)
+        context.run(_process.set, self)
         return loop.create_task(coroutine, context=context)
 
     @property
@@ -113,14 +113,14 @@ class Household:
             self._on_end(task)
 
     def kill(self) -> None:
-        """No task of it takes another step of its own; what their `finally` does, it does as a dead process."""
+        """Cancel all tasks; their `finally` blocks run as those of a dead process."""
         self.alive = False
         for task in self.tasks:
             task.cancel()
 
 
-_household: contextvars.ContextVar[Household | None] = contextvars.ContextVar(
-    "household", default=None
+_process: contextvars.ContextVar[SimulatedProcess | None] = contextvars.ContextVar(
+    "process", default=None
 )
 
 
@@ -130,9 +130,9 @@ def _create(
     context: contextvars.Context | None = None,
 ) -> asyncio.Task[T]:
     task: asyncio.Task[T] = asyncio.Task(coroutine, loop=loop, context=context)
-    household = (context or contextvars.copy_context()).get(_household)
-    if household is not None:
-        household.adopt(task)
+    process = (context or contextvars.copy_context()).get(_process)
+    if process is not None:
+        process.adopt(task)
     return task
 
 

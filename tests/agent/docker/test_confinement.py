@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from gpool.agent.runtime.bubblewrap import seccomp
 from gpool.agent.runtime.bubblewrap.seccomp import ABSENT, ALLOW, ERRNO, MACHINES, REFUSED
-from gpool.agent.runtime.docker.confinement import MASKED, Box, profile, request
-from gpool.agent.runtime.protocol import Limits
+from gpool.agent.runtime.docker.confinement import MASKED, ContainerSpec, profile, request
+from gpool.agent.runtime.protocol import SandboxLimits
 
 both = pytest.mark.parametrize("machine", list(MACHINES))
 WITH_ARGUMENTS = ("clone", "socket", "socketpair", "ioctl", "personality", "mknod", "mknodat")
@@ -120,7 +120,7 @@ def test_ordinary_calls_are_always_allowed_by_the_engine(machine: str) -> None:
 
 
 def asked(**changes: Any) -> dict[str, Any]:
-    limits = Limits(cpu_milli=1500, memory_bytes=256 << 20, io_bytes_per_s=1000)
+    limits = SandboxLimits(cpu_milli=1500, memory_bytes=256 << 20, io_bytes_per_s=1000)
     fields: dict[str, Any] = {
         "image": "sha256:0",
         "argv": ("sh", "-c", "true"),
@@ -130,7 +130,7 @@ def asked(**changes: Any) -> dict[str, Any]:
         "binds": (("/host/a:b", "/work", True),),
         "labels": {"x": "y"},
     }
-    return request(Box(**{**fields, **changes}), "{}")
+    return request(ContainerSpec(**{**fields, **changes}), "{}")
 
 
 def test_a_container_is_never_asked_for_with_rights_or_host_paths() -> None:
@@ -160,5 +160,5 @@ def test_a_disk_rate_is_asked_for_where_the_disk_is_known() -> None:
 
 
 def test_variables_are_not_shown_when_a_box_is_printed() -> None:
-    box = Box("i", ("true",), (("KEY", "hunter2"),), 1, Limits(1, 1), (), {})
+    box = ContainerSpec("i", ("true",), (("KEY", "hunter2"),), 1, SandboxLimits(1, 1), (), {})
     assert "hunter2" not in repr(box)

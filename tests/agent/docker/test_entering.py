@@ -15,20 +15,21 @@ from typing import Any
 
 import pytest
 
-from gpool.agent.runtime.docker.confinement import Box, request
-from gpool.agent.runtime.docker.engine import Engine, Facts
+from gpool.agent.runtime.docker.confinement import ContainerSpec, request
+from gpool.agent.runtime.docker.containers import Gvisor
+from gpool.agent.runtime.docker.engine import EngineClient, EngineFacts
 from gpool.agent.runtime.docker.network import (
-    Holders,
-    System,
+    RENEW_FAILED_AFTER_S,
+    HostSystem,
+    NamespaceHolders,
     empty_image,
     holder_request,
     is_in,
     system_of,
     why_never,
 )
-from gpool.agent.runtime.docker.probe_cache import SOONER_S
-from gpool.agent.runtime.docker.runtime import DockerRuntime, Gvisor
-from gpool.agent.runtime.protocol import CommandJob, Lane, RunnerJob, SandboxFailed
+from gpool.agent.runtime.docker.runtime import DockerRuntime
+from gpool.agent.runtime.protocol import CommandJob, RunnerJob, SandboxFailed, SandboxNetwork
 from gpool.core.model import Network
 from tests.agent.runtime.container_case import containers_of
 from tests.tools.engines import (
@@ -44,12 +45,12 @@ from tests.tools.processes import eventually
 from tests.tools.runtimes import LIMITS, PATIENCE_S, using, within
 
 LABEL, BOOT = ("pool.gpool.agent", "of-a-test"), ("pool.gpool.boot", "first")
-DOCKER = Facts("docker", "20.10", ("runc",), False, 0, "2", (), ())
-SYSTEM = System(("usr", "lib"), (("bin", "usr/bin"),))
+DOCKER = EngineFacts("docker", ("runc",), False, 0, ())
+SYSTEM = HostSystem(("usr", "lib"), (("bin", "usr/bin"),))
 
 
 @pytest.fixture
-def lane(require: Callable[[str], None]) -> Iterator[Lane]:
+def lane(require: Callable[[str], None]) -> Iterator[SandboxNetwork]:
     """A network namespace of our own with nothing in it."""
     require("docker")
     require("network namespaces")
@@ -62,16 +63,16 @@ def lane(require: Callable[[str], None]) -> Iterator[Lane]:
         assert keeper.stdin is not None
         keeper.stdout.readline()
         held = os.open(f"/proc/{keeper.pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-        yield Lane((held,), "192.0.2.53")
+        yield SandboxNetwork((held,), "192.0.2.53")
         os.close(held)
         keeper.stdin.close()
 
 
 @pytest.fixture
-def holders(require: Callable[[str], None]) -> Iterator[Holders]:
+def holders(require: Callable[[str], None]) -> Iterator[NamespaceHolders]:
     require("docker")
-    engine = Engine(shared_engine("docker").address)
-    made = Holders(engine, LABEL, BOOT)
+    engine = EngineClient(shared_engine("docker").address)
+    made = NamespaceHolders(engine, LABEL, BOOT)
     yield made
     made.close()
     engine.close()
@@ -92,15 +93,15 @@ def images_of(engine: PrivateEngine, label: str = "=".join(LABEL)) -> list[str]:
     [
         (DOCKER, True, False, ""),
         (replace(DOCKER, kind="podman"), True, False, ""),
-        (DOCKER, False, False, "root's"),
-        (replace(DOCKER, kind="podman"), False, False, "root's"),
+        (DOCKER, False, False, "as root"),
+        (replace(DOCKER, kind="podman"), False, False, "as root"),
         (DOCKER, True, True, "gVisor"),
         (replace(DOCKER, kind="podman", default_runtime="runsc"), True, False, "gVisor"),
-        (replace(DOCKER, first_uid=100_000), True, False, "user namespace"),
+        (replace(DOCKER, first_uid=100_000), True, False, "userns-remap"),
     ],
 )
 def test_who_can_never_enter_lanes_says_why(
-    facts: Facts, root: bool, gvisor: bool, said: str
+    facts: EngineFacts, root: bool, gvisor: bool, said: str
 ) -> None:
     found = why_never(facts, root=root, gvisor=gvisor)
     assert said in found
@@ -111,7 +112,7 @@ def test_the_host_s_programs_are_shown_as_they_lie(tmp_path: Path) -> None:
     for name in ("usr", "lib", "home", "etc"):
         (tmp_path / name).mkdir()
     (tmp_path / "bin").symlink_to("usr/bin")
-    assert system_of(tmp_path) == System(("lib", "usr"), (("bin", "usr/bin"),))
+    assert system_of(tmp_path) == HostSystem(("lib", "usr"), (("bin", "usr/bin"),))
 
 
 def test_a_holder_s_image_has_nothing_in_it_but_links() -> None:
@@ -120,7 +121,7 @@ def test_a_holder_s_image_has_nothing_in_it_but_links() -> None:
 
 
 def test_a_holder_may_enter_namespaces_and_write_nowhere() -> None:
-    body = holder_request("sha256:0", ("nsenter",), {}, SYSTEM, lane="/proc/1/fd/3")
+    body = holder_request("sha256:0", ("nsenter",), {}, SYSTEM, network="/proc/1/fd/3")
     host = body["HostConfig"]
     assert (host["CapDrop"], host["CapAdd"]) == (["ALL"], ["SYS_ADMIN"])
     assert host["NetworkMode"] == "none"
@@ -131,7 +132,7 @@ def test_a_holder_may_enter_namespaces_and_write_nowhere() -> None:
 
 def test_who_joins_another_brings_no_network_of_its_own() -> None:
     """Docker refuses a host name or name servers beside another container's network."""
-    box = Box("sha256:0", ("true",), (), 1, LIMITS, (), {}, network="container:abc")
+    box = ContainerSpec("sha256:0", ("true",), (), 1, LIMITS, (), {}, network="container:abc")
     body = request(box, "{}")
     assert body["HostConfig"]["NetworkMode"] == "container:abc"
     assert "Dns" not in body["HostConfig"]
@@ -144,7 +145,7 @@ def test_who_joins_another_brings_no_network_of_its_own() -> None:
 # ---- what happens
 
 
-def test_it_is_tried_before_it_is_offered_and_leaves_nothing(holders: Holders) -> None:
+def test_it_is_tried_before_it_is_offered_and_leaves_nothing(holders: NamespaceHolders) -> None:
     assert holders.why_not() == ""
     assert containers_of(shared_engine("docker")) == []
 
@@ -161,7 +162,9 @@ def test_without_the_program_that_enters_it_is_not_offered(
     assert using("docker", tmp_path, offered) == {Network.NONE}
 
 
-def test_a_holder_is_in_the_lane_and_gone_afterwards(holders: Holders, lane: Lane) -> None:
+def test_a_holder_is_in_the_lane_and_gone_afterwards(
+    holders: NamespaceHolders, lane: SandboxNetwork
+) -> None:
     engine = shared_engine("docker")
     with holders.holding(lane) as holder, docker_client(engine) as api:
         pid = api.inspect_container(holder)["State"]["Pid"]
@@ -171,20 +174,26 @@ def test_a_holder_is_in_the_lane_and_gone_afterwards(holders: Holders, lane: Lan
 
 
 @pytest.mark.parametrize("path", [os.devnull, __file__])
-def test_a_lane_that_cannot_be_entered_is_the_node_s_fault(holders: Holders, path: str) -> None:
+def test_a_lane_that_cannot_be_entered_is_the_node_s_fault(
+    holders: NamespaceHolders, path: str
+) -> None:
     no_namespace = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        with pytest.raises(SandboxFailed, match=r"cannot enter a lane: .*[Ii]nvalid argument"):
-            holders.holding(Lane((no_namespace,), "")).__enter__()
+        with pytest.raises(
+            SandboxFailed, match=r"cannot enter a sandbox network: .*[Ii]nvalid argument"
+        ):
+            holders.holding(SandboxNetwork((no_namespace,), "")).__enter__()
     finally:
         os.close(no_namespace)
 
 
-def test_a_container_that_got_another_network_is_refused(holders: Holders, lane: Lane) -> None:
+def test_a_container_that_got_another_network_is_refused(
+    holders: NamespaceHolders, lane: SandboxNetwork
+) -> None:
     own = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     with holders.holding(lane) as holder:
         with pytest.raises(SandboxFailed, match="another network"):
-            holders.check(holder, Lane((own,), ""))
+            holders.check(holder, SandboxNetwork((own,), ""))
         holders.check(holder, lane)  # the control
     os.close(own)
     with pytest.raises(SandboxFailed, match="ended"):
@@ -192,18 +201,18 @@ def test_a_container_that_got_another_network_is_refused(holders: Holders, lane:
     holders.check(holder, lane, may_be_over=True)  # a task's container may have nothing left to do
 
 
-class Unwilling(Engine):
+class Unwilling(EngineClient):
     """Its engine removes nothing."""
 
     def remove(self, container: str) -> None:
         raise SandboxFailed(f"cannot remove {container}")
 
 
-def test_a_holder_that_cannot_be_removed_ends_and_holds_nobody_up(lane: Lane) -> None:
+def test_a_holder_that_cannot_be_removed_ends_and_holds_nobody_up(lane: SandboxNetwork) -> None:
     """Whoever joined it runs by then: to fail now would leave that one to nobody."""
     engine = shared_engine("docker")
     unwilling = Unwilling(engine.address)
-    holders = Holders(unwilling, LABEL, BOOT)
+    holders = NamespaceHolders(unwilling, LABEL, BOOT)
     with holders.holding(lane) as holder:
         pass
     eventually(
@@ -211,14 +220,14 @@ def test_a_holder_that_cannot_be_removed_ends_and_holds_nobody_up(lane: Lane) ->
         lambda: [one["State"] for one in containers_of(engine)] != ["running"],
         PATIENCE_S,
     )
-    Engine.remove(unwilling, holder)
+    EngineClient.remove(unwilling, holder)
     holders.close()
     unwilling.close()
     assert containers_of(engine) == []
 
 
 def test_an_owner_who_clears_away_unused_images_takes_no_lane_away(
-    holders: Holders, lane: Lane
+    holders: NamespaceHolders, lane: SandboxNetwork
 ) -> None:
     engine = shared_engine("docker")
     with holders.holding(lane):
@@ -229,7 +238,7 @@ def test_an_owner_who_clears_away_unused_images_takes_no_lane_away(
         assert before not in images_of(engine)
 
 
-def test_a_sweep_takes_no_image_that_has_a_name(holders: Holders) -> None:
+def test_a_sweep_takes_no_image_that_has_a_name(holders: NamespaceHolders) -> None:
     """Whoever writes our label on an image of theirs gains and loses nothing by it."""
     engine = shared_engine("docker")
     label = "LABEL " + "=".join(LABEL)
@@ -243,11 +252,11 @@ def test_a_sweep_takes_no_image_that_has_a_name(holders: Holders) -> None:
 
 HOLDING = f"""
 import os, sys
-from gpool.agent.runtime.docker.engine import Engine
-from gpool.agent.runtime.docker.network import Holders
-from gpool.agent.runtime.protocol import Lane
+from gpool.agent.runtime.docker.engine import EngineClient
+from gpool.agent.runtime.docker.network import NamespaceHolders
+from gpool.agent.runtime.protocol import SandboxNetwork
 own = os.open("/proc/self/ns/net", os.O_RDONLY)
-with Holders(Engine(sys.argv[1]), {LABEL}, {BOOT}).holding(Lane((own,), "")):
+with NamespaceHolders(EngineClient(sys.argv[1]), {LABEL}, {BOOT}).holding(SandboxNetwork((own,), "")):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -275,22 +284,22 @@ def test_a_holder_ends_with_the_agent_and_the_next_one_sweeps_it(
         lambda: [one["State"] for one in containers_of(engine)] != ["running"],
         PATIENCE_S,
     )
-    door = Engine(engine.address)
+    door = EngineClient(engine.address)
     for container in door.labelled("=".join(LABEL)):
         door.remove(container)
     assert len(images_of(engine)) == 1
-    Holders(door, LABEL, BOOT).sweep()
+    NamespaceHolders(door, LABEL, BOOT).sweep()
     assert images_of(engine) == []
     door.close()
 
 
 def test_a_start_into_a_lane_that_is_given_up_leaves_no_container(
-    lane: Lane, tmp_path: Path
+    lane: SandboxNetwork, tmp_path: Path
 ) -> None:
     engine = shared_engine("docker")
 
     async def work(runtime: Any) -> None:
-        job = CommandJob(("sleep", "1000"), (), (), (), LIMITS, lane=lane)
+        job = CommandJob(("sleep", "1000"), (), (), (), LIMITS, network=lane)
         for patience in (0.001, 0.1, 0.3, 0.5, 0.7):
             starting = asyncio.create_task(runtime.start_command(job))
             await asyncio.wait([starting], timeout=patience)
@@ -307,7 +316,7 @@ def test_a_start_into_a_lane_that_is_given_up_leaves_no_container(
 
 
 def test_gvisor_where_it_works_never_serves_a_lane(
-    require: Callable[[str], None], lane: Lane, tmp_path: Path
+    require: Callable[[str], None], lane: SandboxNetwork, tmp_path: Path
 ) -> None:
     """Its own network would be no lane; the same runtime takes it for a task without one."""
     require("gvisor")
@@ -320,7 +329,7 @@ def test_gvisor_where_it_works_never_serves_a_lane(
         used = []
         try:
             for given in (lane, None):
-                job = CommandJob(("sleep", "1000"), (), (), (), LIMITS, lane=given)
+                job = CommandJob(("sleep", "1000"), (), (), (), LIMITS, network=given)
                 sandbox = await runtime.start_command(job)
                 with docker_client(engine) as api:
                     (container,) = runtime.containers
@@ -362,7 +371,7 @@ def test_an_image_that_starts_nowhere_does_not_cost_the_node_gvisor(
     assert containers_of(engine) == []
 
 
-def test_what_starts_nothing_of_ours_does_not_work(holders: Holders) -> None:
+def test_what_starts_nothing_of_ours_does_not_work(holders: NamespaceHolders) -> None:
     assert holders.start_under("runc")
     assert not holders.start_under("runsc-that-nobody-installed")
 
@@ -411,7 +420,7 @@ def test_lanes_are_tried_again_once_the_engine_can(
                 without.setenv("PATH", str(tmp_path))
                 found = [runtime.networks]
             found.append(runtime.networks)
-            now[0] = SOONER_S
+            now[0] = RENEW_FAILED_AFTER_S
             found.append(runtime.networks)
             await asyncio.wrap_future(runtime._prober.submit(int))  # behind what is being tried
             found.append(runtime.networks)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from gpool.agent.runtime.docker.engine import facts_from
 from gpool.agent.runtime.docker.gpu_devices import cdi_names, driver_libraries
 from gpool.agent.runtime.docker.images import (
-    Image,
-    Pull,
+    ContainerImage,
+    ImagePull,
     advance,
     answers_to,
     follow,
@@ -44,7 +44,7 @@ documents = st.fixed_dictionaries(
 
 @given(st.lists(documents, max_size=40))
 def test_a_pull_never_goes_backwards(said: list[dict[str, Any]]) -> None:
-    pull = Pull("python:3.11")
+    pull = ImagePull("python:3.11")
     for document in said:
         following = advance(pull, document)
         assert following.done >= pull.done
@@ -95,11 +95,11 @@ def test_names_of_images_pass(name: str) -> None:
     ["", "-v", "../x", "a b", "A/b", "a@sha256:12", "/etc", "a/../b", "x?y=z", "é", "a" * 600],
 )
 def test_what_is_no_name_never_reaches_the_engine(name: str) -> None:
-    assert "is not the name of an image" in wrong_reference(name)
+    assert "is no image reference" in wrong_reference(name)
 
 
 def test_a_digest_is_answered_only_by_that_content() -> None:
-    image = Image(f"sha256:{A}", 1, (f"python@sha256:{B}",))
+    image = ContainerImage(f"sha256:{A}", 1, (f"python@sha256:{B}",))
     assert answers_to(image, "python:3.11")
     assert answers_to(image, f"python@sha256:{B}")
     assert answers_to(image, f"sha256:{A}")
@@ -109,7 +109,7 @@ def test_a_digest_is_answered_only_by_that_content() -> None:
 def test_an_image_tells_its_volumes_and_size() -> None:
     config = {"Volumes": {"/b": {}, "/a": {}}, "Env": ["PATH=/bin:/usr", "EMPTY="]}
     image = image_from({"Id": "sha256:1", "Size": 7, "RepoTags": ["x:1"], "Config": config})
-    assert image == Image(
+    assert image == ContainerImage(
         "sha256:1", 7, ("x:1",), ("/a", "/b"), (("PATH", "/bin:/usr"), ("EMPTY", ""))
     )
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from urllib3.exceptions import ProtocolError
 
-from gpool.agent.runtime.docker.engine import Engine, translated
+from gpool.agent.runtime.docker.engine import EngineClient, translated
 from gpool.agent.runtime.docker.kernel_log import exceeded_its_limit, records
 from gpool.agent.runtime.protocol import SandboxFailed
 from tests.tools.engines import IMAGE, docker_client, shared_engine
@@ -63,14 +63,16 @@ def test_a_log_that_may_not_be_read_says_nothing() -> None:
 
 
 @pytest.fixture(params=["docker", "podman"])
-def engine(request: pytest.FixtureRequest, require: Callable[[str], None]) -> Iterator[Engine]:
+def engine(
+    request: pytest.FixtureRequest, require: Callable[[str], None]
+) -> Iterator[EngineClient]:
     require(request.param)
-    with contextlib.closing(Engine(shared_engine(request.param).address)) as made:
+    with contextlib.closing(EngineClient(shared_engine(request.param).address)) as made:
         yield made
 
 
 @contextlib.contextmanager
-def ended(engine: Engine, program: str, meanwhile: Meanwhile | None = None) -> Iterator[str]:
+def ended(engine: EngineClient, program: str, meanwhile: Meanwhile | None = None) -> Iterator[str]:
     with docker_client(shared_engine(engine.facts.kind)) as api:
         settings = {
             "mem_limit": "64m",
@@ -91,7 +93,7 @@ def ended(engine: Engine, program: str, meanwhile: Meanwhile | None = None) -> I
             api.remove_container(made, force=True)
 
 
-def test_the_kernels_log_tells_of_it(engine: Engine) -> None:
+def test_the_kernels_log_tells_of_it(engine: EngineClient) -> None:
     if not any(True for _ in records()):
         pytest.skip("the kernel's log may not be read here")
     with ended(engine, GREEDY) as container:
@@ -99,7 +101,7 @@ def test_the_kernels_log_tells_of_it(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", ["docker"], indirect=True)  # Podman has no such event
-def test_without_the_kernels_log_the_engines_events_tell_of_it(engine: Engine) -> None:
+def test_without_the_kernels_log_the_engines_events_tell_of_it(engine: EngineClient) -> None:
     """Killed beside a process that stays: containerd asks for its notice once the task runs, and drops it with the group."""
 
     def exceed(api: Any, container: str) -> None:
@@ -112,7 +114,7 @@ def test_without_the_kernels_log_the_engines_events_tell_of_it(engine: Engine) -
         assert engine.exceeded_memory(container, kernel_log=NO_LOG)
 
 
-def test_one_killed_otherwise_never_counts_as_too_large(engine: Engine) -> None:
+def test_one_killed_otherwise_never_counts_as_too_large(engine: EngineClient) -> None:
     with ended(engine, GREEDY), ended(engine, KILLS_ITSELF) as container:
         assert not engine.exceeded_memory(container)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gpool.agent.runtime.docker.probe_cache import ANEW_AFTER_S, SOONER_S, Probe
+from gpool.agent.runtime.docker.network import RENEW_AFTER_S, RENEW_FAILED_AFTER_S, ProbeCache
 
 
 class Bench:
@@ -14,7 +14,7 @@ class Bench:
         self.now = 0.0
         self.answers = list(answers)
         self.begun: list[Callable[[], None]] = []
-        self.probe = Probe(self._ask, self.begun.append, lambda: self.now)
+        self.probe = ProbeCache(self._ask, self.begun.append, lambda: self.now)
 
     def _ask(self) -> str:
         return self.answers.pop(0)
@@ -28,7 +28,7 @@ class Bench:
 def test_it_is_asked_once_and_then_known() -> None:
     bench = Bench("", "never")
     assert [bench.probe.why_not() for _ in range(3)] == ["", "", ""]
-    bench.now = ANEW_AFTER_S - 1
+    bench.now = RENEW_AFTER_S - 1
     assert bench.probe.why_not() == ""
     assert bench.begun == []
 
@@ -36,9 +36,9 @@ def test_it_is_asked_once_and_then_known() -> None:
 def test_where_it_failed_it_is_asked_again_soon() -> None:
     bench = Bench("no nsenter", "")
     assert bench.probe.why_not() == "no nsenter"
-    bench.now = SOONER_S - 1
+    bench.now = RENEW_FAILED_AFTER_S - 1
     assert (bench.probe.why_not(), bench.begun) == ("no nsenter", [])
-    bench.now = SOONER_S
+    bench.now = RENEW_FAILED_AFTER_S
     assert bench.probe.why_not() == "no nsenter"  # nobody waits
     bench.finish()
     assert bench.probe.why_not() == ""
@@ -47,7 +47,7 @@ def test_where_it_failed_it_is_asked_again_soon() -> None:
 def test_where_it_worked_it_is_asked_again_after_a_while() -> None:
     bench = Bench("", "the engine changed")
     assert bench.probe.why_not() == ""
-    bench.now = ANEW_AFTER_S
+    bench.now = RENEW_AFTER_S
     assert bench.probe.why_not() == ""
     bench.finish()
     assert bench.probe.why_not() == "the engine changed"
@@ -56,12 +56,12 @@ def test_where_it_worked_it_is_asked_again_after_a_while() -> None:
 def test_it_is_never_asked_twice_at_once() -> None:
     bench = Bench("bad", "bad", "")
     bench.probe.why_not()
-    bench.now = SOONER_S
+    bench.now = RENEW_FAILED_AFTER_S
     for _ in range(5):
         bench.probe.why_not()
     assert len(bench.begun) == 1
     bench.finish()
-    bench.now = 2 * SOONER_S
+    bench.now = 2 * RENEW_FAILED_AFTER_S
     bench.probe.why_not()
     bench.finish()
     assert bench.probe.why_not() == ""
@@ -72,7 +72,7 @@ def test_whoever_is_gone_is_not_asked() -> None:
         raise RuntimeError("shut down")
 
     now = [0.0]
-    probe = Probe(lambda: "bad", refuses, lambda: now[0])
+    probe = ProbeCache(lambda: "bad", refuses, lambda: now[0])
     probe.why_not()
-    now[0] = SOONER_S
+    now[0] = RENEW_FAILED_AFTER_S
     assert [probe.why_not(), probe.why_not()] == ["bad", "bad"]

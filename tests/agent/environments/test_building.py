@@ -25,7 +25,13 @@ from gpool.agent.environments.interpreters import (
     own_interpreter,
 )
 from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
-from gpool.agent.runtime.protocol import ENVIRONMENT_AT, CommandJob, Ended, Prepared, SandboxFailed
+from gpool.agent.runtime.protocol import (
+    ENVIRONMENT_AT,
+    CommandJob,
+    PreparedEnvironment,
+    SandboxExit,
+    SandboxFailed,
+)
 from gpool.core.model import EndReason, Recipe
 from gpool.core.specs.environment import name_of, recipe
 from tests.tools import unprivileged
@@ -67,7 +73,7 @@ async def node(
         assert list((data / "environments" / "building").iterdir()) == []
 
 
-async def said(runtime: BubblewrapRuntime, prepared: Prepared | None, *argv: str) -> str:
+async def said(runtime: BubblewrapRuntime, prepared: PreparedEnvironment | None, *argv: str) -> str:
     job = CommandJob(argv, (), (), (), LIMITS, environment=prepared)
     sandbox = await runtime.start_command(job)
     text = b"".join([data async for _, data in sandbox.output()])
@@ -398,13 +404,13 @@ def test_what_one_build_leaves_another_never_finds(index: PackageIndex, tmp_path
 # ---- what a build is given, with a stand-in for the sandbox
 
 
-FAILED = Ended(1)
+FAILED = SandboxExit(1)
 
 
 class Given:
     """Stands in for a runtime: keeps the job, prints what it is told to."""
 
-    def __init__(self, output: Sequence[bytes] = (), ended: Ended = FAILED) -> None:
+    def __init__(self, output: Sequence[bytes] = (), ended: SandboxExit = FAILED) -> None:
         self.jobs: list[CommandJob] = []
         self._output, self._ended = output, ended
 
@@ -416,7 +422,7 @@ class Given:
         for data in self._output:
             yield 2, data
 
-    async def ended(self) -> Ended:
+    async def ended(self) -> SandboxExit:
         return self._ended
 
     async def kill(self) -> None:
@@ -470,15 +476,15 @@ def test_where_an_address_has_a_password_no_script_runs_and_no_line_shows_it(
 
 def test_a_nodes_fault_is_told_apart_from_a_recipes(tmp_path: Path) -> None:
     for output, ended in (
-        ([], Ended(1, EndReason.SANDBOX_FAILED, "no bwrap")),
-        ([b"  cause: dns error\n"], Ended(2)),
+        ([], SandboxExit(1, EndReason.SANDBOX_FAILED, "no bwrap")),
+        ([b"  cause: dns error\n"], SandboxExit(2)),
     ):
         with pytest.raises(SandboxFailed) as failed:
             asyncio.run(built(Given(output, ended), tmp_path, Indexes()))
         assert not isinstance(failed.value, BuildFailed)
     for output, ended in (
-        ([b"no solution\n"], Ended(1)),
-        ([], Ended(137, EndReason.OUT_OF_MEMORY, "it used more memory")),
+        ([b"no solution\n"], SandboxExit(1)),
+        ([], SandboxExit(137, EndReason.OUT_OF_MEMORY, "it used more memory")),
     ):
         with pytest.raises(BuildFailed):
             asyncio.run(built(Given(output, ended), tmp_path, Indexes()))

@@ -13,7 +13,7 @@ import pytest
 from gpool.agent.environments import BuildFailed, Environments, Interpreter, Told
 from gpool.agent.environments.environments import REMEMBERED_US
 from gpool.agent.environments.trees import MANIFEST, measured
-from gpool.agent.runtime.protocol import ENVIRONMENT_AT, Prepared, SandboxFailed
+from gpool.agent.runtime.protocol import ENVIRONMENT_AT, PreparedEnvironment, SandboxFailed
 from gpool.core.errors import Invalid
 from gpool.core.model import Recipe
 from gpool.core.specs.environment import name_of, recipe
@@ -74,7 +74,7 @@ class Shelf:
             clock=lambda: self.now,
         )
 
-    async def once(self, wanted: Recipe, told: Told = lambda _: None) -> Prepared:
+    async def once(self, wanted: Recipe, told: Told = lambda _: None) -> PreparedEnvironment:
         async with self.environments.prepare(name_of(wanted), wanted, told) as prepared:
             assert prepared is not None
             assert prepared.root.is_dir()
@@ -83,7 +83,7 @@ class Shelf:
     def on_disk(self) -> int:
         return len(list((self.folder / "ready").iterdir()))
 
-    def asking(self, wanted: Recipe) -> asyncio.Task[Prepared]:
+    def asking(self, wanted: Recipe) -> asyncio.Task[PreparedEnvironment]:
         return asyncio.create_task(self.once(wanted))
 
 

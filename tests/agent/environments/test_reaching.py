@@ -19,9 +19,9 @@ from gpool.agent.environments.egress_targets import (
 )
 from gpool.agent.network.policy import Only, Target, Wants
 from gpool.agent.network.sandbox_network import NoLane
-from gpool.agent.runtime.protocol import Lane, SandboxFailed
+from gpool.agent.runtime.protocol import SandboxFailed, SandboxNetwork
 
-LANE = Lane((), "127.0.0.53")
+LANE = SandboxNetwork((), "127.0.0.53")
 ADDRESSES = {
     "index.test": ("203.0.113.1",),
     "files.test": ("203.0.113.2", "203.0.113.3"),
@@ -80,8 +80,8 @@ def lanes(networks: Networks, web: Web, built_in: str = "https://index.test/simp
     return IndexLanes(networks, built_in, web, choose)  # type: ignore[arg-type]
 
 
-def opened(lanes: IndexLanes, indexes: Indexes) -> Lane | None:
-    async def story() -> Lane | None:
+def opened(lanes: IndexLanes, indexes: Indexes) -> SandboxNetwork | None:
+    async def story() -> SandboxNetwork | None:
         async with lanes.open(indexes) as lane:
             return lane
 

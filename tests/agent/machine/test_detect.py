@@ -16,7 +16,7 @@ from gpool.agent.machine.detection.findings import (
     userns_fix,
 )
 from gpool.agent.machine.detection.gpus import normalised
-from gpool.agent.runtime.cgroups import Hierarchy
+from gpool.agent.runtime.cgroups import CgroupHierarchy
 from gpool.core.errors import Invalid
 from gpool.core.model import GIB
 
@@ -117,15 +117,15 @@ V2 = "31 23 0:27 / /sys/fs/cgroup rw shared:9 - cgroup2 cgroup2 rw"
 )
 def test_every_kind_of_control_groups_is_told_apart(mounts: str, kind: str) -> None:
     assert cgroup_kind(mounts) == kind
-    finding = cgroups_finding(kind, Hierarchy(0, ()))
+    finding = cgroups_finding(kind, CgroupHierarchy(0, ()))
     assert (finding.level, bool(finding.fix)) == (Level.WARNING, True)
 
 
 def test_what_cannot_be_limited_is_named() -> None:
-    part = cgroups_finding("v1", Hierarchy(1, (("memory", Path("/m")), ("pids", Path("/p")))))
+    part = cgroups_finding("v1", CgroupHierarchy(1, (("memory", Path("/m")), ("pids", Path("/p")))))
     assert "cpu cannot be limited" in part.text
     whole = tuple((name, Path("/g")) for name in ("cpu", "memory", "pids"))
-    assert cgroups_finding("v2", Hierarchy(2, whole)).level is Level.OK
+    assert cgroups_finding("v2", CgroupHierarchy(2, whole)).level is Level.OK
 
 
 @pytest.mark.parametrize(

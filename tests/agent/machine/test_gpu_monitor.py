@@ -15,7 +15,7 @@ from gpool.agent.machine.detection.nvml import GpuProcess, MigInstance, Xid
 from gpool.agent.machine.detection.processes import AgentProcesses, ForeignPrograms
 from gpool.agent.machine.detection.vendors import ParsedGpus
 from gpool.agent.machine.gpu_monitor import GpuMonitor, with_health
-from gpool.agent.machine.monitor import MachineMonitor, MachineSample, PolicyFile, sampler
+from gpool.agent.machine.monitor import MachineSample, NodeMonitor, PolicyFile, sampler
 from gpool.agent.machine.policy import MachineFacts
 from gpool.agent.state_machine.instructions import Event, OfferDetected, ReadingsTaken, ReclaimAsked
 from gpool.core.model import GIB, Gpu, Health, Offer
@@ -49,7 +49,7 @@ class Machine:
         kin = AgentProcesses(OURS, self.proc, lambda: self.containers)
         self.watch = GpuMonitor(self.nvml, kin, self.proc)
         book = PolicyFile(self.rules)
-        self.monitor = MachineMonitor(
+        self.monitor = NodeMonitor(
             book,
             lambda: Offer(4000, GIB, GIB, self.detector.survey().gpus),
             lambda: MachineFacts(self.now),

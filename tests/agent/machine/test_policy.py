@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpool.agent.machine.detection import owner
-from gpool.agent.machine.monitor import MachineMonitor, PolicyFile
+from gpool.agent.machine.monitor import NodeMonitor, PolicyFile
 from gpool.agent.machine.policy import (
     AtClose,
     ClosureState,
@@ -248,7 +248,7 @@ def test_a_look_tells_the_offer_the_limit_and_the_reclaim(tmp_path: Path) -> Non
     file = tmp_path / "policy.toml"
     file.write_text("longest_run = '2h'\nat_close = 'reclaim'\n[battery]\nmains_only = true")
     seen = [facts(on_mains=True)]
-    monitor = MachineMonitor(PolicyFile(file), lambda: OFFER, lambda: seen[-1])
+    monitor = NodeMonitor(PolicyFile(file), lambda: OFFER, lambda: seen[-1])
     limit, offered = monitor.survey()
     assert limit == RunsLimited(2 * 3600 * 1_000_000)
     assert offered == OfferDetected(OFFER)

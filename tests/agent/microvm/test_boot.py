@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from gpool.agent.runtime.microvm.image import boot
 from gpool.agent.runtime.microvm.image.kernel import NoKernel, needs, unpack_lz4, vmlinux
 from gpool.agent.runtime.microvm.image.system import closure, packages
-from gpool.agent.runtime.microvm.monitors.choice import SAID, probe_archive
-from gpool.agent.runtime.microvm.monitors.protocol import Disk, Machine
+from gpool.agent.runtime.microvm.monitors.choice import PROBE_LINE, probe_archive
+from gpool.agent.runtime.microvm.monitors.protocol import GuestDisk, GuestMachine
 from gpool.agent.runtime.microvm.monitors.qemu import TCG, Qemu
 
 x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the program is x86-64's")
-BECOMES = boot.Becomes(
+BECOMES = boot.BootPlan(
     ("/modules/a.ko",),
     "/opt/gpool",
     "/opt/gpool/own",
@@ -34,9 +34,9 @@ BECOMES = boot.Becomes(
 def test_the_program_makes_its_calls_in_order_and_nothing_else(tmp_path: Path) -> None:
     made = tmp_path / "init"
     row = [
-        boot.Step(1, (1, "one ", 4)),
-        boot.Step(1, (1, "two", 3)),
-        boot.Step(boot.SYS_EXIT, (7,)),
+        boot.BootStep(1, (1, "one ", 4)),
+        boot.BootStep(1, (1, "two", 3)),
+        boot.BootStep(boot.SYS_EXIT, (7,)),
     ]
     made.write_bytes(boot.program(row))
     made.chmod(0o755)
@@ -49,8 +49,8 @@ def test_the_program_becomes_another_with_arguments_and_variables(tmp_path: Path
     made = tmp_path / "init"
     argv = ("/bin/sh", "-c", 'echo "$0 $1 $GIVEN"', "zero", "one word")
     row = [
-        boot.Step(boot.SYS_EXECVE, ("/bin/sh", argv, ("GIVEN=here",))),
-        boot.Step(boot.SYS_EXIT, (1,)),
+        boot.BootStep(boot.SYS_EXECVE, ("/bin/sh", argv, ("GIVEN=here",))),
+        boot.BootStep(boot.SYS_EXIT, (1,)),
     ]
     made.write_bytes(boot.program(row))
     made.chmod(0o755)
@@ -98,7 +98,7 @@ def test_what_goes_into_the_archive_always_comes_out(modules: dict[str, bytes]) 
 
 
 def test_the_probe_says_its_line_and_restarts() -> None:
-    assert SAID.encode() in entries(probe_archive())["init"]
+    assert PROBE_LINE.encode() in entries(probe_archive())["init"]
 
 
 def lz4(parts: list[tuple[bytes, int, int]]) -> tuple[bytes, bytes]:
@@ -181,10 +181,15 @@ def test_a_guests_system_is_what_is_essential_and_what_that_needs() -> None:
 
 
 def test_qemu_gets_no_network_no_monitor_and_only_its_disks() -> None:
-    machine = Machine(
-        "/k", "/a", ("w=1",), (Disk("system", "/s", True), Disk("work", "/w", False)), 300, 2
+    machine = GuestMachine(
+        "/k",
+        "/a",
+        ("w=1",),
+        (GuestDisk("system", "/s", True), GuestDisk("work", "/w", False)),
+        300,
+        2,
     )
-    argv = Qemu("/usr/bin/qemu", TCG).start(machine, 3).argv
+    argv = Qemu("/usr/bin/qemu", TCG).command(machine, 3).argv
     text = " ".join(argv)
     assert "-nodefaults" in argv
     assert argv[argv.index("-sandbox") + 1].startswith("on,")

@@ -14,9 +14,11 @@ import pytest
 import yaml
 
 from gpool.agent.runtime.microvm import guest
-from gpool.agent.runtime.microvm.guest_link import Pipes, Talk
-from gpool.agent.runtime.microvm.monitors import firecracker
-from gpool.agent.runtime.microvm.monitors.protocol import Disk, Machine
+from gpool.agent.runtime.microvm.guest_link import GuestConnection
+from gpool.agent.runtime.microvm.guest_streams import GuestPipes
+from gpool.agent.runtime.microvm.monitors.firecracker import api
+from gpool.agent.runtime.microvm.monitors.firecracker.monitor import Firecracker
+from gpool.agent.runtime.microvm.monitors.protocol import GuestDisk, GuestMachine
 from gpool.agent.runtime.protocol import SandboxFailed
 from tests.tools.runtimes import PATIENCE_S, within
 
@@ -70,11 +72,11 @@ RECORDED: dict[str, Any] = {
 }
 """What the description said when it was read, for where it does not lie beside the repository."""
 
-MACHINE = Machine(
+MACHINE = GuestMachine(
     "/disks/vmlinux",
     "/disks/archive",
     ("gpool.control=vsock",),
-    (Disk("system", "/disks/system", True), Disk("work", "/work.img", False)),
+    (GuestDisk("system", "/disks/system", True), GuestDisk("work", "/work.img", False)),
     512,
     2,
 )
@@ -104,7 +106,7 @@ class FakeFirecracker:
         self.closed = asyncio.Event()
 
     async def serve(self) -> asyncio.Server:
-        return await asyncio.start_unix_server(self.answer, self.folder / firecracker.API_NAME)
+        return await asyncio.start_unix_server(self.answer, self.folder / api.API_NAME)
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -145,7 +147,7 @@ class FakeFirecracker:
 
 def test_every_request_is_one_the_description_allows() -> None:
     definitions = described()
-    for method, path, document in firecracker.requests(MACHINE):
+    for method, path, document in api.requests(MACHINE):
         assert method == "PUT"
         check(path, document, definitions)
 
@@ -174,7 +176,7 @@ def test_what_was_recorded_is_what_the_description_says() -> None:
 
 
 def test_the_disks_come_in_the_order_the_guest_mounts_them() -> None:
-    told = [path for _, path, _ in firecracker.requests(MACHINE)]
+    told = [path for _, path, _ in api.requests(MACHINE)]
     assert told[0] == "/machine-config"
     assert [path for path in told if path.startswith("/drives/")] == [
         "/drives/system",
@@ -185,15 +187,15 @@ def test_the_disks_come_in_the_order_the_guest_mounts_them() -> None:
 
 def test_a_guest_is_configured_started_and_talked_to_over_its_vsock(tmp_path: Path) -> None:
     async def work() -> tuple[list[str], bytes, int]:
-        fake = FakeFirecracker(tmp_path)
+        line = Firecracker("firecracker").open_line(tmp_path, os.geteuid())
+        os.close(line.descriptor)  # as the launch does
+        fake = FakeFirecracker(tmp_path / "vmm")
         async with await fake.serve():
-            listening = firecracker.listen(tmp_path, guest.AGENT_PORT, os.geteuid())
-            made = firecracker.requests(MACHINE)
-            await firecracker.tell(tmp_path, os.geteuid(), made, PATIENCE_S)
+            connecting = asyncio.create_task(line.connect(MACHINE, PATIENCE_S))
             await fake.started.wait()
-            where = tmp_path / f"{firecracker.VSOCK_NAME}_{guest.AGENT_PORT}"
+            where = fake.folder / f"{api.VSOCK_NAME}_{guest.AGENT_PORT}"
             dialled = asyncio.create_task(asyncio.open_unix_connection(where))
-            line = await firecracker.accept(listening, PATIENCE_S)
+            connection = await connecting
             reader, writer = await dialled
             with pytest.raises(OSError, match="refused"):
                 await asyncio.open_unix_connection(
@@ -201,7 +203,7 @@ def test_a_guest_is_configured_started_and_talked_to_over_its_vsock(tmp_path: Pa
                 )  # a second one, by the task: nobody listens any more
             out, out_end = os.pipe()
             err, err_end = os.pipe()
-            talk = Talk(line, Pipes(out_end, err_end))
+            talk = GuestConnection(connection, GuestPipes(out_end, err_end))
 
             async def play() -> None:
                 for word in ({"word": "hello", "version": guest.VERSION}, {"word": "started"}):
@@ -228,7 +230,7 @@ def test_a_guest_is_configured_started_and_talked_to_over_its_vsock(tmp_path: Pa
             return fake.told, said, exit.code
 
     told, said, code = within(work())
-    assert told == [path for _, path, _ in firecracker.requests(MACHINE)]
+    assert told == [path for _, path, _ in api.requests(MACHINE)]
     assert (said, code) == (b"hi", 4)
 
 
@@ -238,7 +240,7 @@ def test_a_request_that_is_refused_is_named(tmp_path: Path) -> None:
         async with await fake.serve():
             try:
                 begin = [("PUT", "/actions", {"action_type": "InstanceStart"})]
-                await firecracker.tell(tmp_path, os.geteuid(), begin, PATIENCE_S)
+                await api.configure(tmp_path, os.geteuid(), begin, PATIENCE_S)
             finally:
                 await fake.closed.wait()
 
@@ -251,9 +253,9 @@ def test_a_link_where_its_socket_should_be_is_not_followed(tmp_path: Path) -> No
         real = tmp_path / "real"
         real.mkdir()
         async with await FakeFirecracker(real).serve():
-            (tmp_path / firecracker.API_NAME).symlink_to(real / firecracker.API_NAME)
-            made = firecracker.requests(MACHINE)
-            await firecracker.tell(tmp_path, os.geteuid(), made, PATIENCE_S)
+            (tmp_path / api.API_NAME).symlink_to(real / api.API_NAME)
+            made = api.requests(MACHINE)
+            await api.configure(tmp_path, os.geteuid(), made, PATIENCE_S)
 
     with pytest.raises(SandboxFailed, match="not its own"):
         within(work())
@@ -261,4 +263,4 @@ def test_a_link_where_its_socket_should_be_is_not_followed(tmp_path: Path) -> No
 
 def test_a_firecracker_that_never_answers_is_given_up(tmp_path: Path) -> None:
     with pytest.raises(SandboxFailed, match="did not answer"):
-        within(firecracker.tell(tmp_path, os.geteuid(), firecracker.requests(MACHINE), 0.05))
+        within(api.configure(tmp_path, os.geteuid(), api.requests(MACHINE), 0.05))

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from gpool.agent.runtime.bubblewrap.launcher_client import Exit
+from gpool.agent.runtime.bubblewrap.launcher_client import ProcessExit
 from gpool.agent.runtime.microvm import guest
-from gpool.agent.runtime.microvm.guest_link import MOST_DROPPED_BYTES, Pipes, Talk
-from gpool.agent.runtime.microvm.guest_outputs import Taking
+from gpool.agent.runtime.microvm.guest_link import GuestConnection
+from gpool.agent.runtime.microvm.guest_outputs import MOST_DROPPED_BYTES, OutputCollection
+from gpool.agent.runtime.microvm.guest_streams import GuestPipes
 from gpool.agent.runtime.protocol import BadOutput, SandboxFailed
 from gpool.core.model import OutputFile
 from tests.tools.runtimes import PATIENCE_S, within
@@ -33,7 +34,7 @@ def frame(stream: int, body: bytes) -> bytes:
 
 
 HELLO = word(word="hello", version=guest.VERSION) + word(word="started")
-Says = Callable[[Talk, socket.socket], Awaitable[Any]]
+Says = Callable[[GuestConnection, socket.socket], Awaitable[Any]]
 
 
 def talking(says: Says) -> Any:
@@ -44,12 +45,12 @@ def talking(says: Says) -> Any:
         theirs.setblocking(False)
         out, out_end = os.pipe()
         err, err_end = os.pipe()
-        talk = Talk(ours, Pipes(out_end, err_end))
+        talk = GuestConnection(ours, GuestPipes(out_end, err_end))
 
         async def end() -> None:
-            talk.gone(Exit(9, ran=False, killed=True))
+            talk.gone(ProcessExit(9, ran=False, killed=True))
 
-        talk.on_lie = end
+        talk.on_violation = end
         try:
             with theirs:
                 await asyncio.get_running_loop().sock_sendall(theirs, HELLO)
@@ -81,16 +82,16 @@ LIES = {
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
 def test_a_lie_ends_the_guest_and_nothing_else(lie: bytes) -> None:
-    async def says(talk: Talk, theirs: socket.socket) -> tuple[str, Exit]:
+    async def says(talk: GuestConnection, theirs: socket.socket) -> tuple[str, ProcessExit]:
         await asyncio.get_running_loop().sock_sendall(theirs, lie)
-        return talk.lie, await talk.over
+        return talk.violation, await talk.over
 
     _, exit = talking(says)
     assert exit.killed
 
 
 def test_a_guest_that_sends_past_its_window_is_ended_not_buffered() -> None:
-    async def says(talk: Talk, theirs: socket.socket) -> Exit:
+    async def says(talk: GuestConnection, theirs: socket.socket) -> ProcessExit:
         loop = asyncio.get_running_loop()
         for _ in range(2 * guest.WINDOW_BYTES // 32768 + 4):
             try:
@@ -100,14 +101,14 @@ def test_a_guest_that_sends_past_its_window_is_ended_not_buffered() -> None:
             if talk.over.done():
                 break
         exit = await talk.over
-        assert "credit" in talk.lie
+        assert "credit" in talk.violation
         return exit
 
     assert talking(says).killed
 
 
 def test_a_guest_that_sends_outputs_for_ever_unasked_is_ended() -> None:
-    async def says(talk: Talk, theirs: socket.socket) -> Exit:
+    async def says(talk: GuestConnection, theirs: socket.socket) -> ProcessExit:
         loop = asyncio.get_running_loop()
         for _ in range(MOST_DROPPED_BYTES // 60_000 + 2):
             if talk.over.done():
@@ -123,7 +124,7 @@ def test_a_guest_that_says_nothing_does_not_boot() -> None:
         ours, theirs = socket.socketpair()
         out, out_end = os.pipe()
         err, err_end = os.pipe()
-        talk = Talk(ours, Pipes(out_end, err_end))
+        talk = GuestConnection(ours, GuestPipes(out_end, err_end))
         try:
             with theirs:
                 await talk.open(0.05)
@@ -141,14 +142,14 @@ def test_a_guest_that_says_nothing_does_not_boot() -> None:
     [
         (word(word="output", number=1, path="../etc/x", size=1, executable=False), r"\.\."),
         (word(word="output", number=1, path="/etc/x", size=1, executable=False), "/etc/x"),
-        (word(word="output", number=1, path="b", size=1, executable=False), "nobody asked for"),
+        (word(word="output", number=1, path="b", size=1, executable=False), "not requested"),
         (
             word(word="output", number=1, path="a", size=QUOTA_BYTES + 1, executable=False),
             "disk limit",
         ),
         (word(word="output", number=1, path="a", size=-1, executable=False), "disk limit"),
-        (word(word="output", number=1, path="a", size=True, executable=False), "is none"),
-        (word(word="output", number=1, path=["a"], size=1, executable=False), "is none"),
+        (word(word="output", number=1, path="a", size=True, executable=False), "malformed"),
+        (word(word="output", number=1, path=["a"], size=1, executable=False), "malformed"),
         (frame(guest.FILE_OUT, b"x"), "of no output"),
         (
             word(word="output", number=1, path="a", size=1, executable=False)
@@ -173,7 +174,7 @@ def test_a_guest_that_says_nothing_does_not_boot() -> None:
 def test_outputs_that_are_not_what_was_asked_for_are_refused(
     answer: bytes, told: str, tmp_path: Path
 ) -> None:
-    async def says(talk: Talk, theirs: socket.socket) -> None:
+    async def says(talk: GuestConnection, theirs: socket.socket) -> None:
         asking = asyncio.create_task(talk.collect(["a", "d/"], tmp_path, QUOTA_BYTES))
         await asyncio.get_running_loop().sock_recv(theirs, 65536)
         await asyncio.get_running_loop().sock_sendall(theirs, answer)
@@ -186,13 +187,13 @@ def test_outputs_that_are_not_what_was_asked_for_are_refused(
 
 
 def test_a_guest_that_dies_in_the_middle_of_an_output_leaves_nothing(tmp_path: Path) -> None:
-    async def says(talk: Talk, theirs: socket.socket) -> None:
+    async def says(talk: GuestConnection, theirs: socket.socket) -> None:
         asking = asyncio.create_task(talk.collect(["a"], tmp_path, QUOTA_BYTES))
         loop = asyncio.get_running_loop()
         await loop.sock_recv(theirs, 65536)
         announced = word(word="output", number=1, path="a", size=9, executable=False)
         await loop.sock_sendall(theirs, announced + frame(guest.FILE_OUT, b"xx"))
-        talk.gone(Exit(9, ran=False, killed=False))
+        talk.gone(ProcessExit(9, ran=False, killed=False))
         await asking
 
     with pytest.raises(BadOutput, match="ended before"):
@@ -201,7 +202,7 @@ def test_a_guest_that_dies_in_the_middle_of_an_output_leaves_nothing(tmp_path: P
 
 
 def test_an_honest_output_comes_whole_and_is_hashed_here(tmp_path: Path) -> None:
-    async def says(talk: Talk, theirs: socket.socket) -> list[OutputFile]:
+    async def says(talk: GuestConnection, theirs: socket.socket) -> list[OutputFile]:
         asking = asyncio.create_task(talk.collect(["a", "d/"], tmp_path, QUOTA_BYTES))
         loop = asyncio.get_running_loop()
         await loop.sock_recv(theirs, 65536)
@@ -224,7 +225,7 @@ def test_an_honest_output_comes_whole_and_is_hashed_here(tmp_path: Path) -> None
 
 
 def test_names_that_are_one_name_on_some_machines_are_refused(tmp_path: Path) -> None:
-    taking = Taking(["d/"], tmp_path, QUOTA_BYTES)
+    taking = OutputCollection(["d/"], tmp_path, QUOTA_BYTES)
     taking.announce({"path": "d/a", "size": 0, "executable": False})
     with pytest.raises(BadOutput, match="one name"):
         taking.announce({"path": "d/A", "size": 0, "executable": False})
@@ -233,7 +234,7 @@ def test_names_that_are_one_name_on_some_machines_are_refused(tmp_path: Path) ->
 def test_what_still_comes_of_a_refused_output_is_not_taken_for_the_next(tmp_path: Path) -> None:
     """A checkpoint was refused while its bytes were on their way; the next one is whole."""
 
-    async def says(talk: Talk, theirs: socket.socket) -> tuple[str, list[OutputFile]]:
+    async def says(talk: GuestConnection, theirs: socket.socket) -> tuple[str, list[OutputFile]]:
         loop = asyncio.get_running_loop()
         first = asyncio.ensure_future(talk.collect(["d/"], tmp_path, QUOTA_BYTES))
         big = word(word="output", number=1, path="d/big", size=QUOTA_BYTES + 1, executable=False)

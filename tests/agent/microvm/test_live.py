@@ -17,7 +17,13 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]
 import pytest
 
-from gpool.agent.runtime.protocol import BadOutput, Call, CommandJob, Limits, Staged
+from gpool.agent.runtime.protocol import (
+    BadOutput,
+    CommandJob,
+    FunctionCall,
+    SandboxLimits,
+    StagedInput,
+)
 from gpool.core.model import EndReason
 from tests.tools.processes import eventually
 from tests.tools.runtimes import (
@@ -96,13 +102,13 @@ def test_a_guest_sees_its_own_machine_and_gives_back_what_it_wrote(tmp_path: Pat
     given, into = tmp_path / "given", tmp_path / "into"
     given.write_bytes(b"given")
     into.mkdir()
-    limits = Limits(cpu_milli=1000, memory_bytes=256 << 20, disk_bytes=48 << 20)
+    limits = SandboxLimits(cpu_milli=1000, memory_bytes=256 << 20, disk_bytes=48 << 20)
 
     async def work(runtime: Any) -> tuple[Ran, dict[str, bytes], list[str]]:
         job = CommandJob(
             ("python", "-c", LOOK, "x" * 100_000, "y" * 100_000),
             (("LR", "0.1 = x"), ("BIG", "z" * 100_000)),
-            (Staged("in/a.txt", given, False),),
+            (StagedInput("in/a.txt", given, False),),
             (),
             limits,
         )
@@ -181,7 +187,7 @@ def test_a_runner_in_a_guest_answers_calls_small_and_large(tmp_path: Path) -> No
             arguments.write_bytes(pickle.dumps((("y" * 3_000_000, 1), {})))
             name = hashlib.sha256(pickled := cloudpickle.dumps(len_of)).hexdigest()
             await running.runner.define(name, pickled)
-            await running.runner.send([Call(99, name, arguments_file=arguments)])
+            await running.runner.send([FunctionCall(99, name, arguments_file=arguments)])
             by_file = (await running.answers(1))[0]
             failed = await running.call(fail)
             return (
@@ -207,7 +213,7 @@ def test_a_runner_in_a_guest_answers_calls_small_and_large(tmp_path: Path) -> No
 
 
 def test_a_guest_that_takes_too_much_memory_is_said_to_have(tmp_path: Path) -> None:
-    small = Limits(cpu_milli=1000, memory_bytes=64 << 20, disk_bytes=32 << 20)
+    small = SandboxLimits(cpu_milli=1000, memory_bytes=64 << 20, disk_bytes=32 << 20)
 
     async def work(runtime: Any) -> tuple[EndReason, int]:
         argv = ("python", "-c", "x = bytearray(300 << 20)")

@@ -27,7 +27,7 @@ from gpool.agent.network.policy import Egress, EgressPolicy, Gang
 from gpool.agent.network.root_networks import RootNetworks
 from gpool.agent.network.rootless_networks import RootlessNetworks
 from gpool.agent.network.sandbox_network import Networks, OpenLane
-from gpool.agent.runtime.protocol import CommandJob, Staged
+from gpool.agent.runtime.protocol import CommandJob, StagedInput
 from gpool.core.gangs import INTERFACE
 from tests.agent.network.gang_tasks import BLOCK, INSIDE
 from tests.hostile.lanes_world import (
@@ -151,9 +151,9 @@ class Agent:
         await runtime.sweep()
         script = self.place / "attempt.py"
         script.write_text(code)
-        staged = (Staged(script.name, script, False),)
+        staged = (StagedInput(script.name, script, False),)
         job = CommandJob(
-            ("python", script.name, *words), (), staged, (), LIMITS, lane=self.lanes[lane].lane
+            ("python", script.name, *words), (), staged, (), LIMITS, network=self.lanes[lane].lane
         )
         sandbox = await runtime.start_command(job)
         text = b"".join([data async for _, data in sandbox.output()])

@@ -22,11 +22,12 @@ from gpool.agent.runtime.process import ProcessRuntime
 from gpool.agent.runtime.protocol import (
     CommandJob,
     CommandSandbox,
-    Ended,
-    Lane,
-    Prepared,
+    PreparedEnvironment,
     Runtime,
+    RuntimeAbility,
+    SandboxExit,
     SandboxFailed,
+    SandboxNetwork,
 )
 from gpool.agent.state_machine.instructions import (
     CommandCheckpointed,
@@ -256,7 +257,7 @@ def test_a_lease_that_is_gone_ends_a_farewell_at_once_and_saves_nothing(
     [
         (FakeRun(files={"state/n": b"1"}), False),  # it is done
         (FakeRun(files={"state/n": b"1"}, exit_code=3), True),
-        (FakeRun(files={"state/n": b"1"}, ended=Ended(137, EndReason.OUT_OF_MEMORY)), True),
+        (FakeRun(files={"state/n": b"1"}, ended=SandboxExit(137, EndReason.OUT_OF_MEMORY)), True),
         (FakeRun(files={"elsewhere": b"1"}, exit_code=3), False),
         (FakeRun(files={"state/n.tmp": b"1"}, exit_code=3), False),
     ],
@@ -266,7 +267,7 @@ def test_a_failed_attempt_is_saved_for_its_retry(tmp_path: Path, run: FakeRun, s
         async with bench(tmp_path, {("work",): run}) as at:
             at.start(spec())
             ended = await at.end()
-            assert ended.exit_code == (run.ended or Ended(run.exit_code)).exit_code
+            assert ended.exit_code == (run.ended or SandboxExit(run.exit_code)).exit_code
             assert at.saved() == ([{"state/n": b"1"}] if saves else [])
 
     asyncio.run(story())
@@ -431,12 +432,12 @@ class Maker:
     @contextlib.asynccontextmanager
     async def prepare(
         self, name: str, recipe: Recipe | None, said: Callable[[str], None]
-    ) -> AsyncIterator[Prepared]:
+    ) -> AsyncIterator[PreparedEnvironment]:
         assert recipe is not None
         said(f"building {name}")
         self.live += 1
         try:
-            yield Prepared(name, self.root, "/opt/gpool/env/bin/python")
+            yield PreparedEnvironment(name, self.root, "/opt/gpool/env/bin/python")
         finally:
             self.live -= 1
 
@@ -453,7 +454,7 @@ class Road:
 
     def __init__(self) -> None:
         self.open_now = 0
-        self.lane = Lane((), "192.0.2.1")
+        self.lane = SandboxNetwork((), "192.0.2.1")
 
     async def start(self) -> None: ...
 
@@ -470,7 +471,7 @@ class Opened:
     road: Road
 
     @property
-    def lane(self) -> Lane:
+    def lane(self) -> SandboxNetwork:
         return self.road.lane
 
     async def close(self) -> None:
@@ -506,7 +507,7 @@ def test_environment_and_network_are_there_for_the_sandbox_and_gone_after_it(
             await at.until(lambda: at.of(CommandStarted))
             assert (maker.live, road.open_now) == (1, 1)
             (job,) = seeing.jobs
-            assert (job.lane, job.environment and job.environment.name) == (road.lane, "pip:1")
+            assert (job.network, job.environment and job.environment.name) == (road.lane, "pip:1")
             assert "building pip:1" in at.printed()
             told = [e.phase for e in at.said if isinstance(e, CommandReached)]
             assert told == [Phase.BUILD, Phase.START]
@@ -541,7 +542,7 @@ def test_a_node_that_lacks_something_says_what(
 
 def test_the_weakest_runtime_that_fits_is_taken_and_the_first_of_equals(tmp_path: Path) -> None:
     class Dockerlike(FakeRuntime):
-        images = True
+        abilities = frozenset({RuntimeAbility.IMAGES})
 
     async def story() -> None:
         async with bench(tmp_path) as at:
@@ -583,10 +584,9 @@ def test_egress_that_is_no_longer_given_is_refused_by_the_node_itself(tmp_path: 
 
 def test_a_start_that_would_take_for_ever_ends_with_its_time(tmp_path: Path) -> None:
     class Pulling(FakeRuntime):
-        gives_up = True
+        abilities = frozenset({RuntimeAbility.CANCELLABLE_START})
 
-        async def start_command(self, job: CommandJob) -> CommandSandbox:
-            del job
+        async def start_command(self, _job: CommandJob) -> CommandSandbox:
             await asyncio.Event().wait()
             raise AssertionError("nobody sets it")
 

@@ -14,7 +14,7 @@ from gpool.agent.network.policy import Egress, Gang
 from gpool.agent.running.artifact_cache import ArtifactCache
 from gpool.agent.running.command_executor import CommandExecutor
 from gpool.agent.running.sandboxes import ExecutorContext, PolicyLimits, limits_of
-from gpool.agent.runtime.protocol import CommandJob, CommandSandbox, Lane
+from gpool.agent.runtime.protocol import CommandJob, CommandSandbox, SandboxNetwork
 from gpool.agent.state_machine.instructions import (
     CommandCheckpointed,
     CommandEnded,
@@ -36,7 +36,7 @@ class Road:
 
     asked: list[Egress | Gang] = field(default_factory=list)
     open_now: int = 0
-    lane: Lane = field(default_factory=lambda: Lane((), "192.0.2.9"))
+    lane: SandboxNetwork = field(default_factory=lambda: SandboxNetwork((), "192.0.2.9"))
     dawdles: asyncio.Event | None = None
     closing: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -135,9 +135,9 @@ def test_a_member_runs_in_its_gangs_lane_and_the_lane_is_closed_after_it(tmp_pat
     assert road.asked == [Gang(1, PEERS, SECRET)]
     assert road.open_now == 0
     [job] = runtime.jobs
-    assert job.lane is not None
-    assert job.lane.gang
-    assert job.lane.hosts == "10.211.0.1 rank0\n10.211.0.2 rank1 sandbox\n"
+    assert job.network is not None
+    assert job.network.gang
+    assert job.network.hosts == "10.211.0.1 rank0\n10.211.0.2 rank1 sandbox\n"
     told = dict(job.env)
     assert (told["GPOOL_RANK"], told["MASTER_ADDR"]) == ("1", "10.211.0.1")
     assert told["MASTER_PORT"] == "7"  # the task's own word

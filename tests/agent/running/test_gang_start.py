@@ -35,9 +35,9 @@ def test_without_an_engine_the_command_is_as_it_was_given() -> None:
 
 
 def test_a_members_lane_leads_to_the_others_and_out_only_when_asked() -> None:
-    lane = gangs.lane_of(task(Engine.NONE, "x"), OTHER)
+    lane = gangs.network_of(task(Engine.NONE, "x"), OTHER)
     assert (lane.rank, lane.peers, lane.secret, lane.egress) == (1, HEAD.peers, HEAD.secret, False)
-    assert gangs.lane_of(task(Engine.NONE, "x", network=Network.EGRESS), OTHER).egress
+    assert gangs.network_of(task(Engine.NONE, "x", network=Network.EGRESS), OTHER).egress
 
 
 def test_the_secret_of_a_gang_is_in_no_command_and_no_variable() -> None:

@@ -19,7 +19,7 @@ from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
 from gpool.agent.runtime.protocol import (
     CommandJob,
     CommandSandbox,
-    GpuSeat,
+    GpuShare,
     PartFailed,
     RunnerJob,
     RunnerSandbox,
@@ -78,7 +78,7 @@ class Unclean:
     async def close(self) -> None: ...
 
     @contextlib.asynccontextmanager
-    async def seat(self, _user: int, _slices: Sequence[Slice], /) -> AsyncIterator[GpuSeat | None]:
+    async def seat(self, _user: int, _slices: Sequence[Slice], /) -> AsyncIterator[GpuShare | None]:
         raise PartFailed("GPU 0 is not clean: another's memory is on it")
         yield
 
@@ -92,7 +92,7 @@ def said(
         stop = asyncio.Event()
         async with Desk() as desk:
             settings = settings_for(desk, tmp_path)
-            means = NodeServices([runtime], seats=seats)
+            means = NodeServices([runtime], gpu_shares=seats)
             agent = asyncio.create_task(
                 run_agent(settings, means, OFFER, stop=stop, random=Random(1))
             )
@@ -166,7 +166,7 @@ def test_what_a_node_lends_no_more_is_said_before_the_task_that_failed_for_it(
             agent = asyncio.create_task(
                 run_agent(
                     settings_for(desk, tmp_path),
-                    NodeServices([Frail(tmp_path)], seats=Unclean()),
+                    NodeServices([Frail(tmp_path)], gpu_shares=Unclean()),
                     OFFER,
                     stop=stop,
                     random=Random(1),

@@ -20,7 +20,12 @@ from gpool.agent.running.artifact_cache import ArtifactCache
 from gpool.agent.running.runner_executor import RunnerExecutor
 from gpool.agent.running.sandboxes import ExecutorContext, warm_key_of
 from gpool.agent.running.warm_sandboxes import WarmPoolManager, available_memory
-from gpool.agent.runtime.protocol import Limits, Prepared, RunnerJob, SandboxFailed
+from gpool.agent.runtime.protocol import (
+    PreparedEnvironment,
+    RunnerJob,
+    SandboxFailed,
+    SandboxLimits,
+)
 from gpool.agent.runtime.runner_calls import PYTHON
 from gpool.agent.state_machine.instructions import (
     CallAnswered,
@@ -260,14 +265,14 @@ def test_one_that_died_is_noticed_and_replaced(kind: str, tmp_path: Path) -> Non
 class OneEnvironment:
     """An environment that lies ready, and how many stand on it."""
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, prepared: PreparedEnvironment) -> None:
         self.prepared = prepared
         self.held = 0
 
     @contextlib.asynccontextmanager
     async def prepare(
         self, name: str, recipe: Recipe | None, said: Callable[[str], None], /
-    ) -> AsyncIterator[Prepared]:
+    ) -> AsyncIterator[PreparedEnvironment]:
         assert (name, recipe) == (SPECIAL.environment, SPECIAL.recipe)
         said("ready")
         self.held += 1
@@ -313,7 +318,7 @@ def test_an_environment_stays_for_as_long_as_a_sandbox_stands_on_it(tmp_path: Pa
 def test_one_that_cannot_be_prepared_costs_nobody_anything(tmp_path: Path) -> None:
     class Broken(OneEnvironment):
         @contextlib.asynccontextmanager
-        async def prepare(self, *_: Any) -> AsyncIterator[Prepared]:
+        async def prepare(self, *_: Any) -> AsyncIterator[PreparedEnvironment]:
             self.held += 1
             if self.held > 1:
                 raise SandboxFailed("the disk is full")
@@ -362,9 +367,9 @@ def test_the_job_s_own_limits_hold_once_it_is_assigned(tmp_path: Path) -> None:
     """Under the pool's limit the call would be killed, under the job's it is not, and past the job's it is again."""
 
     async def work(runtime: Any) -> None:
-        if not runtime._hierarchy.controllers >= {"memory"}:
+        if not runtime.groups.hierarchy.controllers >= {"memory"}:
             pytest.skip("no control group for memory here: the limit is set at the start")
-        limits = Limits(2000, 400 << 20, disk_bytes=64 << 20)
+        limits = SandboxLimits(2000, 400 << 20, disk_bytes=64 << 20)
         job = RunnerJob(PYTHON, (), (), limits, preload=(EARLY,))
         for assigned in (True, False):
             runner = await runtime.warm_runner(job, replace(limits, memory_bytes=64 << 20))

@@ -9,13 +9,19 @@ from typing import Any
 from docker.errors import APIError
 
 from gpool.agent.runtime.docker.runtime import disk_device
-from gpool.agent.runtime.protocol import CommandJob, Limits
+from gpool.agent.runtime.protocol import CommandJob, SandboxLimits, StartProgress, ignore_progress
 from tests.tools.engines import PrivateEngine, docker_client
 from tests.tools.runtimes import LIMITS, Ran
 
 
-async def run_image(runtime: Any, image: str, *argv: str, limits: Limits = LIMITS) -> Ran:
-    job = CommandJob(argv, (), (), (), limits, image=image)
+async def run_image(
+    runtime: Any,
+    image: str,
+    *argv: str,
+    limits: SandboxLimits = LIMITS,
+    progress: StartProgress = ignore_progress,
+) -> Ran:
+    job = CommandJob(argv, (), (), (), limits, image=image, progress=progress)
     sandbox = await runtime.start_command(job)
     try:
         streams = {1: bytearray(), 2: bytearray()}

@@ -21,7 +21,7 @@ import pytest
 
 from gpool.agent.runner import forking, serve
 from gpool.agent.runtime import runner_calls
-from gpool.agent.runtime.protocol import Call, SandboxFailed
+from gpool.agent.runtime.protocol import FunctionCall, SandboxFailed
 from tests.tools.runtimes import Caller, caller, processes_with, using
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -132,7 +132,7 @@ def test_large_arguments_and_values_go_through_files(kind: str, tmp_path: Path) 
         path = tmp_path / "arguments"
         path.write_bytes(pickle.dumps(((blob,), {})))
         path.chmod(0o600)
-        await calling.runner.send([Call(1, name, arguments_file=path)])
+        await calling.runner.send([FunctionCall(1, name, arguments_file=path)])
         answer = (await calling.answers(1))[0]
         assert not answer.raised, answer.error_text
         assert answer.value_file is not None
@@ -301,10 +301,10 @@ def test_a_runner_that_breaks_its_word_is_ended(tmp_path: Path) -> None:
 @real
 def test_another_python_is_refused_by_name(kind: str, tmp_path: Path) -> None:
     async def work(runtime: Any) -> None:
-        from gpool.agent.runtime.protocol import Limits, RunnerJob  # noqa: PLC0415
+        from gpool.agent.runtime.protocol import RunnerJob, SandboxLimits  # noqa: PLC0415
 
         with pytest.raises(SandboxFailed, match=r"the function needs 2\.7"):
-            await runtime.start_runner(RunnerJob("2.7", (), (), Limits(1000, 1 << 28)))
+            await runtime.start_runner(RunnerJob("2.7", (), (), SandboxLimits(1000, 1 << 28)))
         await asyncio.sleep(0)
 
     using(kind, tmp_path, work)

@@ -18,7 +18,7 @@ import cloudpickle
 import pytest
 
 from gpool.agent.runner import forking
-from gpool.agent.runtime.protocol import Call, Limits, SandboxFailed
+from gpool.agent.runtime.protocol import FunctionCall, SandboxFailed, SandboxLimits
 from gpool.core.model import EndReason
 from tests.tools.runtimes import LIMITS, PATIENCE_S, Caller, caller, processes_with, using
 
@@ -35,7 +35,7 @@ def with_runner(
     *,
     env: Any = (),
     preload: Any = (EARLY,),
-    limits: Limits = LIMITS,
+    limits: SandboxLimits = LIMITS,
 ) -> Any:
     async def whole(runtime: Any) -> Any:
         calling = await caller(runtime, limits, preload=preload, env=env)
@@ -172,7 +172,7 @@ def test_a_call_past_its_memory_ends_alone_and_says_why(tmp_path: Path) -> None:
         assert again.ended.reason is EndReason.EXITED
         assert value(await calling.call(say, "small")) == "small"
 
-    limits = Limits(cpu_milli=2000, memory_bytes=128 << 20, disk_bytes=64 << 20)
+    limits = SandboxLimits(cpu_milli=2000, memory_bytes=128 << 20, disk_bytes=64 << 20)
     with_runner("bubblewrap", tmp_path, work, limits=limits)
 
 
@@ -237,7 +237,7 @@ def test_large_arguments_reach_the_right_call_even_past_one_that_ends(
         for at, word in enumerate(words):
             path = tmp_path / f"arguments{at}"
             path.write_bytes(pickle.dumps(((word,), {})))
-            await calling.runner.send([Call(at + 1, name, arguments_file=path)])
+            await calling.runner.send([FunctionCall(at + 1, name, arguments_file=path)])
         first, dead, last = await calling.answers(3)
         for answer, word in ((first, words[0]), (last, words[2])):
             assert answer.value_file is not None

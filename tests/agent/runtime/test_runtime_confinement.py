@@ -15,7 +15,7 @@ import pytest
 
 from gpool.agent.runtime import cgroups
 from gpool.agent.runtime.bubblewrap import landlock
-from gpool.agent.runtime.protocol import CommandJob, Limits
+from gpool.agent.runtime.protocol import CommandJob, SandboxLimits
 from gpool.core.model import Gpu, Slice
 from tests.tools.runtimes import LIMITS, command, using
 
@@ -215,23 +215,25 @@ def test_what_a_node_has_of_the_large_libraries_imports(module: str, tmp_path: P
 def test_a_group_is_told_weights_and_rates(
     version: int, controller: str, name: str, value: str, tmp_path: Path
 ) -> None:
-    hierarchy = cgroups.Hierarchy(version, ((controller, tmp_path),))
-    group = cgroups.Group(hierarchy, "one", disk="8:0")
-    group.limit(Limits(500, 1 << 20, io_bytes_per_s=1_000_000))
+    hierarchy = cgroups.CgroupHierarchy(version, ((controller, tmp_path),))
+    group = cgroups.ControlGroup(hierarchy, "one", disk="8:0")
+    group.limit(SandboxLimits(500, 1 << 20, io_bytes_per_s=1_000_000))
     assert (tmp_path / "one" / name).read_text() == value
 
 
-def test_a_group_that_is_let_die_is_limited_again_for_the_next(tmp_path: Path) -> None:
+def test_a_group_that_is_uncap_cpu_is_limited_again_for_the_next(tmp_path: Path) -> None:
     for version, name, free, held in (
         (1, "cpu.cfs_quota_us", "-1", "50000"),
         (2, "cpu.max", "max 100000", "50000 100000"),
     ):
-        group = cgroups.Group(cgroups.Hierarchy(version, (("cpu", tmp_path),)), f"v{version}")
+        group = cgroups.ControlGroup(
+            cgroups.CgroupHierarchy(version, (("cpu", tmp_path),)), f"v{version}"
+        )
         path = tmp_path / f"v{version}" / name
-        group.limit(Limits(500, 1 << 20))
-        group.let_die()
+        group.limit(SandboxLimits(500, 1 << 20))
+        group.uncap_cpu()
         assert path.read_text() == free
-        group.limit(Limits(500, 1 << 20))
+        group.limit(SandboxLimits(500, 1 << 20))
         assert path.read_text() == held
 
 
@@ -240,10 +242,10 @@ def test_a_rate_that_is_no_more_asked_for_is_taken_back(tmp_path: Path) -> None:
         (1, "blkio", "blkio.throttle.read_bps_device", "8:0 0"),
         (2, "io", "io.max", "8:0 rbps=max wbps=max"),
     ):
-        hierarchy = cgroups.Hierarchy(version, ((controller, tmp_path),))
-        group = cgroups.Group(hierarchy, f"v{version}", disk="8:0")
-        group.limit(Limits(500, 1 << 20, io_bytes_per_s=5))
-        group.limit(Limits(500, 1 << 20))
+        hierarchy = cgroups.CgroupHierarchy(version, ((controller, tmp_path),))
+        group = cgroups.ControlGroup(hierarchy, f"v{version}", disk="8:0")
+        group.limit(SandboxLimits(500, 1 << 20, io_bytes_per_s=5))
+        group.limit(SandboxLimits(500, 1 << 20))
         assert (tmp_path / f"v{version}" / name).read_text() == free
 
 

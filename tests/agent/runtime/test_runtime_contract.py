@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gpool.agent.runtime.docker.kernel_log import records
-from gpool.agent.runtime.protocol import BadOutput, CommandJob, Limits, Staged
+from gpool.agent.runtime.protocol import BadOutput, CommandJob, SandboxLimits, StagedInput
 from gpool.core.model import EndReason
 from tests.agent.runtime.container_case import none_left
 from tests.tools.engines import shared_engine
@@ -101,7 +101,7 @@ def test_inputs_are_laid_in_and_outputs_come_back_whole(kind: str, tmp_path: Pat
             "sh",
             "-c",
             script,
-            inputs=[Staged("in/a.txt", given, False)],
+            inputs=[StagedInput("in/a.txt", given, False)],
             wanted=["b.txt", "m/"],
             into=into,
         ),
@@ -326,7 +326,7 @@ def test_a_sandbox_that_is_just_being_made_dies_with_the_agent_too(
 def test_using_too_much_memory_is_said_to_be_that(kind: str, tmp_path: Path) -> None:
     if kind == "podman" and not any(True for _ in records()):
         pytest.skip("the kernel's log may not be read here, and Podman with runc does not tell")
-    small = Limits(cpu_milli=1000, memory_bytes=64 << 20)
+    small = SandboxLimits(cpu_milli=1000, memory_bytes=64 << 20)
     ran = using(
         kind,
         tmp_path,

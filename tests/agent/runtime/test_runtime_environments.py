@@ -18,7 +18,7 @@ from gpool.agent.runtime.protocol import (
     ENVIRONMENT_AT,
     BadOutput,
     CommandJob,
-    Prepared,
+    PreparedEnvironment,
     RunnerJob,
     SandboxFailed,
 )
@@ -28,7 +28,7 @@ from tests.tools.runtimes import LIMITS, Caller, using
 MINOR = f"python{PYTHON}"
 
 
-def environment(folder: Path, word: str) -> Prepared:
+def environment(folder: Path, word: str) -> PreparedEnvironment:
     """A virtual environment as a builder leaves it: links that are right inside, one package."""
     base = Path(sys.base_prefix).resolve()
     inside = str(base) if base.is_relative_to("/usr") else f"{layout.HOME}/python"
@@ -40,10 +40,10 @@ def environment(folder: Path, word: str) -> Prepared:
         f"home = {inside}/bin\ninclude-system-site-packages = false\n"
     )
     (site / "special.py").write_text(f"WORD = {word!r}\n")
-    return Prepared("pip:test", folder, f"{ENVIRONMENT_AT}/bin/python")
+    return PreparedEnvironment("pip:test", folder, f"{ENVIRONMENT_AT}/bin/python")
 
 
-async def said(runtime: Any, prepared: Prepared | None, *argv: str) -> str:
+async def said(runtime: Any, prepared: PreparedEnvironment | None, *argv: str) -> str:
     job = CommandJob(argv, (), (), (), LIMITS, environment=prepared)
     sandbox = await runtime.start_command(job)
     text = b"".join([data async for _, data in sandbox.output()])
@@ -51,7 +51,7 @@ async def said(runtime: Any, prepared: Prepared | None, *argv: str) -> str:
     return text.decode()
 
 
-def in_python(runtime: Any, prepared: Prepared | None, code: str) -> Any:
+def in_python(runtime: Any, prepared: PreparedEnvironment | None, code: str) -> Any:
     return said(runtime, prepared, "python", "-c", code)
 
 
@@ -120,7 +120,9 @@ def test_what_an_environment_brings_besides_lies_where_it_says(tmp_path: Path) -
     other.mkdir()
     (other / "note").write_text("seen")
     plain = environment(tmp_path / "env", "x")
-    prepared = Prepared(plain.name, plain.root, plain.python, {"/opt/gpool/other": other})
+    prepared = PreparedEnvironment(
+        plain.name, plain.root, plain.python, {"/opt/gpool/other": other}
+    )
     found = using(
         "bubblewrap", tmp_path / "data", lambda r: said(r, prepared, "cat", "/opt/gpool/other/note")
     )
@@ -128,7 +130,7 @@ def test_what_an_environment_brings_besides_lies_where_it_says(tmp_path: Path) -
 
 
 def test_an_environment_that_is_gone_is_the_nodes_fault(tmp_path: Path) -> None:
-    prepared = Prepared("pip:gone", tmp_path / "gone", f"{ENVIRONMENT_AT}/bin/python")
+    prepared = PreparedEnvironment("pip:gone", tmp_path / "gone", f"{ENVIRONMENT_AT}/bin/python")
 
     async def work(runtime: Any) -> str:
         job = CommandJob(("true",), (), (), (), LIMITS, environment=prepared)

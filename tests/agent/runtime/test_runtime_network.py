@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gpool.agent.runtime.protocol import CommandJob, Lane, RunnerJob, SandboxFailed
+from gpool.agent.runtime.protocol import CommandJob, RunnerJob, SandboxFailed, SandboxNetwork
 from gpool.agent.runtime.runner_calls import PYTHON
 from tests.tools import unprivileged
 from tests.tools.runtimes import LIMITS, Caller, using
@@ -36,7 +36,7 @@ except OSError:
 
 
 @pytest.fixture
-def lane(require: Callable[[str], None]) -> Iterator[Lane]:
+def lane(require: Callable[[str], None]) -> Iterator[SandboxNetwork]:
     require("network namespaces")
     name = f"gpool-{secrets.token_hex(4)}"
     subprocess.run(["ip", "netns", "add", name], check=True)
@@ -44,16 +44,16 @@ def lane(require: Callable[[str], None]) -> Iterator[Lane]:
         for words in ("link set lo up", f"addr add {ADDRESS}/32 dev lo"):
             subprocess.run(["ip", "-n", name, *words.split()], check=True)
         held = os.open(f"/run/netns/{name}", os.O_RDONLY | os.O_CLOEXEC)
-        yield Lane((held,), ADDRESS)
+        yield SandboxNetwork((held,), ADDRESS)
         os.fstat(held)  # it stayed ours
         os.close(held)
     finally:
         subprocess.run(["ip", "netns", "del", name], check=True)
 
 
-async def looked(runtime: Any, lane: Lane | None, script: str = LOOK) -> list[str]:
+async def looked(runtime: Any, lane: SandboxNetwork | None, script: str = LOOK) -> list[str]:
     sandbox = await runtime.start_command(
-        CommandJob(("sh", "-c", script), (), (), (), LIMITS, lane=lane)
+        CommandJob(("sh", "-c", script), (), (), (), LIMITS, network=lane)
     )
     text = b"".join([data async for _, data in sandbox.output()])
     await sandbox.remove()
@@ -62,21 +62,23 @@ async def looked(runtime: Any, lane: Lane | None, script: str = LOOK) -> list[st
 
 @kinds
 def test_a_sandbox_in_a_lane_has_its_network_and_its_resolver(
-    kind: str, lane: Lane, tmp_path: Path
+    kind: str, lane: SandboxNetwork, tmp_path: Path
 ) -> None:
     found = using(kind, tmp_path, lambda runtime: looked(runtime, lane))
     assert found == [f"nameserver {ADDRESS}", "there"]
 
 
 @kinds
-def test_a_sandbox_without_a_lane_has_neither(kind: str, lane: Lane, tmp_path: Path) -> None:
+def test_a_sandbox_without_a_lane_has_neither(
+    kind: str, lane: SandboxNetwork, tmp_path: Path
+) -> None:
     del lane
     found = using(kind, tmp_path, lambda runtime: looked(runtime, None))
     assert "absent" in found  # somewhere: what it says of a missing file is on another stream
     assert ADDRESS not in "".join(found)
 
 
-def test_a_sandbox_asks_for_names_only_in_a_lane(lane: Lane, tmp_path: Path) -> None:
+def test_a_sandbox_asks_for_names_only_in_a_lane(lane: SandboxNetwork, tmp_path: Path) -> None:
     async def both(runtime: Any) -> list[list[str]]:
         return [await looked(runtime, given, SOURCES) for given in (lane, None)]
 
@@ -84,13 +86,15 @@ def test_a_sandbox_asks_for_names_only_in_a_lane(lane: Lane, tmp_path: Path) -> 
 
 
 @kinds
-def test_a_runner_in_a_lane_has_its_network(kind: str, lane: Lane, tmp_path: Path) -> None:
+def test_a_runner_in_a_lane_has_its_network(
+    kind: str, lane: SandboxNetwork, tmp_path: Path
+) -> None:
     def serve() -> str:
         with socket.create_server(("198.51.100.7", 0)) as server:
             return str(server.getsockname()[0])
 
     async def work(runtime: Any) -> Any:
-        job = RunnerJob(PYTHON, (), (), LIMITS, lane=lane)
+        job = RunnerJob(PYTHON, (), (), LIMITS, network=lane)
         runner = await runtime.start_runner(job)
         answer = await Caller(runner).call(serve)
         await runner.remove()
@@ -101,13 +105,15 @@ def test_a_runner_in_a_lane_has_its_network(kind: str, lane: Lane, tmp_path: Pat
 
 
 @pytest.mark.parametrize("gang", [False, True])
-def test_a_lane_gives_no_rights_over_its_network(lane: Lane, tmp_path: Path, gang: bool) -> None:
+def test_a_lane_gives_no_rights_over_its_network(
+    lane: SandboxNetwork, tmp_path: Path, gang: bool
+) -> None:
     """The control is the same order given by the lane's owner."""
     order = ("ip", "link", "set", "lo", "mtu", "1400")
     lane = replace(lane, gang=gang)
 
     async def work(runtime: Any) -> bytes:
-        job = CommandJob(order, (), (), (), LIMITS, lane=lane)
+        job = CommandJob(order, (), (), (), LIMITS, network=lane)
         sandbox = await runtime.start_command(job)
         text = b"".join([data async for _, data in sandbox.output()])
         assert (await sandbox.ended()).exit_code != 0
@@ -137,12 +143,12 @@ except OSError as refused:
 
 @kinds
 def test_only_a_gangs_sandbox_may_ask_for_its_interfaces_and_knows_the_others_names(
-    kind: str, lane: Lane, tmp_path: Path
+    kind: str, lane: SandboxNetwork, tmp_path: Path
 ) -> None:
     """Which gloo and NCCL do; any other sandbox is refused that door of the kernel."""
 
-    async def asked(runtime: Any, lane: Lane) -> list[str]:
-        job = CommandJob(("sh", "-c", ASK), (), (), (), LIMITS, lane=lane)
+    async def asked(runtime: Any, lane: SandboxNetwork) -> list[str]:
+        job = CommandJob(("sh", "-c", ASK), (), (), (), LIMITS, network=lane)
         sandbox = await runtime.start_command(job)
         text = b"".join([data async for _, data in sandbox.output()])
         await sandbox.remove()
@@ -161,8 +167,10 @@ def test_a_namespace_that_cannot_be_entered_is_the_nodes_fault(tmp_path: Path) -
     no_namespace = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     async def work(runtime: Any) -> Any:
-        lane = Lane((no_namespace,), ADDRESS)
-        sandbox = await runtime.start_command(CommandJob(("true",), (), (), (), LIMITS, lane=lane))
+        lane = SandboxNetwork((no_namespace,), ADDRESS)
+        sandbox = await runtime.start_command(
+            CommandJob(("true",), (), (), (), LIMITS, network=lane)
+        )
         assert [data async for _, data in sandbox.output()]
         ended = await sandbox.ended()
         await sandbox.remove()
@@ -175,14 +183,14 @@ def test_a_namespace_that_cannot_be_entered_is_the_nodes_fault(tmp_path: Path) -
 
 def test_without_isolation_a_lane_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SandboxFailed):
-        using("process", tmp_path, lambda runtime: looked(runtime, Lane((), ADDRESS)))
+        using("process", tmp_path, lambda runtime: looked(runtime, SandboxNetwork((), ADDRESS)))
 
 
 ROOTLESS = f"""
 import asyncio, os, subprocess, sys
 from pathlib import Path
 from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
-from gpool.agent.runtime.protocol import CommandJob, Lane
+from gpool.agent.runtime.protocol import CommandJob, SandboxNetwork
 from tests.tools.runtimes import LIMITS
 
 script = "ip link set lo up; ip addr add {ADDRESS}/32 dev lo; echo up; exec sleep 600"
@@ -192,8 +200,8 @@ namespaces = tuple(os.open(f"/proc/{{opener.pid}}/ns/{{kind}}", os.O_RDONLY) for
 
 async def main():
     runtime = BubblewrapRuntime(Path(sys.argv[1]))
-    for lane in (Lane(namespaces, "{ADDRESS}"), None):
-        job = CommandJob(("sh", "-c", sys.argv[2] + "ip link set lo mtu 1400 2>/dev/null || echo refused"), (), (), (), LIMITS, lane=lane)
+    for lane in (SandboxNetwork(namespaces, "{ADDRESS}"), None):
+        job = CommandJob(("sh", "-c", sys.argv[2] + "ip link set lo mtu 1400 2>/dev/null || echo refused"), (), (), (), LIMITS, network=lane)
         sandbox = await runtime.start_command(job)
         async for _, data in sandbox.output():
             os.write(1, data)

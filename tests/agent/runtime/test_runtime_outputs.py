@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from gpool.agent.runtime.protocol import BadOutput
-from gpool.agent.runtime.work_directory import Workplace
+from gpool.agent.runtime.work_directory import WorkDirectory
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Workplace:
-    made = Workplace(tmp_path / "place", os.geteuid())
+def place(tmp_path: Path) -> WorkDirectory:
+    made = WorkDirectory(tmp_path / "place", os.geteuid())
     made.make()
     return made
 
@@ -45,7 +45,7 @@ SPECIAL: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", SPECIAL)
-def test_only_plain_files_are_taken(name: str, place: Workplace, into: Path) -> None:
+def test_only_plain_files_are_taken(name: str, place: WorkDirectory, into: Path) -> None:
     make, said = SPECIAL[name]
     make(place.work / "out")
     with pytest.raises(BadOutput, match=said):
@@ -54,7 +54,7 @@ def test_only_plain_files_are_taken(name: str, place: Workplace, into: Path) -> 
 
 
 def test_a_link_in_the_middle_of_a_path_is_not_followed(
-    place: Workplace, into: Path, tmp_path: Path
+    place: WorkDirectory, into: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret" / "key").write_text("key")
@@ -64,7 +64,7 @@ def test_a_link_in_the_middle_of_a_path_is_not_followed(
             place.collect([wanted], into, 1 << 20)
 
 
-def test_a_link_inside_a_wanted_directory_is_refused(place: Workplace, into: Path) -> None:
+def test_a_link_inside_a_wanted_directory_is_refused(place: WorkDirectory, into: Path) -> None:
     (place.work / "model").mkdir()
     (place.work / "model" / "x").symlink_to("/etc/shadow")
     with pytest.raises(BadOutput, match=r"model/x.*symbolic link"):
@@ -73,27 +73,27 @@ def test_a_link_inside_a_wanted_directory_is_refused(place: Workplace, into: Pat
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another's file")
 def test_a_hard_link_to_a_foreign_file_is_refused(
-    place: Workplace, into: Path, tmp_path: Path
+    place: WorkDirectory, into: Path, tmp_path: Path
 ) -> None:
     foreign = tmp_path / "foreign"
     foreign.write_text("secret")
     os.chown(foreign, 4242, 4242)
     os.link(foreign, place.work / "out")
-    with pytest.raises(BadOutput, match="belongs to somebody else"):
+    with pytest.raises(BadOutput, match="belongs to another user"):
         place.collect(["out"], into, 1 << 20)
 
 
 @pytest.mark.parametrize(
     "bad", ["../x", "/etc/passwd", "a/../../x", "a//b", "a\nb", "a\0b", "a\u202eb", ""]
 )
-def test_a_name_that_is_not_plain_is_refused(bad: str, place: Workplace, into: Path) -> None:
+def test_a_name_that_is_not_plain_is_refused(bad: str, place: WorkDirectory, into: Path) -> None:
     with pytest.raises(BadOutput):
         place.collect([bad], into, 1 << 20)
 
 
 @pytest.mark.parametrize("bad", [b"a\nb", b"\xff\xfe", "a\u202eb".encode()])
 def test_a_bad_name_in_a_wanted_directory_is_refused(
-    bad: bytes, place: Workplace, into: Path
+    bad: bytes, place: WorkDirectory, into: Path
 ) -> None:
     (place.work / "m").mkdir()
     Path(os.fsdecode(bytes(place.work / "m") + b"/" + bad)).write_text("x")
@@ -101,7 +101,9 @@ def test_a_bad_name_in_a_wanted_directory_is_refused(
         place.collect(["m/"], into, 1 << 20)
 
 
-def test_names_that_some_machines_take_for_one_are_refused(place: Workplace, into: Path) -> None:
+def test_names_that_some_machines_take_for_one_are_refused(
+    place: WorkDirectory, into: Path
+) -> None:
     (place.work / "m").mkdir()
     for name in ("Model", "model"):
         (place.work / "m" / name).write_text(name)
@@ -109,14 +111,14 @@ def test_names_that_some_machines_take_for_one_are_refused(place: Workplace, int
         place.collect(["m/"], into, 1 << 20)
 
 
-def test_a_sparse_terabyte_is_refused_before_it_is_read(place: Workplace, into: Path) -> None:
+def test_a_sparse_terabyte_is_refused_before_it_is_read(place: WorkDirectory, into: Path) -> None:
     with (place.work / "big").open("wb") as big:
         big.truncate(1 << 40)
     with pytest.raises(BadOutput, match="over the disk limit"):
         place.collect(["big"], into, 1 << 30)
 
 
-def test_outputs_together_keep_to_the_quota(place: Workplace, into: Path) -> None:
+def test_outputs_together_keep_to_the_quota(place: WorkDirectory, into: Path) -> None:
     for name in "abc":
         (place.work / name).write_bytes(os.urandom(400))
     assert len(place.collect(["a", "b"], into, 1000)) == 2
@@ -124,7 +126,7 @@ def test_outputs_together_keep_to_the_quota(place: Workplace, into: Path) -> Non
         place.collect(["a", "b", "c"], into, 1000)
 
 
-def test_an_output_asked_for_twice_comes_once(place: Workplace, into: Path) -> None:
+def test_an_output_asked_for_twice_comes_once(place: WorkDirectory, into: Path) -> None:
     (place.work / "m").mkdir()
     (place.work / "m" / "x").write_text("x")
     (place.work / "m" / "y").write_text("y")
@@ -132,14 +134,14 @@ def test_an_output_asked_for_twice_comes_once(place: Workplace, into: Path) -> N
     assert sorted(output.path for output in found) == ["m/x", "m/y"]
 
 
-def test_an_executable_output_stays_one(place: Workplace, into: Path) -> None:
+def test_an_executable_output_stays_one(place: WorkDirectory, into: Path) -> None:
     (place.work / "run").write_text("#!/bin/sh\n")
     (place.work / "run").chmod(0o755)
     assert [o.executable for o in place.collect(["run"], into, 1000)] == [True]
 
 
 def test_what_a_task_made_unreadable_is_still_collected_and_removed(
-    place: Workplace, into: Path
+    place: WorkDirectory, into: Path
 ) -> None:
     (place.work / "m").mkdir()
     (place.work / "m" / "x").write_text("x")
@@ -150,7 +152,7 @@ def test_what_a_task_made_unreadable_is_still_collected_and_removed(
     assert not place.root.exists()
 
 
-def test_removing_follows_no_link(place: Workplace, tmp_path: Path) -> None:
+def test_removing_follows_no_link(place: WorkDirectory, tmp_path: Path) -> None:
     (tmp_path / "keep").mkdir()
     (tmp_path / "keep" / "file").write_text("x")
     (place.work / "link").symlink_to(tmp_path / "keep")
@@ -159,7 +161,7 @@ def test_removing_follows_no_link(place: Workplace, tmp_path: Path) -> None:
     assert not place.root.exists()
 
 
-def test_names_too_long_for_a_report_are_refused(place: Workplace, into: Path) -> None:
+def test_names_too_long_for_a_report_are_refused(place: WorkDirectory, into: Path) -> None:
     """The end of the task names all its outputs in one frame: past its limit the node would be cut off for good."""
     folder = place.work / "out"
     folder.mkdir()

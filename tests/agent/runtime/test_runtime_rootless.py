@@ -16,10 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from gpool.agent.runtime.bubblewrap import landlock
 from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
-from gpool.agent.runtime.protocol import Limits, Prepared, CommandJob, ENVIRONMENT_AT
+from gpool.agent.runtime.protocol import SandboxLimits, PreparedEnvironment, CommandJob, ENVIRONMENT_AT
 from tests.tools.runtimes import LIMITS, caller, command, left_over
 
-SMALL = Limits(cpu_milli=1000, memory_bytes=96 << 20, processes=40, disk_bytes=32 << 20, open_files=64)
+SMALL = SandboxLimits(cpu_milli=1000, memory_bytes=96 << 20, processes=40, disk_bytes=32 << 20, open_files=64)
 FORKS = '''
 import os, time
 made = 0
@@ -56,7 +56,7 @@ async def main():
     data = Path(sys.argv[1])
     runtime = BubblewrapRuntime(data / "agent")
     await runtime.sweep()
-    found = {"uid": os.geteuid(), "landlock": runtime.landlock == landlock.version(), "groups": runtime._hierarchy.version}
+    found = {"uid": os.geteuid(), "landlock": runtime.landlock == landlock.version(), "groups": runtime.groups.hierarchy.version}
     async def out(*argv, limits=LIMITS):
         ran = await command(runtime, *argv, limits=limits)
         return (ran.out + ran.err).decode()
@@ -79,7 +79,7 @@ async def main():
     (env / "bin").mkdir(parents=True)
     (env / "bin" / "hello").write_text("#!/bin/sh\necho hello from it\n")
     (env / "bin" / "hello").chmod(0o755)
-    job = CommandJob(("hello",), (), (), (), LIMITS, environment=Prepared("pip:x", env, ENVIRONMENT_AT + "/bin/python"))
+    job = CommandJob(("hello",), (), (), (), LIMITS, environment=PreparedEnvironment("pip:x", env, ENVIRONMENT_AT + "/bin/python"))
     sandbox = await runtime.start_command(job)
     found["environment"] = b"".join([data async for _, data in sandbox.output()]).decode()
     await sandbox.remove()

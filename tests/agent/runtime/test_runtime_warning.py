@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpool.agent.runtime.protocol import CommandJob, Ended
+from gpool.agent.runtime.protocol import CommandJob, SandboxExit
 from tests.tools.runtimes import LIMITS, using
 
 every = pytest.mark.parametrize("kind", ["bubblewrap", "bubblewrap's wheel", "process"])
@@ -39,7 +39,7 @@ def test_a_warned_command_saves_and_ends_with_its_own_code(kind: str, tmp_path: 
     into = tmp_path / "into"
     into.mkdir()
 
-    async def work(runtime: Any) -> tuple[Ended, dict[str, bytes]]:
+    async def work(runtime: Any) -> tuple[SandboxExit, dict[str, bytes]]:
         sandbox, stream = await upped(runtime, "python", "-c", SAVES)
         before = await sandbox.collect(["state/"], into)
         assert [found.path for found in before] == ["state/part"]
@@ -52,7 +52,7 @@ def test_a_warned_command_saves_and_ends_with_its_own_code(kind: str, tmp_path: 
         return ended, {each.path: (into / each.sha256).read_bytes() for each in found}
 
     ended, outputs = using(kind, tmp_path / "data", work)
-    assert ended == Ended(0)
+    assert ended == SandboxExit(0)
     assert outputs == {"state/part": b"so far", "state/saved": b"whole"}
 
 

@@ -14,10 +14,10 @@ import pytest
 from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
 from gpool.agent.runtime.cgroups import is_in
 from gpool.agent.runtime.devices import capability_minors
-from gpool.agent.runtime.protocol import CommandJob, GpuSeat, Limits
+from gpool.agent.runtime.protocol import CommandJob, GpuShare, SandboxLimits
 from gpool.core.model import GIB, EndReason
 
-LIMITS = Limits(1000, GIB)
+LIMITS = SandboxLimits(1000, GIB)
 CONNECTS = """
 import os, socket
 print(os.environ["CUDA_VISIBLE_DEVICES"], os.listdir("/tmp/nvidia-mps"))
@@ -42,13 +42,13 @@ def door() -> Iterator[Path]:
 def test_a_seat_brings_its_socket_and_its_variables_win(tmp_path: Path, door: Path) -> None:
     async def run() -> bytes:
         runtime = BubblewrapRuntime(tmp_path)
-        seat = GpuSeat(
+        seat = GpuShare(
             ("/dev/null",),
             (("CUDA_VISIBLE_DEVICES", "MIG-1"),),
             (("/tmp/nvidia-mps/control", door),),
         )
         own = (("CUDA_VISIBLE_DEVICES", "GPU-all"),)
-        job = CommandJob(("python3", "-c", CONNECTS), own, (), (), LIMITS, seat=seat)
+        job = CommandJob(("python3", "-c", CONNECTS), own, (), (), LIMITS, gpu_share=seat)
         try:
             sandbox = await runtime.start_command(job)
             said = b"".join([data async for _, data in sandbox.output()])
@@ -68,10 +68,10 @@ def test_what_exceeds_its_slice_is_told_from_its_neighbour_and_ends_for_that_rea
         if not runtime.tells_apart:
             await runtime.close()
             pytest.skip("there are no control groups here")
-        seats = [GpuSeat(), GpuSeat()]
+        seats = [GpuShare(), GpuShare()]
         boxes = []
         for seat in seats:
-            job = CommandJob(("sh", "-c", "echo on; sleep 600"), (), (), (), LIMITS, seat=seat)
+            job = CommandJob(("sh", "-c", "echo on; sleep 600"), (), (), (), LIMITS, gpu_share=seat)
             boxes.append(await runtime.start_command(job))
             async for _ in boxes[-1].output():
                 break  # it runs

@@ -15,7 +15,7 @@ import pytest
 from gpool.agent.app import new_loop
 from gpool.agent.machine.detection.nvml import GpuProcess
 from gpool.agent.runtime.bubblewrap.launcher_client import Launcher
-from gpool.agent.runtime.protocol import GpuSeat, PartFailed, SandboxFailed
+from gpool.agent.runtime.protocol import GpuShare, PartFailed, SandboxFailed
 from gpool.agent.sharing import mps, scrub, settings_restore
 from gpool.agent.sharing.plan import Abilities, MpsLimits, profiles_of
 from gpool.agent.sharing.setup import GpuSharing
@@ -42,11 +42,11 @@ class House:
         self.nvml.open()
         self.uuid = self.nvml.uuids()[0]
         self.runtime = FakeRuntime(folder, {SCRUBBER: run})
-        self.scrubs: list[GpuSeat | None] = []
+        self.scrubs: list[GpuShare | None] = []
         start = self.runtime.start_command
 
         async def counted(job):  # type: ignore[no-untyped-def]
-            self.scrubs.append(job.seat)
+            self.scrubs.append(job.gpu_share)
             return await start(job)
 
         self.runtime.start_command = counted  # type: ignore[method-assign]
@@ -360,7 +360,7 @@ class Sandbox:
     def __init__(self, *pids: int) -> None:
         self.pids = pids
         self.killed = asyncio.Event()
-        self.seat = GpuSeat()
+        self.seat = GpuShare()
         self.seat.watch(lambda pid: pid in self.pids, self._kill)
 
     async def _kill(self) -> None:

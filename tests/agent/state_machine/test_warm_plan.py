@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from gpool.agent.runtime.protocol import Limits
+from gpool.agent.runtime.protocol import SandboxLimits
 from gpool.agent.state_machine import warm_plan
 from gpool.agent.state_machine.warm_plan import (
     Discard,
@@ -26,7 +26,7 @@ MB = 1 << 20
 
 def key(name: str = "numpy", memory: int = GIB, gpus: tuple[int, ...] = ()) -> WarmKey:
     slices = tuple(Slice(index, GIB, 1000) for index in gpus)
-    return WarmKey("fake", None, "3.11", (name,), slices, Limits(1000, memory))
+    return WarmKey("fake", None, "3.11", (name,), slices, SandboxLimits(1000, memory))
 
 
 KEYS = [key(), key("torch", 4 * GIB), key("torch", 4 * GIB, (0,)), key("small", 64 * MB)]

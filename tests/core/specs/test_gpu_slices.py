@@ -10,12 +10,20 @@ from hypothesis import strategies as st
 
 from gpool.core.ids import UserId
 from gpool.core.model import GIB, MIB, Allocation, Gpu, GpuRequest, Sharing, Slice, SliceProfile
-from gpool.core.scheduler.passes.plan import plan
 from gpool.core.scheduler.place.fit import Unfit, fit, slice_of, unfit, usable
 from gpool.core.scheduler.state.capacity import Room
 from gpool.core.specs import gpu_slices
 from gpool.server.store.rows import allocation_from, allocation_text
-from tests.core.scheduler.state.builders import NOW, a_gpu, a_node, a_shape, a_state, apply, enqueue
+from tests.core.scheduler.state.builders import (
+    NOW,
+    a_gpu,
+    a_node,
+    a_shape,
+    a_state,
+    apply,
+    enqueue,
+    plan,
+)
 
 H200 = (
     SliceProfile("1g.18gb", 16384 * MIB, 1, 1, (0, 1, 2, 3, 4, 5, 6)),

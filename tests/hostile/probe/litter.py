@@ -282,7 +282,7 @@ LEFT: dict[str, Case] = {
     "name for a table": Case(named("=cmd()", "+1", "@x"), "d/", TAKEN),
     "name for a format": Case(named("%s%n{0}{x.y}"), "d/", TAKEN),
     "name of a file of the collector's": Case(
-        named("taking-0011223344556677", "0" * 64), "d/", TAKEN
+        named("collecting-0011223344556677", "0" * 64), "d/", TAKEN
     ),
     "folder too deep for a path": Case(deep(300, "abcdef"), "d/", group="deep"),
     "folder deeper than a program's stack": Case(deep(1500, "d"), "d/", group="deep"),

@@ -16,7 +16,7 @@ import pytest
 from gpool.core.ids import decode, encode
 from gpool.core.model import EndReason, OutputFile, Permission
 from gpool.server.blobs import Blobs
-from gpool.server.scheduling.loops import Expire, Prune
+from gpool.server.scheduling.loops import ExpireNodes, PruneStore
 from gpool.wire.frames import Finished, Lease, Started
 from tests.server.server_desk import FUNCTION_SHA256, Agent, Desk, exited
 
@@ -203,7 +203,7 @@ async def test_a_node_reads_the_inputs_of_its_leases_only(desk: Desk) -> None:
 
 async def test_an_artifact_from_an_old_lease_is_refused(desk: Desk) -> None:
     agent, http, _, _ = await leased(desk)
-    await Expire(desk.server).run_once(desk.clock.advance(31))
+    await ExpireNodes(desk.server).run_once(desk.clock.advance(31))
     path = f"/v1/artifacts/{named(b'late')}"
     answer = await http.put(path, content=b"late")
     assert (answer.status_code, answer.json()["code"]) == (409, "stale_lease")
@@ -214,7 +214,7 @@ async def test_an_artifact_from_an_old_lease_is_refused(desk: Desk) -> None:
 
 async def test_bytes_under_an_old_lease_are_not_even_taken(desk: Desk) -> None:
     _, http, _, _ = await leased(desk)
-    await Expire(desk.server).run_once(desk.clock.advance(31))
+    await ExpireNodes(desk.server).run_once(desk.clock.advance(31))
     taken = 0
 
     async def body() -> AsyncIterator[bytes]:
@@ -234,12 +234,12 @@ async def test_bytes_whose_lease_ends_on_the_way_are_removed_in_time(desk: Desk)
     _, http, _, _ = await leased(desk)
 
     async def body() -> AsyncIterator[bytes]:
-        await Expire(desk.server).run_once(desk.clock.advance(31))
+        await ExpireNodes(desk.server).run_once(desk.clock.advance(31))
         yield b"late"
 
     answer = await http.put(f"/v1/artifacts/{named(b'late')}", content=body())
     assert (answer.status_code, answer.json()["code"]) == (409, "stale_lease")
-    await Prune(desk.server).run_once(desk.clock.advance(86_401))
+    await PruneStore(desk.server).run_once(desk.clock.advance(86_401))
     assert not desk.server.blobs.path(named(b"late")).exists()
 
 
@@ -247,7 +247,7 @@ async def test_what_nobody_refers_to_is_removed_in_time(desk: Desk) -> None:
     path = f"/v1/artifacts/{named(b'orphan')}"
     await desk.http.put(path, content=b"orphan")
     await desk.calls(1)
-    await Prune(desk.server).run_once(desk.clock.advance(86_401))
+    await PruneStore(desk.server).run_once(desk.clock.advance(86_401))
     assert (await desk.get(path)).status_code == 404
     assert not desk.server.blobs.path(named(b"orphan")).exists()
     assert desk.server.blobs.path(FUNCTION_SHA256).exists()

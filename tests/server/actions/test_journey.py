@@ -15,7 +15,7 @@ import pytest
 
 from gpool.core.ids import TaskId, decode
 from gpool.core.model import EndReason, Gpu, Offer, OutputFile
-from gpool.server.scheduling.loops import Expire, Prune
+from gpool.server.scheduling.loops import ExpireNodes, PruneStore
 from gpool.server.store.operations.tasks import tasks
 from gpool.wire.frames import (
     MAX_FRAME_BYTES,
@@ -168,7 +168,7 @@ async def test_sealed_logs_read_as_before(desk: Desk) -> None:
         exited(lease),
     )
     before = (await desk.get(f"/v1/tasks/{task}/logs")).json()
-    await Prune(desk.server).run_once(desk.clock.advance(10))
+    await PruneStore(desk.server).run_once(desk.clock.advance(10))
     view = await desk.server.store.read(tasks.task(TaskId(lease.task), None))
     assert view is not None
     assert view.log_sha256
@@ -185,7 +185,7 @@ async def test_a_report_from_an_old_lease_is_refused(desk: Desk) -> None:
     task = await desk.command()
     await desk.schedule()
     [old] = agent.leases()
-    await Expire(desk.server).run_once(desk.clock.advance(31))
+    await ExpireNodes(desk.server).run_once(desk.clock.advance(31))
     other = await desk.agent("other")
     await desk.schedule()
     [new] = other.leases()
@@ -297,7 +297,7 @@ async def test_a_beat_keeps_the_leases_of_a_node(desk: Desk) -> None:
     task = await desk.command()
     await desk.schedule()
     [lease] = agent.leases()
-    expire = Expire(desk.server)
+    expire = ExpireNodes(desk.server)
     for _ in range(5):
         await expire.run_once(desk.clock.advance(20))
         seen = await agent.send_beat(Hold(lease.task, lease.epoch))
@@ -335,7 +335,7 @@ async def test_after_a_restart_a_silent_node_has_a_whole_lease_time_again(
     desk.clock.advance(1000)
     twin = await open_desk(tmp_path / "data", desk.clock)
     try:
-        expire = Expire(twin.server)
+        expire = ExpireNodes(twin.server)
         await expire.run_once(desk.clock.advance(29))
         assert (await twin.get(f"/v1/tasks/{task}")).json()["status"] == "leased"
         await expire.run_once(desk.clock.advance(2))
@@ -349,12 +349,12 @@ async def test_a_restarted_server_takes_up_where_it_stopped(desk: Desk, tmp_path
     agent = await desk.agent()
     await desk.command(copies=5)
     await desk.schedule()
-    truth = desk.server.scheduler.state
+    truth = desk.server.picture.state
     await desk.server.store.close()
     twin = await open_desk(tmp_path / "data", desk.clock)
     try:
         await agent.again(twin.server).connect(*(Hold(x.task, x.epoch) for x in agent.leases()))
-        assert twin.server.scheduler.state == truth
+        assert twin.server.picture.state == truth
     finally:
         await twin.http.aclose()
         await twin.server.store.close()
@@ -370,11 +370,11 @@ async def test_the_folded_state_equals_one_built_from_the_store(desk: Desk) -> N
         for lease in agent.leases()[:3]:
             await agent.report(returned(lease))
     await desk.http.delete(f"/v1/tasks/{doomed}")
-    scheduler = desk.server.scheduler
-    folded = scheduler.state
-    assert not scheduler.in_doubt
-    await scheduler.rebuild(desk.server.now)
-    assert scheduler.state == folded
+    picture = desk.server.picture
+    folded = picture.state
+    assert not picture.is_stale
+    await picture.rebuild(desk.server.now)
+    assert picture.state == folded
 
 
 # ---- cancelling
@@ -428,7 +428,7 @@ async def test_a_hello_that_was_overtaken_by_a_newer_one_is_turned_away(desk: De
     await late.channel.receive(msgspec.structs.replace(hello, beat=6))
     assert [frame.retry for frame in late.frames(Refused)] == [True]
     assert newer.frames(Refused) == []
-    assert desk.server.scheduler.channels[newer.channel.node] is newer.channel
+    assert desk.server.nodes.connection(newer.channel.node) is newer.channel
 
 
 async def test_a_cancelled_lease_its_agent_states_is_stopped_on_connect(desk: Desk) -> None:

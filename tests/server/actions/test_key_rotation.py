@@ -1,4 +1,4 @@
-"""Keys change while the server serves: every field moves, none is lost, and a crash in the middle changes nothing."""
+"""RotateKeys change while the server serves: every field moves, none is lost, and a crash in the middle changes nothing."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from gpool.core.errors import InternalFault, Invalid
 from gpool.core.ids import SpecId
 from gpool.core.model import Permission
 from gpool.server.identity.secrets import sealer as sealing
-from gpool.server.identity.secrets.envelope import Place
+from gpool.server.identity.secrets.envelope import FieldLocation
 from gpool.server.identity.secrets.sealer import MasterSource, Sealer, secret_place
-from gpool.server.scheduling.loops import Keys
+from gpool.server.scheduling.loops import RotateKeys
 from gpool.server.store.operations.identity import sealed_fields
 from tests.server.server_desk import Desk, open_desk
 
@@ -39,7 +39,7 @@ async def plant(desk: Desk, count: int) -> dict[tuple[int, str], bytes]:
 async def opened(sealer: Sealer, desk: Desk) -> dict[tuple[int, str], bytes]:
     found = {}
     for field in await desk.server.store.read(sealed_fields.sealed_fields(None, 100_000)):
-        place = Place(field.table, field.row, field.column)
+        place = FieldLocation(field.table, field.row, field.column)
         plain = await sealer.open(place, field.sealed)
         if field.table == "task_secrets":
             spec, _, name = field.row.partition("/")
@@ -57,12 +57,12 @@ async def test_a_rotation_moves_every_field_and_then_forgets_the_old_key(desk: D
     assert told.status_code == 202
     # One field more: the key that signs tokens.
     assert told.json() == {"data_keys": 1, "retired": 1, "fields": 1201, "left": 1201, "masters": 1}
-    await Keys(desk.server).run_once(desk.server.now)
+    await RotateKeys(desk.server).run_once(desk.server.now)
     told = await desk.get("/v1/admin/keys")
     assert told.json() == {"data_keys": 2, "retired": 1, "fields": 1201, "left": 0, "masters": 1}
     assert await opened(desk.server.sealer, desk) == planted
     desk.clock.advance(sealing.GRACE / 1_000_000)
-    await Keys(desk.server).run_once(desk.server.now)
+    await RotateKeys(desk.server).run_once(desk.server.now)
     assert (await desk.get("/v1/admin/keys")).json()["data_keys"] == 1
     assert await opened(desk.server.sealer, desk) == planted
 
@@ -83,7 +83,7 @@ async def test_a_rotation_that_was_cut_off_is_finished_by_the_next_server(
         await desk.server.sealer.rekey(crash)
     assert (await desk.get("/v1/admin/keys")).json()["left"] == 1201 - sealing.PAGE
     other = await open_desk(data, desk.clock)
-    await Keys(other.server).run_once(other.server.now)
+    await RotateKeys(other.server).run_once(other.server.now)
     assert (await other.get("/v1/admin/keys")).json()["left"] == 0
     assert await opened(other.server.sealer, other) == planted
     await other.http.aclose()
@@ -96,13 +96,13 @@ async def test_what_another_server_seals_during_a_rotation_is_never_lost(
     other = await open_desk(data, desk.clock)
     before = await plant(other, 10)
     await desk.post("/v1/admin/keys/rotate", {})
-    await Keys(desk.server).run_once(desk.server.now)
+    await RotateKeys(desk.server).run_once(desk.server.now)
     meanwhile = await plant(other, 10)  # it has not heard: still under its retired key
     desk.clock.advance(sealing.GRACE / 1_000_000)
-    await Keys(desk.server).run_once(desk.server.now)
+    await RotateKeys(desk.server).run_once(desk.server.now)
     later = await plant(other, 10)
-    await Keys(other.server).run_once(other.server.now)
-    await Keys(desk.server).run_once(desk.server.now)
+    await RotateKeys(other.server).run_once(other.server.now)
+    await RotateKeys(desk.server).run_once(desk.server.now)
     assert await opened(desk.server.sealer, desk) == before | meanwhile | later
     await other.http.aclose()
     await other.server.store.close()
@@ -122,7 +122,7 @@ async def test_a_new_master_wraps_every_key_and_the_old_one_opens_nothing(
     fresh = Sealer(desk.server.store, MasterSource(data / "master.key"), desk.clock.now)
     assert await opened(fresh, desk) == planted
     stale = Sealer(desk.server.store, MasterSource(data / "none", old), desk.clock.now)
-    with pytest.raises(Invalid, match="which is not here"):
+    with pytest.raises(Invalid, match="which is missing"):
         await opened(stale, desk)
 
 
@@ -131,7 +131,7 @@ async def test_a_master_from_a_variable_or_a_command_is_changed_where_it_comes_f
 ) -> None:
     one = (data / "master.key").read_text().strip()
     two = base64.b64encode(secrets.token_bytes(32)).decode()
-    place = Place("sessions", "s", "seed_sealed")
+    place = FieldLocation("sessions", "s", "seed_sealed")
     by_text = Sealer(desk.server.store, MasterSource(tmp_path / "none", one), desk.clock.now)
     kept = await by_text.seal(place, b"seed")
     printed = tmp_path / "keys"
@@ -152,7 +152,7 @@ async def test_a_thousand_swapped_ciphertexts_never_open(desk: Desk) -> None:
     shifted = [*fields[1:], fields[0]]
     opens = 0
     for here, there in zip(fields, shifted, strict=True):
-        place = Place(here.table, here.row, here.column)
+        place = FieldLocation(here.table, here.row, here.column)
         assert await desk.server.sealer.open(place, here.sealed)  # the control
         try:
             await desk.server.sealer.open(place, there.sealed)

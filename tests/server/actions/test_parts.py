@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from gpool.core.model import Instant
 from gpool.server.actions.tasks.submit import submit
 from gpool.server.clock import Ids, SystemClock
-from gpool.server.scheduling.loops import Ticker
+from gpool.server.scheduling.loops import LoopRunner
 from gpool.server.settings import Settings
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.protocol import Operation, Store
@@ -121,7 +121,7 @@ class Counting:
 
 async def test_many_calls_during_a_pass_are_exactly_one_more(desk: Desk) -> None:
     loop = Counting()
-    ticker = Ticker(desk.server, loop)
+    ticker = LoopRunner(desk.server, loop)
     ticker.start()
     while loop.runs < 2:
         loop.idle.clear()
@@ -136,15 +136,15 @@ async def test_a_loop_that_fails_goes_on_and_the_scheduler_looks_again(desk: Des
     loop = Counting()
     loop.every_s = 0.001
     loop.fails = True
-    ticker = Ticker(desk.server, loop)
-    assert not desk.server.scheduler.in_doubt
+    ticker = LoopRunner(desk.server, loop)
+    assert not desk.server.picture.is_stale
     ticker.start()
     await loop.idle.wait()
     await ticker.stop()
-    assert desk.server.scheduler.in_doubt
+    assert desk.server.picture.is_stale
     assert b'gpool_loop_faults_total{loop="counting"} 1.0' in desk.server.metrics.page()
     await desk.schedule()
-    assert not desk.server.scheduler.in_doubt
+    assert not desk.server.picture.is_stale
 
 
 class Dallying:
@@ -176,7 +176,7 @@ async def test_what_a_cancelled_caller_committed_is_found_again(desk: Desk) -> N
     submitting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await submitting
-    assert desk.server.scheduler.in_doubt
-    assert desk.server.scheduler.state.queued_count == 0
+    assert desk.server.picture.is_stale
+    assert desk.server.picture.state.queued_count == 0
     await desk.schedule()
-    assert desk.server.scheduler.state.queued_count == 1
+    assert desk.server.picture.state.queued_count == 1

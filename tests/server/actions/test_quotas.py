@@ -105,7 +105,7 @@ async def test_running_gpus_stay_within_the_quota_and_explain_says_so(desk: Desk
     assert "You may run 2 GPUs at once and 2 are in use" in told.json()["sentence"]
     await agent.report(exited(agent.leases()[0]))
     assert await desk.schedule() == 1
-    await desk.server.scheduler.rebuild(desk.server.now)
+    await desk.server.picture.rebuild(desk.server.now)
     assert await desk.schedule() == 0
 
 

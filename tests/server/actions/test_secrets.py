@@ -108,6 +108,6 @@ async def test_a_task_whose_secret_was_changed_in_the_store_ends_and_says_so(
     await desk.schedule()
     ended = (await desk.get(f"/v1/tasks/{task}")).json()
     assert ended["status"] == "failed"
-    assert "does not open" in ended["error_text"]
+    assert "cannot be decrypted" in ended["error_text"]
     assert (await desk.get(f"/v1/tasks/{fine}")).json()["status"] == "leased"
     assert secrets_sent(agent.frames(Grants)) == {"TOKEN": "fine"}

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from gpool.core.errors import TooMany
-from gpool.core.model import EndReason, Instant, Permission, Shape
+from gpool.core.model import EndReason, Permission
 from gpool.server.actions.operators.quotas import set_quota
 from gpool.server.actions.tasks.submit import submit
-from gpool.server.scheduling.forecasts import Forecasts
+from gpool.server.scheduling.picture import StatePicture
+from gpool.server.scheduling.scheduler import Scheduler
 from gpool.server.store.identity_values import Caller, GivenQuota
 from gpool.server.store.operations.identity import users
+from gpool.server.store.operations.tasks.submissions import Submission, SubmittedTasks
 from gpool.server.store.protocol import Operation, Store
 from gpool.wire.documents import SubmittedDocument, TaskRequest
 from gpool.wire.frames import Finished
@@ -51,8 +53,8 @@ async def test_those_that_come_meanwhile_are_one_write_and_all_of_them_wait(desk
     accepted = await asyncio.gather(*(submit(server, user, each, None) for each in asked))
     assert store.writes == 2, "the first alone, and then all the others"
     assert len({each.tasks for each in accepted}) == 30
-    assert desk.server.scheduler.state.queued_count == 30
-    assert desk.server.scheduler.arriving == 0
+    assert desk.server.picture.state.queued_count == 30
+    assert desk.server.picture.arriving == 0
     page = (await desk.get("/v1/tasks?limit=100")).json()["items"]
     assert {task["id"] for task in page} == {
         text for each in accepted for text in _ids(each.body)
@@ -73,7 +75,7 @@ async def test_a_key_used_many_times_at_once_submits_once(desk: Desk) -> None:
     )
     assert [answer.status_code for answer in answers] == [202] * 15
     assert len({answer.content for answer in answers[:12]}) == 1
-    assert desk.server.scheduler.state.queued_count == 1 + 1 + 3
+    assert desk.server.picture.state.queued_count == 1 + 1 + 3
 
 
 async def test_a_key_used_for_something_else_is_refused_among_others(desk: Desk) -> None:
@@ -138,24 +140,31 @@ async def test_what_was_submitted_together_runs_like_any_other(desk: Desk) -> No
         assert (await desk.get(f"/v1/tasks/{task}")).json()["status"] == "succeeded"
 
 
-class Forgetful(Forecasts):
-    """Fails once, at the second that arrives."""
+class FailsOnce(StatePicture):
+    """Fails to fold the second submission."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.came = 0
+    came = 0
 
-    def arrived(self, shape: Shape, at: Instant) -> None:
+    def add_submission(self, submitted: SubmittedTasks, submission: Submission) -> None:
         self.came += 1
         if self.came == 2:
             raise LookupError("not this one")
-        super().arrived(shape, at)
+        super().add_submission(submitted, submission)
 
 
 async def test_one_that_cannot_be_folded_hides_none_of_the_others(desk: Desk) -> None:
-    scheduler = desk.server.scheduler
+    server = desk.server
+    picture = FailsOnce(
+        server.store,
+        server.nodes,
+        server.picture.policy,
+        server.hub,
+        server.metrics,
+        server.clock.now,
+    )
+    scheduler = Scheduler(picture, server.sealer, server.metrics)
+    desk.server = replace(server, picture=picture, scheduler=scheduler)
     await desk.schedule()
-    scheduler.forecasts = Forgetful()
     user = await desk.server.credentials.who(desk.key)
     assert isinstance(user, Caller)
     asked = [TaskRequest(command=["echo", str(number)]) for number in range(5)]
@@ -164,7 +173,7 @@ async def test_one_that_cannot_be_folded_hides_none_of_the_others(desk: Desk) ->
     )
     assert [isinstance(each, LookupError) for each in told] == [False, True, True, True, True]
     await desk.schedule()
-    assert scheduler.state.queued_count == 5, "they are committed"
+    assert picture.state.queued_count == 5, "they are committed"
 
 
 async def test_what_is_heavy_has_a_write_of_its_own(desk: Desk) -> None:
@@ -177,7 +186,7 @@ async def test_what_is_heavy_has_a_write_of_its_own(desk: Desk) -> None:
     asked = [TaskRequest.model_validate(heavy) for _ in range(4)]
     await asyncio.gather(*(submit(server, user, each, None) for each in asked))
     assert store.writes == 4
-    assert desk.server.scheduler.state.queued_count == 4
+    assert desk.server.picture.state.queued_count == 4
 
 
 async def test_who_goes_away_while_they_wait_passes_no_quota(desk: Desk) -> None:
@@ -188,13 +197,13 @@ async def test_who_goes_away_while_they_wait_passes_no_quota(desk: Desk) -> None
     asked = [TaskRequest(command=["true"]) for _ in range(8)]
     gone = [asyncio.create_task(submit(desk.server, who, each, None)) for each in asked]
     await asyncio.sleep(0)
-    assert desk.server.scheduler.arriving == len(asked)
+    assert desk.server.picture.arriving == len(asked)
     for each in gone[1:]:
         each.cancel()
     await asyncio.gather(*gone, return_exceptions=True)
     await desk.command()  # after those that were gathered
     await desk.schedule()
-    assert desk.server.scheduler.state.queued_count <= 3
+    assert desk.server.picture.state.queued_count <= 3
 
 
 async def test_a_full_queue_is_never_passed_by_what_comes_at_once(desk: Desk) -> None:
@@ -207,8 +216,8 @@ async def test_a_full_queue_is_never_passed_by_what_comes_at_once(desk: Desk) ->
         *(submit(server, who, each, None) for each in asked), return_exceptions=True
     )
     assert [isinstance(each, TooMany) for each in told].count(False) == 3
-    assert desk.server.scheduler.state.queued_count == 6
-    assert desk.server.scheduler.arriving == 0
+    assert desk.server.picture.state.queued_count == 6
+    assert desk.server.picture.arriving == 0
 
 
 async def test_who_goes_away_before_the_writing_began_has_submitted_nothing(desk: Desk) -> None:
@@ -221,9 +230,9 @@ async def test_who_goes_away_before_the_writing_began_has_submitted_nothing(desk
     for each in all_of_them[3:]:
         each.cancel()
     await asyncio.gather(*all_of_them, return_exceptions=True)
-    await desk.server.scheduler.rebuild(desk.server.now)
-    assert desk.server.scheduler.state.queued_count == 3
-    assert desk.server.scheduler.arriving == 0
+    await desk.server.picture.rebuild(desk.server.now)
+    assert desk.server.picture.state.queued_count == 3
+    assert desk.server.picture.arriving == 0
 
 
 async def test_what_comes_back_while_more_is_submitted_passes_no_quota(desk: Desk) -> None:
@@ -243,4 +252,4 @@ async def test_what_comes_back_while_more_is_submitted_passes_no_quota(desk: Des
         return_exceptions=True,
     )
     assert [isinstance(each, TooMany) for each in told[1:]] == [True, True]
-    assert desk.server.scheduler.state.queued_count == 2
+    assert desk.server.picture.state.queued_count == 2

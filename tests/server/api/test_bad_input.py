@@ -118,7 +118,7 @@ async def test_a_submission_that_cannot_be_meant_is_refused_with_the_reason(desk
         if answer.status_code != status or says not in json.dumps(told):
             wrong.append((what, answer.status_code, told["detail"]))
     assert wrong == []
-    assert desk.server.scheduler.state.queued_count == 0
+    assert desk.server.picture.state.queued_count == 0
     assert (await desk.get("/v1/tasks")).json()["items"] == []
 
 

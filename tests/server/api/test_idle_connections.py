@@ -12,7 +12,7 @@ from threading import Thread
 import httpx2
 import pytest
 
-from gpool.client.connection.transport import Door
+from gpool.client.connection.transport import ApiTransport
 from gpool.server.main import KEEP_ALIVE_S
 from gpool.transfer.senders import KEPT_IDLE_S
 from tests.server.server_desk import Live, serving
@@ -27,17 +27,20 @@ def tasks_at(live: Live) -> int:
 
 
 def test_requests_survive_a_server_that_closes_idle_connections_at_once(data: Path) -> None:
-    with serving(data, keep_alive_s=0.002) as live, closing(Door(live.url, live.key)) as door:
+    with (
+        serving(data, keep_alive_s=0.002) as live,
+        closing(ApiTransport(live.url, live.key)) as api,
+    ):
         for number in range(60):
-            door.send_json("POST", "/v1/tasks", TRUE)
-            door.wait(number % 6 / 1000)  # around the moment of closing
+            api.send_json("POST", "/v1/tasks", TRUE)
+            api.wait(number % 6 / 1000)  # around the moment of closing
         assert tasks_at(live) == 60
 
 
 def test_a_post_whose_answer_is_cut_off_is_sent_again_and_takes_effect_once(live: Live) -> None:
-    with cutting(live, cut=2) as url, closing(Door(url, live.key)) as door:
-        first = door.send_json("POST", "/v1/tasks", TRUE)["ids"]
-        second = door.send_json("POST", "/v1/tasks", TRUE)["ids"]
+    with cutting(live, cut=2) as url, closing(ApiTransport(url, live.key)) as api:
+        first = api.send_json("POST", "/v1/tasks", TRUE)["ids"]
+        second = api.send_json("POST", "/v1/tasks", TRUE)["ids"]
         assert first != second
         assert tasks_at(live) == 2
 

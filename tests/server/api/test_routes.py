@@ -12,7 +12,7 @@ from gpool.core.ids import NodeId, decode, encode
 from gpool.core.model import Permission
 from gpool.server.actions.tasks.documents import ResultLine, encode_many
 from gpool.server.app import ensure_operator
-from gpool.server.scheduling.loops import Expire, Prune
+from gpool.server.scheduling.loops import ExpireNodes, PruneStore
 from gpool.wire.documents import ResultDocument
 from gpool.wire.frames import Refused
 from tests.server.server_desk import (
@@ -226,11 +226,11 @@ async def test_a_draining_node_finishes_and_is_paused(desk: Desk) -> None:
     await desk.http.patch(f"/v1/nodes/{node}", json={"availability": "draining"})
     await desk.command()
     assert await desk.schedule() == 0
-    await Expire(desk.server).run_once(desk.clock.now())
+    await ExpireNodes(desk.server).run_once(desk.clock.now())
     assert (await desk.get(f"/v1/nodes/{node}")).json()["availability"] == "draining"
     assert (await desk.http.delete(f"/v1/nodes/{node}")).status_code == 409
     await agent.report(exited(agent.leases()[0]))
-    await Expire(desk.server).run_once(desk.clock.now())
+    await ExpireNodes(desk.server).run_once(desk.clock.now())
     assert (await desk.get(f"/v1/nodes/{node}")).json()["availability"] == "paused"
     await desk.http.patch(f"/v1/nodes/{node}", json={"availability": "available"})
     assert await desk.schedule() == 1
@@ -346,7 +346,7 @@ async def test_a_submission_repeated_under_its_key_happens_once(desk: Desk) -> N
     first = await desk.post("/v1/tasks", calls_document(3), headers=headers)
     again = await desk.post("/v1/tasks", calls_document(3), headers=headers)
     assert (again.status_code, again.content) == (202, first.content)
-    assert desk.server.scheduler.state.queued_count == 4
+    assert desk.server.picture.state.queued_count == 4
     other = await desk.post("/v1/tasks", calls_document(2), headers=headers)
     assert (other.status_code, other.json()["code"]) == (409, "key_reused")
 
@@ -400,7 +400,7 @@ async def test_no_secret_is_kept_with_a_key(desk: Desk) -> None:
 async def test_old_keys_are_forgotten(desk: Desk) -> None:
     headers = {"idempotency-key": "old"}
     first = await desk.post("/v1/tasks", {"command": ["true"]}, headers=headers)
-    await Prune(desk.server).run_once(desk.clock.advance(86_401))
+    await PruneStore(desk.server).run_once(desk.clock.advance(86_401))
     again = await desk.post("/v1/tasks", {"command": ["true"]}, headers=headers)
     assert again.json()["ids"] != first.json()["ids"]
 

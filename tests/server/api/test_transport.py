@@ -19,7 +19,7 @@ import pytest
 from gpool.agent.app import run_agent
 from gpool.agent.services import NodeServices
 from gpool.agent.settings import AgentSettings
-from gpool.client.connection.transport import Door
+from gpool.client.connection.transport import ApiTransport
 from gpool.core.errors import Forbidden, Invalid, Unreachable
 from gpool.core.model import GIB, Offer, TaskStatus, Tier
 from gpool.server.app import open_server
@@ -69,9 +69,9 @@ def test_off_loopback_tls_is_on_unless_a_proxy_ends_it(
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"host": "0.0.0.0", "tls": False}, "would show every key"),
-        ({"host": "pool.example", "tls": False}, "would show every key"),
-        ({"tls_cert": "a"}, "come together"),
+        ({"host": "0.0.0.0", "tls": False}, "exposes every key"),
+        ({"host": "pool.example", "tls": False}, "exposes every key"),
+        ({"tls_cert": "a"}, "set together"),
         ({"tls": True, "plain_http": True}, "contradicts"),
         ({"trusted_proxies": "10.0.0.1, nobody"}, "nobody"),
     ],
@@ -158,8 +158,8 @@ def recorded(live: Live) -> Iterator[Recorder]:
 def a_task_through(recorder: Recorder, live: Live, folder: Path) -> str:
     """A client and an agent at work through the recorder; how the task ended."""
     url = f"{live.url.partition(':')[0]}://127.0.0.1:{recorder.port}"
-    door = Door(Address(url, live.fingerprint), live.key, patience_s=PATIENCE_S)
-    badge = joined(lambda path, told: door.send_json("POST", path, told), a_key(), name="node")
+    api = ApiTransport(Address(url, live.fingerprint), live.key, patience_s=PATIENCE_S)
+    badge = joined(lambda path, told: api.send_json("POST", path, told), a_key(), name="node")
     seed = base64.urlsafe_b64encode((1).to_bytes(32, "big"))
     write_private(folder / "node.key", seed, replace=True)
     settings = AgentSettings(
@@ -180,10 +180,10 @@ def a_task_through(recorder: Recorder, live: Live, folder: Path) -> str:
         wanted = {"command": ["say"], "outputs": ["o"], "env": {"WORD": MARK.decode()}}
 
         def work() -> str:
-            task = door.send_json("POST", "/v1/tasks", wanted)["ids"][0]
+            task = api.send_json("POST", "/v1/tasks", wanted)["ids"][0]
 
             def status() -> str:
-                return str(door.get_json(f"/v1/tasks/{task}?wait=30")["status"])
+                return str(api.get_json(f"/v1/tasks/{task}?wait=30")["status"])
 
             eventually("it has ended", lambda: TaskStatus(status()).is_final, PATIENCE_S)
             return status()
@@ -196,7 +196,7 @@ def a_task_through(recorder: Recorder, live: Live, folder: Path) -> str:
     try:
         return asyncio.run(serve())
     finally:
-        door.close()
+        api.close()
 
 
 def test_a_clients_and_an_agents_traffic_is_tls_and_nothing_else(
@@ -225,14 +225,14 @@ def test_the_recorder_hears_everything_without_tls(data: Path, tmp_path: Path) -
 
 def test_a_changed_certificate_is_refused_with_what_to_do(data: Path) -> None:
     with serving(data, tls=True) as live:
-        good = Door(Address(live.url, live.fingerprint), live.key)
+        good = ApiTransport(Address(live.url, live.fingerprint), live.key)
         assert good.get_json("/v1/me")["name"] == "operator"
         good.close()
-        changed = Door(Address(live.url, "0" * 64), live.key, patience_s=PATIENCE_S)
+        changed = ApiTransport(Address(live.url, "0" * 64), live.key, patience_s=PATIENCE_S)
         with pytest.raises(Forbidden, match=r"not the one you trust.*sign in or join again"):
             changed.get_json("/v1/me")
         changed.close()
-        unpinned = Door(live.url, live.key, patience_s=0.1)
+        unpinned = ApiTransport(live.url, live.key, patience_s=0.1)
         with pytest.raises(Unreachable, match=r"(?i)certificate"):
             unpinned.get_json("/v1/me")
         unpinned.close()
@@ -253,9 +253,9 @@ def test_a_given_certificate_is_shown_and_its_link_pins_nothing(data: Path, tmp_
     cert.write_bytes(made.certificate_pem)
     key.write_bytes(made.key_pem)
     with serving(data, tls_cert=cert, tls_key=key) as live:
-        door = Door(Address(live.url, live.fingerprint), live.key)
-        assert door.send_json("POST", "/v1/nodes/invites", {})["link"].endswith("#tls")
-        door.close()
+        api = ApiTransport(Address(live.url, live.fingerprint), live.key)
+        assert api.send_json("POST", "/v1/nodes/invites", {})["link"].endswith("#tls")
+        api.close()
     assert not (data / "server.pem").exists()
 
 
@@ -273,10 +273,10 @@ def test_a_given_certificate_is_shown_and_its_link_pins_nothing(data: Path, tmp_
 )
 def test_keys_are_not_sent_in_the_clear_off_this_machine(address: Address, refused: bool) -> None:
     if not refused:
-        Door(address, "gpk_x").close()
+        ApiTransport(address, "gpk_x").close()
         return
     with pytest.raises(Invalid, match="not encrypted"):
-        Door(address, "gpk_x")
+        ApiTransport(address, "gpk_x")
 
 
 # ---- whom the server believes

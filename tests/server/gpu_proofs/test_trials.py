@@ -18,7 +18,13 @@ from gpool.core.trust.gpu_verification import (
     keys_of,
 )
 from gpool.server.app import make_app
-from gpool.server.gpu_verification.verifier import AGAIN_AFTER, TRIES, Examiner, Examining, terms_of
+from gpool.server.gpu_verification.verifier import (
+    AGAIN_AFTER,
+    TRIES,
+    GpuVerifier,
+    VerificationSettings,
+    terms_of,
+)
 from gpool.wire.frames import (
     AnswerNow,
     ExamineGpu,
@@ -48,8 +54,10 @@ async def strict(data: Path) -> AsyncIterator[Desk]:
     """A server that examines before it schedules; its loops stand still."""
     desk = await open_desk(data, StoppedClock())
     server = desk.server
-    wanted = Examining(examine=True, measure=False, again_every=NEVER, terms=lambda _: TERMS)
-    examiner = Examiner(server.store, server.scheduler, desk.clock.now, wanted, Random(1))
+    wanted = VerificationSettings(
+        examine=True, measure=False, again_every=NEVER, terms=lambda _: TERMS
+    )
+    examiner = GpuVerifier(server.store, server.picture, desk.clock.now, wanted, Random(1))
     desk.server = replace(server, examiner=examiner)
     desk.app = make_app(desk.server)
     async with desk.http:
@@ -280,8 +288,10 @@ async def test_a_simulated_gpu_never_passes_and_says_so(strict: Desk) -> None:
 
 async def test_what_a_gpu_measured_is_shown_with_it_and_its_trial_comes_after(strict: Desk) -> None:
     server = strict.server
-    wanted = Examining(examine=True, measure=True, again_every=NEVER, terms=lambda _: TERMS)
-    examiner = Examiner(server.store, server.scheduler, strict.clock.now, wanted, Random(1))
+    wanted = VerificationSettings(
+        examine=True, measure=True, again_every=NEVER, terms=lambda _: TERMS
+    )
+    examiner = GpuVerifier(server.store, server.picture, strict.clock.now, wanted, Random(1))
     strict.server = replace(server, examiner=examiner)
     agent = await strict.agent(offer=with_gpu())
     await tick(strict)

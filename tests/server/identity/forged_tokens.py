@@ -7,23 +7,24 @@ import hashlib
 import hmac
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from gpool.core.ids import encode
-from gpool.core.model import SECOND, Instant, Span
+from gpool.core.model import SECOND, Instant
 from gpool.server.identity.tokens.access import (
     FORM,
     LIFE_S,
     SKEW_S,
-    Grant,
     KeySet,
-    Place,
+    TokenAudience,
+    TokenGrant,
     TokenType,
     issue,
+    last_use,
     new_key,
     signed,
     thumbprint,
@@ -39,7 +40,7 @@ class Bench:
     keys: KeySet
     private: bytes  # of the key that signs
     retired: bytes  # of one that verifies nothing any more
-    place: Place
+    place: TokenAudience
     now: Instant
 
     @property
@@ -58,19 +59,25 @@ NODE_KEY = thumbprint(
     Ed25519PrivateKey.from_private_bytes(b"n" * 32).public_key().public_bytes_raw()
 )
 GRANTS = {
-    TokenType.USER: Grant(TokenType.USER, encode("user", 7), session="s-1"),
-    TokenType.NODE: Grant(TokenType.NODE, encode("node", 9), key=NODE_KEY),
+    TokenType.USER: TokenGrant(TokenType.USER, encode("user", 7), session="s-1"),
+    TokenType.NODE: TokenGrant(TokenType.NODE, encode("node", 9), key=NODE_KEY),
 }
 
 
-def bench(place: Place, now: Instant) -> Bench:
+def rotated(keys: KeySet, seed: bytes, signs_from: Instant) -> KeySet:
+    """As the store rotates: one more key, and an end for the others."""
+    end = last_use(signs_from)
+    older = (replace(key, verifies_until=min(end, key.verifies_until or end)) for key in keys.keys)
+    return KeySet((*older, new_key(seed, signs_from)))
+
+
+def bench(place: TokenAudience, now: Instant) -> Bench:
     """Three generations of keys: one retired, one retiring, one that signs."""
     day = 86_400 * SECOND
     seeds = [hashlib.sha256(text).digest() for text in (b"first", b"second", b"third")]
     keys = KeySet((new_key(seeds[0], Instant(now - 3 * day)),))
-    keys = keys.rotated(seeds[1], Instant(now - 2 * day), Span(0)).rotated(
-        seeds[2], Instant(now - SECOND), Span(0)
-    )
+    keys = rotated(keys, seeds[1], Instant(now - 2 * day))
+    keys = rotated(keys, seeds[2], Instant(now - SECOND))
     return Bench(keys, seeds[2], seeds[0], place, now)
 
 

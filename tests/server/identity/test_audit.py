@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from gpool.core.model import Instant
 from gpool.server.identity.audit import (
     GENESIS,
-    Anchor,
-    Broken,
-    Entry,
-    Link,
-    Whole,
+    AuditAnchor,
+    AuditEntry,
+    AuditLink,
+    ChainBroken,
+    ChainIntact,
     appended,
     canonical,
     check,
@@ -27,13 +27,13 @@ words = st.text(max_size=8)
 told = st.tuples(words, words, words, words, words, st.dictionaries(words, words, max_size=3))
 
 
-def chain(stories: list[tuple[str, str, str, str, str, dict[str, str]]]) -> list[Link]:
-    links: list[Link] = []
+def chain(stories: list[tuple[str, str, str, str, str, dict[str, str]]]) -> list[AuditLink]:
+    links: list[AuditLink] = []
     head = None
     for number, (*texts, more) in enumerate(stories, 1):
-        entry = Entry(number, Instant(number * 1000), *texts, facts=facts(more))
+        entry = AuditEntry(number, Instant(number * 1000), *texts, facts=facts(more))
         links.append(appended(head, entry))
-        head = Anchor(number, links[-1].hash)
+        head = AuditAnchor(number, links[-1].hash)
     return links
 
 
@@ -42,13 +42,13 @@ LONG = chain([("u-1", "session.sign_in", "", "allowed", "::1", {"n": str(n)}) fo
 
 
 @given(chains)
-def test_a_chain_as_it_was_written_is_whole(links: list[Link]) -> None:
-    assert check(links) == Whole(Anchor(len(links), links[-1].hash))
+def test_a_chain_as_it_was_written_is_whole(links: list[AuditLink]) -> None:
+    assert check(links) == ChainIntact(AuditAnchor(len(links), links[-1].hash))
 
 
 @given(chains, st.data())
 def test_a_changed_entry_is_always_found_where_it_is(
-    links: list[Link], data: st.DataObject
+    links: list[AuditLink], data: st.DataObject
 ) -> None:
     at = data.draw(st.integers(0, len(links) - 1))
     name = data.draw(st.sampled_from(["actor", "action", "thing", "outcome", "address"]))
@@ -56,57 +56,57 @@ def test_a_changed_entry_is_always_found_where_it_is(
     changed = replace(links[at].entry, **{name: value})  # type: ignore[arg-type]
     bent = [*links[:at], replace(links[at], entry=changed), *links[at + 1 :]]
     if changed != links[at].entry:
-        assert check(bent) == Broken(at + 1, f"entry {at + 1} is not what was written")
+        assert check(bent) == ChainBroken(at + 1, f"entry {at + 1} was changed")
 
 
 @given(chains, st.data())
 def test_an_entry_changed_together_with_its_hash_breaks_the_next_one(
-    links: list[Link], data: st.DataObject
+    links: list[AuditLink], data: st.DataObject
 ) -> None:
     at = data.draw(st.integers(0, len(links) - 1))
     previous = links[at - 1].hash if at else GENESIS
     changed = replace(links[at].entry, outcome="never so")
-    bent = [*links[:at], Link(changed, link(previous, changed)), *links[at + 1 :]]
+    bent = [*links[:at], AuditLink(changed, link(previous, changed)), *links[at + 1 :]]
     if at + 1 < len(links):
-        assert check(bent) == Broken(at + 2, f"entry {at + 2} is not what was written")
+        assert check(bent) == ChainBroken(at + 2, f"entry {at + 2} was changed")
     else:  # only an anchor can tell
-        assert isinstance(check(bent), Whole)
-        assert isinstance(check(bent, anchors=[Anchor(at + 1, links[at].hash)]), Broken)
+        assert isinstance(check(bent), ChainIntact)
+        assert isinstance(check(bent, anchors=[AuditAnchor(at + 1, links[at].hash)]), ChainBroken)
 
 
 @pytest.mark.parametrize("gone", [0, 1, 100, 198])
 def test_an_entry_taken_out_is_found(gone: int) -> None:
-    assert check(LONG[:gone] + LONG[gone + 1 :]) == Broken(
+    assert check(LONG[:gone] + LONG[gone + 1 :]) == ChainBroken(
         gone + 1, f"entry {gone + 1} is missing; {gone + 2} follows"
     )
 
 
 def test_an_end_cut_off_is_found_by_an_anchor_and_by_nothing_else() -> None:
-    assert isinstance(check(LONG[:150]), Whole)  # the control
-    assert check(LONG[:150], anchors=[Anchor(180, LONG[179].hash)]) == Broken(
-        151, "the log ends at 150; entry 180 was anchored"
+    assert isinstance(check(LONG[:150]), ChainIntact)  # the control
+    assert check(LONG[:150], anchors=[AuditAnchor(180, LONG[179].hash)]) == ChainBroken(
+        151, "the log ends at 150, but entry 180 was anchored"
     )
 
 
 def test_a_chain_written_anew_is_found_by_an_anchor_and_by_nothing_else() -> None:
     anew = chain([("u-2", "session.sign_in", "", "allowed", "::1", {}) for _ in range(200)])
-    assert isinstance(check(anew), Whole)  # the control
-    assert check(anew, anchors=[Anchor(50, LONG[49].hash)]) == Broken(
-        50, "entry 50 is not the one that was anchored"
+    assert isinstance(check(anew), ChainIntact)  # the control
+    assert check(anew, anchors=[AuditAnchor(50, LONG[49].hash)]) == ChainBroken(
+        50, "entry 50 differs from its anchor"
     )
 
 
 def test_swapped_and_repeated_entries_are_found() -> None:
     swapped = [*LONG[:10], LONG[11], LONG[10], *LONG[12:]]
     repeated = [*LONG[:10], LONG[9], *LONG[10:]]
-    assert isinstance(check(swapped), Broken)
-    assert isinstance(check(repeated), Broken)
+    assert isinstance(check(swapped), ChainBroken)
+    assert isinstance(check(repeated), ChainBroken)
 
 
 def test_a_check_can_go_on_from_a_head_known_to_be_good() -> None:
-    head = Anchor(100, LONG[99].hash)
+    head = AuditAnchor(100, LONG[99].hash)
     assert check(LONG[100:], start=head) == check(LONG)
-    assert isinstance(check(LONG[100:]), Broken)
+    assert isinstance(check(LONG[100:]), ChainBroken)
 
 
 @given(told, told)
@@ -115,22 +115,22 @@ def test_different_entries_never_have_the_same_spelling(
     two: tuple[str, str, str, str, str, dict[str, str]],
 ) -> None:
     first, second = (
-        Entry(1, Instant(1), *story[:5], facts=facts(story[5])) for story in (one, two)
+        AuditEntry(1, Instant(1), *story[:5], facts=facts(story[5])) for story in (one, two)
     )
     assert (canonical(first) == canonical(second)) == (first == second)
 
 
 def test_every_field_of_an_entry_is_in_its_spelling() -> None:
-    entry = Entry(1, Instant(1), "a", "b", "c", "d", "e", (("f", "g"),))
-    other = Entry(2, Instant(2), "A", "B", "C", "D", "E", (("F", "G"),))
-    for each in fields(Entry):
+    entry = AuditEntry(1, Instant(1), "a", "b", "c", "d", "e", (("f", "g"),))
+    other = AuditEntry(2, Instant(2), "A", "B", "C", "D", "E", (("F", "G"),))
+    for each in fields(AuditEntry):
         bent = replace(entry, **{each.name: getattr(other, each.name)})
         assert canonical(bent) != canonical(entry), each.name
 
 
 def test_an_entry_that_is_not_the_next_one_is_a_bug_and_says_so() -> None:
-    entry = Entry(3, Instant(1), "", "", "", "", "")
+    entry = AuditEntry(3, Instant(1), "", "", "", "", "")
     with pytest.raises(AssertionError, match="entry 3 cannot follow 1"):
-        appended(Anchor(1, GENESIS), entry)
+        appended(AuditAnchor(1, GENESIS), entry)
     with pytest.raises(AssertionError, match="not sorted"):
         appended(None, replace(entry, sequence=1, facts=(("b", ""), ("a", ""))))

@@ -26,7 +26,6 @@ from gpool.server.identity.certificates import (
     load,
     make,
     own,
-    server_context,
 )
 from gpool.transfer.pinning import (
     WrongCertificate,
@@ -49,6 +48,13 @@ class Listener:
     certificate: Certificate
     port: int = 0
     heard: list[bytes] = field(default_factory=list)
+
+
+def server_context(certificate: Certificate) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(certificate.file, certificate.key_file)
+    return context
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from gpool.server.identity.secrets.envelope import (
     NONCE_BYTES,
     OVERHEAD_BYTES,
     Envelope,
-    Place,
+    FieldLocation,
     WrappedKey,
     add_master_to_file,
     drop_old_masters_from_file,
@@ -33,7 +33,7 @@ from gpool.server.identity.secrets.envelope import (
 
 NOW = Instant(1_800_000_000 * SECOND)
 ONE, TWO = master(b"1" * 32), master(b"2" * 32)
-HERE = Place("webhooks", "7", "secret")
+HERE = FieldLocation("webhooks", "7", "secret")
 
 
 def envelope() -> Envelope:
@@ -47,7 +47,7 @@ def test_what_is_sealed_always_opens_where_it_was_sealed(
     table: str, row: str, column: str, plain: bytes
 ) -> None:
     try:
-        place = Place(table, row, column)
+        place = FieldLocation(table, row, column)
         "".join((table, row, column)).encode()
     except UnicodeEncodeError:
         return
@@ -70,11 +70,11 @@ def test_a_thousand_swapped_fields_never_open_and_without_binding_all_would() ->
     opened = opened_naively = 0
     for turn in range(1000):
         places = [
-            Place(f"t{dice.randrange(3)}", str(dice.randrange(9)), f"c{dice.randrange(3)}")
+            FieldLocation(f"t{dice.randrange(3)}", str(dice.randrange(9)), f"c{dice.randrange(3)}")
             for _ in range(2)
         ]
         if places[0] == places[1]:
-            places[1] = Place("other", "0", "c0")
+            places[1] = FieldLocation("other", "0", "c0")
         sealed = sealing.seal(places[0], b"secret %d" % turn)
         try:
             sealing.open(places[1], sealed)
@@ -89,14 +89,16 @@ def test_a_thousand_swapped_fields_never_open_and_without_binding_all_would() ->
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (Place("ab", "c", "d"), Place("a", "bc", "d")),
-        (Place("a", "b\0c", "d"), Place("a\0b", "c", "d")),
-        (Place("", "a", ""), Place("a", "", "")),
-        (Place("a", "1", "c"), Place("a", "01", "c")),
-        (Place("a", "1", "c"), Place("A", "1", "c")),
+        (FieldLocation("ab", "c", "d"), FieldLocation("a", "bc", "d")),
+        (FieldLocation("a", "b\0c", "d"), FieldLocation("a\0b", "c", "d")),
+        (FieldLocation("", "a", ""), FieldLocation("a", "", "")),
+        (FieldLocation("a", "1", "c"), FieldLocation("a", "01", "c")),
+        (FieldLocation("a", "1", "c"), FieldLocation("A", "1", "c")),
     ],
 )
-def test_places_that_read_alike_when_joined_are_still_different(one: Place, other: Place) -> None:
+def test_places_that_read_alike_when_joined_are_still_different(
+    one: FieldLocation, other: FieldLocation
+) -> None:
     sealing = envelope()
     with pytest.raises(InternalFault):
         sealing.open(other, sealing.seal(one, b"x"))
@@ -172,7 +174,7 @@ def test_a_field_moves_to_a_new_data_key_once_and_the_old_key_is_needed_no_more(
     assert sealing.resealed(HERE, after) is None
     assert Envelope([ONE], [new]).open(HERE, after) == b"x"
     with pytest.raises(InternalFault):
-        sealing.resealed(Place("webhooks", "8", "secret"), before)
+        sealing.resealed(FieldLocation("webhooks", "8", "secret"), before)
 
 
 def test_a_masters_rotation_keeps_every_field_and_the_old_master_is_needed_no_more() -> None:
@@ -274,7 +276,7 @@ def test_a_command_gives_the_key_or_says_why_not() -> None:
     fail = ["sh", "-c", "echo the vault is closed >&2; exit 1"]
     with pytest.raises(Invalid, match="exit 1: the vault is closed"):
         masters_from_command(fail)
-    with pytest.raises(Invalid, match="gave no master key"):
+    with pytest.raises(Invalid, match="printed no master key"):
         masters_from_command(["/nowhere/kms"])
     with pytest.raises(Invalid, match="the empty command"):
         masters_from_command([])

@@ -13,11 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpool.core.errors import Invalid, TooMany
-from gpool.server.identity.passwords import MAX_BYTES, Cost, Match, NoMatch, Passwords, acceptable
+from gpool.server.identity.passwords import (
+    MAX_BYTES,
+    Match,
+    NoMatch,
+    PasswordCost,
+    Passwords,
+    acceptable,
+)
 from tests.tools.processes import PATIENCE_S
 
-CHEAP = Cost(passes=1, memory_kib=64)
-NOTICEABLE = Cost(passes=8, memory_kib=16 * 1024)
+CHEAP = PasswordCost(passes=1, memory_kib=64)
+NOTICEABLE = PasswordCost(passes=8, memory_kib=16 * 1024)
 GOOD = "correct horse"
 TURNS = 40
 
@@ -63,7 +70,7 @@ async def test_a_password_typed_on_another_keyboard_is_the_same(passwords: Passw
 async def test_a_hash_of_an_older_cost_is_made_anew_and_one_of_today_is_not(
     passwords: Passwords,
 ) -> None:
-    older = Passwords(Cost(passes=2, memory_kib=64), threads=1)
+    older = Passwords(PasswordCost(passes=2, memory_kib=64), threads=1)
     stored = await older.hash("ada", GOOD)
     older.close()
     found = await passwords.verify(stored, GOOD)

@@ -20,10 +20,10 @@ from gpool.server.identity.node_proofs.proofs import (
     _WEAK,
     LIFE,
     REQUEST_LIFE,
-    Memory,
     NotProven,
     Proofs,
     Proven,
+    UsedNonces,
     is_sound,
 )
 from gpool.server.identity.tokens.access import Claims, TokenType, thumbprint
@@ -144,7 +144,7 @@ def test_of_ten_thousand_bad_proofs_none_is_taken() -> None:
 
 def test_a_server_that_forgets_takes_the_same_replay() -> None:
     """The control for the memory."""
-    forgetful = Proofs(SECRET, HOST, Memory(most=1))
+    forgetful = Proofs(SECRET, HOST, UsedNonces(most=1))
     said = statement(forgetful)
     signature = KEY.sign(said)
     assert isinstance(forgetful.answered(said, signature, NOW), Proven)
@@ -152,7 +152,7 @@ def test_a_server_that_forgets_takes_the_same_replay() -> None:
 
 
 def test_what_is_remembered_is_forgotten_once_it_has_expired_and_a_full_memory_says_so() -> None:
-    memory = Memory(most=2)
+    memory = UsedNonces(most=2)
     assert memory.take(("a", "1"), later(10), NOW) is None
     assert memory.take(("a", "2"), later(20), NOW) is None
     assert memory.take(("a", "3"), later(30), NOW) is NotProven.FULL
@@ -278,5 +278,5 @@ def test_a_nodes_key_is_made_once_for_its_owner_only(tmp_path: Path) -> None:
         NodeKey.from_file(path)
     path.chmod(0o600)
     path.write_text("nonsense")
-    with pytest.raises(Invalid, match="holds no node's key"):
+    with pytest.raises(Invalid, match="contains no node key"):
         NodeKey.from_file(path)

@@ -19,15 +19,15 @@ from gpool.server.identity.tokens.refresh import (
     MAX_TURNS,
     TERMS,
     Decision,
-    End,
     EndFamily,
     Family,
+    FamilyEnd,
     Presented,
+    RefreshTerms,
     Refusal,
     Refuse,
     Repeat,
     Rotate,
-    Terms,
     begin,
     ended,
     parse,
@@ -86,7 +86,7 @@ def test_the_previous_token_after_the_grace_ends_the_family_for_everybody() -> N
     assert isinstance(rotated, Rotate)
     family, decision = use(family, first, later(GRACE_S + 1))
     assert isinstance(decision, EndFamily)
-    assert family.end_reason is End.REUSED
+    assert family.end_reason is FamilyEnd.REUSED
     for token in (first, rotated.token):
         assert use(family, token, later(GRACE_S + 2))[1] == Refuse(Refusal.ENDED)
 
@@ -181,13 +181,13 @@ def test_after_a_restored_backup_a_genuine_token_from_ahead_ends_the_family() ->
     ahead = token_of(family, 5)
     family, decision = use(family, ahead, NOW)
     assert isinstance(decision, EndFamily)
-    assert family.end_reason is End.AHEAD
+    assert family.end_reason is FamilyEnd.AHEAD
 
 
 def test_the_first_end_of_a_family_stays() -> None:
     family, _ = begin(UserId(1), ENTROPY, NOW)
-    out = ended(family, End.SIGNED_OUT, NOW)
-    assert ended(out, End.REUSED, later(9)) == out
+    out = ended(family, FamilyEnd.SIGNED_OUT, NOW)
+    assert ended(out, FamilyEnd.REUSED, later(9)) == out
 
 
 def test_neither_seed_nor_token_shows_when_printed() -> None:
@@ -230,7 +230,7 @@ class Request:
     over: bool = False
     rotated: bool = field(default=False)
 
-    def step(self, row: Row, now: Instant, terms: Terms) -> None:
+    def step(self, row: Row, now: Instant, terms: RefreshTerms) -> None:
         if self.seen is None:
             self.turns += 1
             self.seen = present(row.family, shown(self.token), now, terms)
@@ -249,7 +249,7 @@ class Request:
 
 
 def race(
-    row: Row, token: str, count: int, dice: random.Random, terms: Terms = TERMS
+    row: Row, token: str, count: int, dice: random.Random, terms: RefreshTerms = TERMS
 ) -> list[Request]:
     """`count` requests with one token; any of them takes the next step at any time."""
     requests = [Request(token) for _ in range(count)]
@@ -283,7 +283,7 @@ def test_without_the_grace_the_same_races_sign_the_honest_client_out() -> None:
     family, token = begin(UserId(1), ENTROPY, NOW)
     row = Row(family)
     race(row, token, 50, random.Random(0), replace(TERMS, grace=Span(-1)))
-    assert row.family.end_reason is End.REUSED
+    assert row.family.end_reason is FamilyEnd.REUSED
 
 
 @settings(max_examples=200)

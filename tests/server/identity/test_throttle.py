@@ -20,14 +20,11 @@ from gpool.server.identity.throttle import (
     RouteLimits,
     SignInThrottle,
     Wait,
-    device_cookie,
-    device_of,
     network_of,
 )
 
 NOW = Instant(1_800_000_000 * SECOND)
-LONGEST = max(r.every for r in (RATES.device, RATES.known, RATES.address, RATES.pair, RATES.name))
-KEY = b"k" * 32
+LONGEST = max(r.every for r in (RATES.known, RATES.address, RATES.pair, RATES.name))
 rates = st.builds(Rate, st.integers(1, 5), st.integers(1, 1000).map(Span))
 
 
@@ -131,19 +128,6 @@ def guess_wildly(throttle: SignInThrottle, name: str, count: int, now: Instant) 
     )
 
 
-@given(guesses)
-def test_an_owner_with_a_device_cookie_is_never_slowed_by_strangers(
-    strangers: list[tuple[int, str, int]],
-) -> None:
-    throttle, now = SignInThrottle(), NOW
-    for number, name, gap in strangers:
-        now = Instant(now + gap * 1000)
-        throttle.attempt(Attempt(name, address(number)), now)
-        found = throttle.attempt(Attempt("ada", address(99), device="laptop"), now)
-        assert isinstance(found, Admitted)
-        throttle.succeeded(found, now)
-
-
 def test_an_owner_at_a_known_address_gets_in_while_thousands_guess() -> None:
     throttle = SignInThrottle()
     first = throttle.attempt(Attempt("ada", "192.0.2.7"), NOW)
@@ -197,20 +181,20 @@ def test_guessing_at_one_name_from_everywhere_is_bounded() -> None:
 
 
 @settings(max_examples=50)
-@given(guesses, st.sampled_from([None, "laptop"]))
+@given(guesses)
 def test_nobody_is_ever_locked_out_the_wait_is_bounded_and_enough(
-    strangers: list[tuple[int, str, int]], device: str | None
+    strangers: list[tuple[int, str, int]],
 ) -> None:
     throttle, now = SignInThrottle(), NOW
     for number, name, gap in strangers:
         now = Instant(now + gap)
-        found = throttle.attempt(Attempt(name, address(number), device), now)
+        found = throttle.attempt(Attempt(name, address(number)), now)
         if isinstance(found, Wait):
             assert found.span <= LONGEST
             now = Instant(now + found.span)
             # Having waited it may draw on the other bucket of its name; that one's wait is bounded too.
             for _ in range(2):
-                again = throttle.attempt(Attempt(name, address(number), device), now)
+                again = throttle.attempt(Attempt(name, address(number)), now)
                 if isinstance(again, Admitted):
                     break
                 now = Instant(now + again.span)
@@ -238,30 +222,6 @@ def test_a_known_address_is_forgotten_in_time() -> None:
     assert isinstance(throttle.attempt(Attempt("ada", "192.0.2.7"), after), Wait)
 
 
-# ---- device cookies
-
-
-def test_a_device_cookie_is_good_for_its_name_and_time() -> None:
-    cookie = device_cookie(KEY, "Ada", "d" * 22, later(60))
-    assert device_of(KEY, "ada", cookie, NOW) == "d" * 22
-    assert device_of(KEY, "ada", cookie, later(60)) is None
-    assert device_of(KEY, "bob", cookie, NOW) is None
-    assert device_of(b"x" * 32, "ada", cookie, NOW) is None
-
-
-@given(st.integers(0, 10_000), st.integers(1, 127))
-def test_a_device_cookie_with_a_letter_changed_is_never_good(place: int, turn: int) -> None:
-    cookie = device_cookie(KEY, "ada", "d" * 22, later(60))
-    at = place % len(cookie)
-    changed = cookie[:at] + chr(ord(cookie[at]) ^ turn) + cookie[at + 1 :]
-    assert device_of(KEY, "ada", changed, NOW) is None
-
-
-@given(st.text())
-def test_any_text_has_an_answer_as_a_cookie(text: str) -> None:
-    assert device_of(KEY, text, text, NOW) is None
-
-
 # ---- classes of routes
 
 
@@ -271,11 +231,20 @@ def test_every_class_of_routes_has_rates() -> None:
 
 def test_one_account_that_floods_never_slows_another() -> None:
     limits = RouteLimits()
+    for _ in range(20_000):
+        limits.take_account(RouteClass.READ, 1, NOW)
+    assert limits.take_account(RouteClass.READ, 1, NOW) is not None
+    assert limits.take_account(RouteClass.READ, 2, NOW) is None
+    assert limits.take_account(RouteClass.CHANGE, 1, NOW) is None
+
+
+def test_one_address_that_floods_never_slows_another_or_an_account() -> None:
+    limits = RouteLimits()
     for _ in range(3000):
-        limits.take(RouteClass.READ, 1, "192.0.2.7", NOW)
-    assert limits.take(RouteClass.READ, 1, "192.0.2.7", NOW) is not None
-    assert limits.take(RouteClass.READ, 2, "192.0.2.8", NOW) is None
-    assert limits.take(RouteClass.CHANGE, 1, "192.0.2.7", NOW) is None
+        limits.take_address(RouteClass.READ, "192.0.2.7", NOW)
+    assert limits.take_address(RouteClass.READ, "192.0.2.7", NOW) is not None
+    assert limits.take_address(RouteClass.READ, "192.0.2.8", NOW) is None
+    assert limits.take_account(RouteClass.READ, 1, NOW) is None
 
 
 def test_retry_after_is_whole_seconds_and_enough() -> None:

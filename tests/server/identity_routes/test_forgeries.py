@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from gpool.server.identity.tokens.access import Grant, TokenType, issue
+from gpool.server.identity.tokens.access import TokenGrant, TokenType, issue
 from tests.server.identity.forged_tokens import GRANTS, Bench, forgeries
 from tests.server.identity_routes.matrix import TABLE, rowless
 from tests.server.identity_routes.matrix_world import a_pool
@@ -21,7 +21,7 @@ class RealBench(Bench):
     """Tokens of a session that is really on: were one of them taken, it would open something."""
 
     __slots__ = ()
-    grant: Grant
+    grant: TokenGrant
 
     def token(self, type_: TokenType = TokenType.USER) -> str:
         grant = self.grant if type_ is TokenType.USER else GRANTS[type_]
@@ -43,7 +43,7 @@ async def a_bench(desk: Desk, somebody: Somebody) -> RealBench:
 
     class Ours(RealBench):
         __slots__ = ()
-        grant = Grant(TokenType.USER, somebody.id, session=session)
+        grant = TokenGrant(TokenType.USER, somebody.id, session=session)
 
     return Ours(signing.keys, private, retired, signing.place, now)
 

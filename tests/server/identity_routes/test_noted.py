@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpool.core.ids import encode
-from gpool.server.scheduling.loops import Identity
+from gpool.server.scheduling.loops import MaintainIdentity
 from tests.server.identity_routes.people_desk import (
     PASSWORD,
     registered,
@@ -66,10 +66,10 @@ async def test_keys_are_noted_when_made_first_used_in_a_day_and_ended(desk: Desk
     headers = {"authorization": f"Bearer {made['key']}"}
     for _ in range(3):
         assert (await desk.bare.get("/v1/tasks", headers=headers)).status_code == 200
-        await Identity(desk.server).run_once(desk.server.now)
+        await MaintainIdentity(desk.server).run_once(desk.server.now)
     desk.clock.advance(86_400)
     assert (await desk.bare.get("/v1/tasks", headers=headers)).status_code == 200
-    await Identity(desk.server).run_once(desk.server.now)
+    await MaintainIdentity(desk.server).run_once(desk.server.now)
     told = [item for item in await noted(desk) if item["thing"] == made["id"]]
     assert [item["action"] for item in told] == ["key.make", "key.used", "key.used"]
     assert told[0]["facts"] == {"name": "ci", "scopes": "tasks:read"}

@@ -19,12 +19,13 @@ from cryptography.hazmat.primitives.asymmetric import ec, padding, rsa
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from cryptography.hazmat.primitives.hashes import SHA256
+from joserfc.errors import SecurityWarning
 
 from gpool.core.errors import NotSignedIn, Unreachable
 from gpool.core.model import SECOND, Instant
 from gpool.server.clock import SystemClock
 from gpool.server.identity import oidc
-from gpool.server.identity.oidc import Expected, Identity
+from gpool.server.identity.oidc import ExpectedClaims, ProviderIdentity
 from tests.server.identity_routes.people_desk import bearer
 from tests.server.server_desk import Desk, open_desk
 from tests.tools.processes import PATIENCE_S, eventually, free_port
@@ -170,7 +171,7 @@ async def test_the_browser_comes_back_to_nobody_else(data: Path, back: str) -> N
 # ---- ID tokens
 
 NOW = Instant(1_790_000_000 * SECOND)
-EXPECTED = Expected("https://id.example", "gpool", "the nonce")
+EXPECTED = ExpectedClaims("https://id.example", "gpool", "the nonce")
 CLAIMS: dict[str, Any] = {
     "iss": EXPECTED.issuer,
     "aud": EXPECTED.client_id,
@@ -190,8 +191,8 @@ def number(value: int) -> str:
     return b64(value.to_bytes((value.bit_length() + 7) // 8, "big"))
 
 
-def rs256() -> Signer:
-    key = rsa.generate_private_key(65537, 2048)
+def rs256(bits: int = 2048) -> Signer:
+    key = rsa.generate_private_key(65537, bits)
     public = key.public_key().public_numbers()
     jwk = {"kty": "RSA", "kid": "r", "n": number(public.n), "e": number(public.e)}
     return "RS256", jwk, lambda message: key.sign(message, padding.PKCS1v15(), SHA256())
@@ -242,7 +243,9 @@ def signer(request: pytest.FixtureRequest) -> Signer:
 
 def test_a_providers_token_is_taken(signer: Signer) -> None:
     keys = {"keys": [signer[1]]}
-    assert oidc.verify(token(signer), keys, EXPECTED, NOW) == Identity(EXPECTED.issuer, "ada")
+    assert oidc.verify(token(signer), keys, EXPECTED, NOW) == ProviderIdentity(
+        EXPECTED.issuer, "ada"
+    )
     listed = token(signer, aud=["gpool", "other"], azp="gpool")
     assert oidc.verify(listed, keys, EXPECTED, NOW).subject == "ada"
 
@@ -296,6 +299,63 @@ def test_a_token_that_chooses_how_it_is_checked_is_refused(signer: Signer) -> No
         oidc.verify(genuine, {"keys": []}, EXPECTED, NOW)
     with pytest.raises(NotSignedIn):
         oidc.verify(None, keys, EXPECTED, NOW)
+
+
+def raw_token(signer: Signer, header: str, claims: str) -> str:
+    message = f"{b64(header.encode())}.{b64(claims.encode())}"
+    return f"{message}.{b64(signer[2](message.encode()))}"
+
+
+def test_a_signed_token_with_malformed_json_is_refused(signer: Signer) -> None:
+    header = json.dumps({"alg": signer[0], "kid": signer[1]["kid"]})
+    claims = json.dumps(CLAIMS)
+    deep = "[" * 3000 + "]" * 3000
+    assert oidc.verify(raw_token(signer, header, claims), {"keys": [signer[1]]}, EXPECTED, NOW)
+    malformed = [
+        (header, claims.replace("{", '{"sub": "eve", ', 1)),
+        (header.replace("{", '{"alg": "none", ', 1), claims),
+        (header.replace("}", ', "b64": false}', 1), claims),
+        (header, "[]"),
+        (header, deep),
+        (deep, claims),
+        ('["alg"]', claims),
+        ('"alg"', claims),
+        ("7", claims),
+    ]
+    for head, body in malformed:
+        with pytest.raises(NotSignedIn):
+            oidc.verify(raw_token(signer, head, body), {"keys": [signer[1]]}, EXPECTED, NOW)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"use": "enc"},
+        {"alg": "RS512"},
+        {"key_ops": ["encrypt"]},
+        {"d": "AAAA"},
+        {"kty": "oct", "k": "AAAA"},
+        {"kty": ["RSA"]},
+        {"x": 7, "n": 7},
+        {"x": "?", "n": "?"},
+        {"crv": "Ed448", "e": ...},
+    ],
+)
+def test_a_key_that_is_not_a_public_key_for_signatures_is_ignored(
+    signer: Signer, change: dict[str, Any]
+) -> None:
+    key = {name: value for name, value in {**signer[1], **change}.items() if value is not ...}
+    with pytest.raises(NotSignedIn, match="not signed by a key of the provider"):
+        oidc.verify(token(signer), {"keys": [key]}, EXPECTED, NOW)
+
+
+def test_an_rsa_key_of_1024_bits_is_ignored() -> None:
+    weak = rs256(1024)
+    with (
+        pytest.warns(SecurityWarning),
+        pytest.raises(NotSignedIn, match="not signed by a key of the provider"),
+    ):
+        oidc.verify(token(weak), {"keys": [weak[1]]}, EXPECTED, NOW)
 
 
 def test_the_challenge_is_that_of_rfc_7636() -> None:

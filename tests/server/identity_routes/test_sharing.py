@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpool.server.scheduling.loops import Identity
+from gpool.server.scheduling.loops import MaintainIdentity
 from tests.server.identity_routes.people_desk import (
     PASSWORD,
     Somebody,
@@ -32,7 +32,7 @@ async def test_a_key_works_until_it_is_ended(desk: Desk) -> None:
     made = (await ada.ask("POST", "/v1/keys", {"name": "laptop"})).json()
     key = bearer(made["key"])
     assert (await desk.bare.get("/v1/me", headers=key)).json()["id"] == ada.id
-    await Identity(desk.server).run_once(desk.server.now)
+    await MaintainIdentity(desk.server).run_once(desk.server.now)
     listed = (await ada.ask("GET", "/v1/keys")).json()["items"]
     assert [one["name"] for one in listed] == ["laptop"]
     assert listed[0]["last_used_at"] is not None

@@ -80,8 +80,8 @@ async def test_an_audience_outlives_a_restart(desk: Desk) -> None:
     bob = await desk.person("bob", Permission.CONSUMER)
     await desk.agent(offer=for_("user:ada"))
     second = await open_desk(desk.server.settings.data, StoppedClock())
-    await second.server.scheduler.rebuild(second.server.now)
-    [entry] = second.server.scheduler.state.nodes.values()
+    await second.server.picture.rebuild(second.server.now)
+    [entry] = second.server.picture.state.nodes.values()
     assert entry.node is not None
     assert entry.node.audience is not None
     me = (await desk.get("/v1/me", headers=ada)).json()["name"]

@@ -14,7 +14,7 @@ from websockets.frames import Frame, Opcode
 from websockets.sync.client import ClientConnection
 
 from gpool.server.http import MOST_PINGS
-from gpool.server.nodes.frame_budget import MOST_AHEAD
+from gpool.server.nodes.frame_budget import MAX_AHEAD
 from gpool.wire.frames import (
     Beat,
     BeatSeen,
@@ -32,7 +32,7 @@ from tests.server.api.test_socket import agent_socket, bare_socket, hello, joine
 from tests.server.server_desk import Live, an_offer, serving
 from tests.tools.processes import PATIENCE_S
 
-FRAMES = 4 * MOST_AHEAD
+FRAMES = 4 * MAX_AHEAD
 
 
 @contextmanager

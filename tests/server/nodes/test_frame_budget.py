@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 from gpool.core.ids import NodeId
 from gpool.core.model import MIB
 from gpool.server.nodes.frame_budget import (
+    BLOCKED_S,
     BURST_BYTES,
     BURST_S,
     BYTES_PER_S,
     COST_OF_BEAT,
     COST_OF_OFFER,
     LONGEST_DEBT_S,
-    SHUT_S,
-    Pace,
-    Paces,
+    FrameBudget,
+    FrameBudgets,
     cost_of,
 )
 from gpool.wire.frames import Beat, Hold, Released, Reports
@@ -26,7 +26,7 @@ RATE = 600.0
 
 def test_an_agent_at_work_never_waits() -> None:
     """Eighteen thousand ends a second in frames of fifty, output beside them, and a beat now and then."""
-    pace, now = Pace(RATE, 0.0), 0.0
+    pace, now = FrameBudget(RATE, 0.0), 0.0
     ends = Reports(1, tuple(Released(number, 1) for number in range(50)))
     for turn in range(360 * 20):
         now = turn / 360
@@ -36,7 +36,7 @@ def test_an_agent_at_work_never_waits() -> None:
 
 
 def test_an_agent_that_prints_without_end_waits_for_its_bytes_alone() -> None:
-    pace, now, sent = Pace(RATE, 0.0), 0.0, 0
+    pace, now, sent = FrameBudget(RATE, 0.0), 0.0, 0
     for _ in range(200):
         now += pace.spend(1.3, 4 * MIB, now)
         sent += 4 * MIB
@@ -50,7 +50,7 @@ def test_an_agent_that_prints_without_end_waits_for_its_bytes_alone() -> None:
 def test_who_waits_as_told_never_sends_more_than_the_budget(
     sent: list[tuple[float, int, float]],
 ) -> None:
-    pace, now, frames, size = Pace(RATE, 0.0), 0.0, 0.0, 0
+    pace, now, frames, size = FrameBudget(RATE, 0.0), 0.0, 0.0, 0
     for cost, weight, rest in sent:
         now += rest
         wait = pace.spend(cost, weight, now)
@@ -62,12 +62,12 @@ def test_who_waits_as_told_never_sends_more_than_the_budget(
 
 
 def test_no_limit_is_no_limit() -> None:
-    pace = Pace(0.0, 0.0)
+    pace = FrameBudget(0.0, 0.0)
     assert not any(pace.spend(COST_OF_OFFER, 8 * MIB, 0.0) for _ in range(10_000))
 
 
 def test_a_clock_that_stands_still_or_goes_back_gives_nothing() -> None:
-    pace = Pace(RATE, 10.0)
+    pace = FrameBudget(RATE, 10.0)
     for _ in range(1000):
         pace.spend(COST_OF_BEAT, 100, 10.0)
     assert pace.spend(0.0, 0, 5.0) == LONGEST_DEBT_S
@@ -81,17 +81,17 @@ def test_a_frame_costs_what_is_in_it() -> None:
 
 
 def test_a_node_that_flooded_is_shut_out_for_a_while_and_not_for_ever() -> None:
-    pace = Pace(RATE, 0.0)
-    assert pace.shut_for_s(0.0) == 0
-    pace.shut(10.0)
-    assert pace.shut_for_s(10.0) == SHUT_S
-    assert not pace.is_rested(10.0 + SHUT_S / 2)
-    assert pace.shut_for_s(10.0 + SHUT_S) == 0
-    assert pace.is_rested(10.0 + SHUT_S)
+    pace = FrameBudget(RATE, 0.0)
+    assert pace.blocked_for_s(0.0) == 0
+    pace.block(10.0)
+    assert pace.blocked_for_s(10.0) == BLOCKED_S
+    assert not pace.is_full(10.0 + BLOCKED_S / 2)
+    assert pace.blocked_for_s(10.0 + BLOCKED_S) == 0
+    assert pace.is_full(10.0 + BLOCKED_S)
 
 
 def test_a_node_that_comes_again_has_what_it_had() -> None:
-    paces = Paces(RATE, most=3)
+    paces = FrameBudgets(RATE, most=3)
     spent = paces.of(NodeId(1), lambda: 0.0)
     while not spent.spend(COST_OF_BEAT, 100, 0.0):
         pass

@@ -6,7 +6,7 @@ import pytest
 
 from gpool.core.ids import BatchId, SpecId, UserId
 from gpool.core.model import InputFile, Requirements, TaskKind, TaskSpec
-from gpool.server.store.values import Submission, Submitted
+from gpool.server.store.operations.tasks.submissions import Submission, SubmittedTasks
 from gpool.wire.frames import MAX_FRAME_BYTES, encode
 from tests.server.server_desk import Desk, an_offer
 
@@ -59,17 +59,17 @@ async def test_ten_thousand_inputs_with_ordinary_names_are_taken(desk: Desk) -> 
 
 async def test_specs_with_many_inputs_are_not_remembered_for_ever(desk: Desk) -> None:
     """The scheduler keeps specs at hand; thousands of heavy ones would fill the server's memory."""
-    scheduler = desk.server.scheduler
+    picture = desk.server.picture
     inputs = tuple(InputFile(f"{number}", "0" * 64, 3, False) for number in range(10_000))
     spec = TaskSpec(TaskKind.COMMAND, "heavy", Requirements(), ("true",), inputs=inputs)
     for number in range(51):
-        scheduler.tidy()
-        assert not scheduler.in_doubt
+        picture.drop_unused_specs()
+        assert not picture.is_stale
         batch, id_ = BatchId(number), SpecId(number)
         asked = Submission(batch, True, True, id_, spec, UserId(1), (), desk.server.now)
-        scheduler.queued(Submitted(batch, id_, 0, ()), asked)
-    scheduler.tidy()
-    assert scheduler.in_doubt
+        picture.add_submission(SubmittedTasks(batch, id_, 0, ()), asked)
+    picture.drop_unused_specs()
+    assert picture.is_stale
     await desk.schedule()
-    scheduler.tidy()
-    assert not scheduler.in_doubt
+    picture.drop_unused_specs()
+    assert not picture.is_stale

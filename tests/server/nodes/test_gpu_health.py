@@ -201,7 +201,7 @@ async def test_a_node_cannot_tell_of_what_is_not_its_own(desk: Desk) -> None:
 def test_a_ring_always_holds_the_last_readings_and_never_more(told: list[int]) -> None:
     telemetry = Telemetry()
     for at, percent in enumerate(told):
-        telemetry.take(NodeId(1), {0}, (), (GpuReading(0, percent),), (), Instant(at))
+        telemetry.add(NodeId(1), {0}, (), (GpuReading(0, percent),), (), Instant(at))
     kept = [point.utilisation_percent for point in telemetry.gpu(NodeId(1), 0)]
     assert kept == told[-KEPT:]
 

@@ -120,7 +120,7 @@ async def test_a_gpu_that_appears_later_is_bound_and_flagged_alike(desk: Desk) -
     told = await flags(desk)
     assert told["first"] is None
     assert told["thiefs"] is not None
-    node = desk.server.scheduler.state.nodes[thief.credentials.node].node
+    node = desk.server.picture.state.nodes[thief.credentials.node].node
     assert node.gpus_withheld == {0}
     assert decode("node", thief.badge.identity.node) == thief.credentials.node
 

@@ -12,7 +12,7 @@ import pytest
 
 from gpool.core.ids import encode
 from gpool.core.model import Availability
-from gpool.server.gpu_verification.verifier import Examiner, Examining
+from gpool.server.gpu_verification.verifier import GpuVerifier, VerificationSettings
 from gpool.server.store.operations.nodes import nodes
 from gpool.server.store.protocol import Operation, Store
 from gpool.wire.frames import Hold, Refused, Stop, Welcome
@@ -53,8 +53,8 @@ async def dawdling(
 ) -> tuple[Agent, Slow, asyncio.Task[None]]:
     """The node comes back, and stands before the store with its GPUs."""
     slow = Slow(desk.server.store)
-    examiner = Examiner(
-        slow, desk.server.scheduler, desk.clock.now, Examining.of(desk.server.settings)
+    examiner = GpuVerifier(
+        slow, desk.server.picture, desk.clock.now, VerificationSettings.of(desk.server.settings)
     )
     back = agent.again(replace(desk.server, examiner=examiner))
     greeting = asyncio.create_task(back.connect(*holds))
@@ -99,11 +99,11 @@ async def test_a_node_that_is_paused_meanwhile_gets_nothing(desk: Desk) -> None:
         nodes.set_availability(node, None, Availability.PAUSED, desk.server.now)
     )
     assert row is not None
-    desk.server.scheduler.node_changed(row.node)
+    desk.server.picture.node_changed(row.node)
     slow.let.set()
     await greeting
     assert back.frames(Welcome)
-    entry = desk.server.scheduler.state.nodes[node]
+    entry = desk.server.picture.state.nodes[node]
     assert entry.node is not None
     assert entry.node.availability is Availability.PAUSED
     await desk.command()
@@ -119,7 +119,7 @@ async def test_a_newer_connection_is_not_replaced_by_the_one_that_dawdled(desk: 
     slow.let.set()
     await greeting
     assert back.frames(Refused)
-    assert desk.server.scheduler.channels[newer.credentials.node] is newer.channel
+    assert desk.server.nodes.connection(newer.credentials.node) is newer.channel
 
 
 class Late(Slow):
@@ -170,7 +170,7 @@ async def test_what_a_hello_wrote_is_known_though_its_connection_is_gone(desk: D
 async def cpus_of(desk: Desk, agent: Agent) -> tuple[int, int]:
     """In the store, and as the scheduler knows it."""
     row = await desk.server.store.read(nodes.node(agent.credentials.node))
-    entry = desk.server.scheduler.state.nodes[agent.credentials.node]
+    entry = desk.server.picture.state.nodes[agent.credentials.node]
     assert row is not None
     assert entry.node is not None
     return row.node.offer.cpu_milli, entry.node.offer.cpu_milli

@@ -9,8 +9,9 @@ import pytest
 
 from gpool.core.ids import TaskId
 from gpool.core.model import EndReason, Gpu, Offer, RuntimeOffer, Sharing, SliceProfile, Span, Tier
-from gpool.server.nodes.report_validation import MOST_ERROR_LETTERS, MOST_ITEMS, wrong_with_offer
-from gpool.server.store.operations.leases.ends import LATE, lasted
+from gpool.server.nodes.report_validation import MAX_ERROR_LETTERS, MAX_ITEMS, offer_problem
+from gpool.server.scheduling.delivery import lines_on
+from gpool.server.store.operations.leases.ends import LATE, plausible_duration
 from gpool.server.store.operations.tasks import logs
 from gpool.wire.frames import PROTOCOL, Finished, Hello, Lease, LogChunk, Recorded, Refused, Started
 from tests.server.server_desk import Agent, Desk, an_offer
@@ -79,7 +80,7 @@ async def test_an_offer_that_no_machine_makes_is_refused(desk: Desk, lie: str) -
     agent = await desk.agent("liar", LIES[lie])
     [refused] = agent.frames(Refused)
     assert (refused.code, refused.retry) == ("invalid", False)
-    assert desk.server.scheduler.state.nodes.keys() <= {agent.credentials.node}
+    assert desk.server.picture.state.nodes.keys() <= {agent.credentials.node}
     assert await desk.schedule() == 0
 
 
@@ -87,16 +88,16 @@ async def test_a_boot_that_is_a_book_is_not_remembered(desk: Desk) -> None:
     agent = await desk.node()
     await agent.channel.receive(Hello(PROTOCOL, "b" * 201, agent.offer, 1, ()))
     assert isinstance(agent.sent[-1], Refused)
-    assert not desk.server.scheduler.heard
+    assert desk.server.nodes.newest_heartbeat(agent.credentials.node) is None
 
 
 def test_a_real_card_cut_into_slices_and_a_node_of_a_thousand_gpus_are_taken() -> None:
-    assert wrong_with_offer(cut(*H200)) is None
+    assert offer_problem(cut(*H200)) is None
     many = tuple(
         Gpu(number, f"GPU-{number:036}", "NVIDIA H200", "nvidia", 141 * GIB)
         for number in range(1024)
     )
-    assert wrong_with_offer(replace(an_offer(), gpus=many)) is None
+    assert offer_problem(replace(an_offer(), gpus=many)) is None
 
 
 async def leased(desk: Desk, agent: Agent, **members: object) -> tuple[str, Lease]:
@@ -120,7 +121,7 @@ async def test_a_node_does_not_end_a_task_that_has_tries_left_by_a_word_that_is_
     await agent.report(Finished(lease.task, lease.epoch, reason))
     told = (await desk.get(f"/v1/tasks/{name}")).json()
     assert (told["status"], told["reason"]) == ("failed", "bad_output")
-    assert "not for a node to say" in told["error_text"]
+    assert "which only the server may" in told["error_text"]
 
 
 async def test_what_really_was_cancelled_is_let_go_of_by_any_word(desk: Desk) -> None:
@@ -129,7 +130,7 @@ async def test_what_really_was_cancelled_is_let_go_of_by_any_word(desk: Desk) ->
     await desk.http.delete(f"/v1/tasks/{name}")
     await agent.report(Finished(lease.task, lease.epoch, EndReason.CANCELLED))
     assert (await desk.get(f"/v1/tasks/{name}")).json()["status"] == "cancelled"
-    assert not desk.server.scheduler.held_by(agent.credentials.node)
+    assert not list(lines_on(desk.server.picture.state, agent.credentials.node))
 
 
 async def test_an_endless_error_text_is_kept_in_part(desk: Desk) -> None:
@@ -139,13 +140,13 @@ async def test_an_endless_error_text_is_kept_in_part(desk: Desk) -> None:
     end = Finished(lease.task, lease.epoch, EndReason.EXITED, 1, error_text=said, duration_us=5)
     await agent.report(end)
     told = (await desk.get(f"/v1/tasks/{name}")).json()
-    assert told["error_text"] == "x" * MOST_ERROR_LETTERS
+    assert told["error_text"] == "x" * MAX_ERROR_LETTERS
 
 
 async def test_a_frame_of_more_reports_than_any_agent_sends_is_refused(desk: Desk) -> None:
     agent = await desk.agent()
-    assert isinstance(await agent.report(*[Started(1, 1)] * MOST_ITEMS), Recorded)
-    last = await agent.report(*[Started(1, 1)] * (MOST_ITEMS + 1))
+    assert isinstance(await agent.report(*[Started(1, 1)] * MAX_ITEMS), Recorded)
+    last = await agent.report(*[Started(1, 1)] * (MAX_ITEMS + 1))
     assert isinstance(last, Refused)
     assert last.code == "too_large"
 
@@ -175,7 +176,7 @@ async def told_to_last(
         end = Finished(lease.task, lease.epoch, EndReason.EXITED, 0, duration_us=claimed)
         await agent.report(end)
     await desk.command(name="mine")
-    state = desk.server.scheduler.state
+    state = desk.server.picture.state
     [shape] = state.shapes
     return state.predictions.of(shape)
 
@@ -197,5 +198,5 @@ async def test_of_a_start_that_was_not_told_nothing_is_known(desk: Desk) -> None
 
 
 def test_what_was_not_measured_stays_so_and_a_clock_set_back_gives_nothing_below_zero() -> None:
-    assert lasted(0, 0, 0, 100) == 0  # type: ignore[arg-type]
-    assert lasted(50, 200, 200, 100) == 0  # type: ignore[arg-type]
+    assert plausible_duration(0, 0, 0, 100) == 0  # type: ignore[arg-type]
+    assert plausible_duration(50, 200, 200, 100) == 0  # type: ignore[arg-type]

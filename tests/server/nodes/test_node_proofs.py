@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from gpool.core.errors import NotSignedIn
-from gpool.server.identity.node_proofs.verifier import LIFE, NodeGate
+from gpool.server.identity.node_proofs.verifier import LIFE, NodeAuthenticator
 from gpool.server.nodes.handshake import Handshake
 from gpool.transfer.node_proofs import (
     ChallengeStatement,
@@ -146,7 +146,7 @@ class Thief:
     dice: Random
 
     @property
-    def gate(self) -> NodeGate:
+    def gate(self) -> NodeAuthenticator:
         return self.desk.server.gate
 
     def own_key(self) -> NodeKey:

@@ -6,8 +6,7 @@ import pytest
 
 from gpool.core.ids import TaskId, encode
 from gpool.core.model import SECOND, EndReason
-from gpool.server.nodes.overdue_leases import PATIENCE, Overdue
-from gpool.server.scheduling.loops import Expire
+from gpool.server.scheduling.loops import OVERDUE_AFTER, BlockOverdueNodes, ExpireNodes
 from gpool.wire.frames import Finished, Hold, Refused, Released, Welcome
 from tests.server.scheduling.gang_site import TTL_S, Site, ended, gang_spec, open_site
 from tests.server.server_desk import Agent, Desk
@@ -27,8 +26,8 @@ async def pass_time(site: Site, seconds: float, **holding: Hold) -> None:
         for name, agent in site.agents.items():
             if not agent.channel.closed:
                 await agent.send_beat(*([holding[name]] if name in holding else []))
-        await Expire(site.desk.server).run_once(site.desk.server.now)
-    await Overdue(site.desk.server).run_once(site.desk.server.now)
+        await ExpireNodes(site.desk.server).run_once(site.desk.server.now)
+    await BlockOverdueNodes(site.desk.server).run_once(site.desk.server.now)
 
 
 async def is_given_up(site: Site, stuck: Agent, task: TaskId, name: str) -> None:
@@ -39,10 +38,10 @@ async def is_given_up(site: Site, stuck: Agent, task: TaskId, name: str) -> None
     again = stuck.again()
     await again.connect(Hold(task, 1))
     assert isinstance(again.sent[-1], Refused), "it would be heard from again"
-    scheduler = site.desk.server.scheduler
-    assert scheduler.state.held.keys() == {task}
+    picture = site.desk.server.picture
+    assert picture.state.held.keys() == {task}
     await pass_time(site, 2 * TTL_S)
-    assert not scheduler.state.held
+    assert not picture.state.held
     site.agents[name] = later = again.again()
     await later.connect(Hold(task, 1))
     [welcome] = later.frames(Welcome)
@@ -58,7 +57,7 @@ async def test_one_that_does_not_let_go_of_a_cancelled_gang_is_given_up(site: Si
     name = next(name for name, agent in site.agents.items() if agent is second)
     await site.desk.http.delete(f"/v1/tasks/{encode('task', task)}")
     await first.report(Released(task, 1))
-    await pass_time(site, PATIENCE / SECOND, **{name: Hold(task, 1)})
+    await pass_time(site, OVERDUE_AFTER / SECOND, **{name: Hold(task, 1)})
     assert not second.channel.closed, "it has time"
     await pass_time(site, 20, **{name: Hold(task, 1)})
     await is_given_up(site, second, task, name)
@@ -69,7 +68,7 @@ async def test_one_that_does_not_let_go_of_a_failed_gang_is_given_up(site: Site)
     first, second = site.members(task)
     name = next(name for name, agent in site.agents.items() if agent is first)
     await second.report(ended(task, 1))
-    await pass_time(site, PATIENCE / SECOND + 20, **{name: Hold(task, 1)})
+    await pass_time(site, OVERDUE_AFTER / SECOND + 20, **{name: Hold(task, 1)})
     await is_given_up(site, first, task, name)
 
 
@@ -80,7 +79,7 @@ async def test_a_member_that_works_on_is_left_alone_however_long_the_others_are_
     first, second = site.members(task)
     name = next(name for name, agent in site.agents.items() if agent is first)
     await second.report(ended(task, 0))
-    await pass_time(site, 2 * PATIENCE / SECOND, **{name: Hold(task, 1)})
+    await pass_time(site, 2 * OVERDUE_AFTER / SECOND, **{name: Hold(task, 1)})
     assert not first.channel.closed
     await first.report(ended(task, 0))
     assert (await site.words(task))[0] == "succeeded"
@@ -93,7 +92,7 @@ async def test_time_counts_from_what_called_the_gang_off(desk: Desk) -> None:
     await members[2].report(ended(task, 0))
     holding = {name: Hold(task, 1) for name, agent in site.agents.items() if agent is members[0]}
     holding |= {name: Hold(task, 1) for name, agent in site.agents.items() if agent is members[1]}
-    await pass_time(site, 2 * PATIENCE / SECOND, **holding)
+    await pass_time(site, 2 * OVERDUE_AFTER / SECOND, **holding)
     await members[1].report(ended(task, 1))
     await pass_time(site, 20, **holding)
     assert not members[0].channel.closed
@@ -104,5 +103,5 @@ async def test_one_that_saves_a_checkpoint_is_left_alone(site: Site) -> None:
     first, second = site.members(task)
     await second.report(Finished(task, 1, EndReason.PREEMPTED))
     name = next(name for name, agent in site.agents.items() if agent is first)
-    await pass_time(site, 2 * PATIENCE / SECOND, **{name: Hold(task, 1)})
+    await pass_time(site, 2 * OVERDUE_AFTER / SECOND, **{name: Hold(task, 1)})
     assert not first.channel.closed

@@ -8,15 +8,23 @@ import msgspec
 import pytest
 
 from gpool.core.errors import Unreachable
+from gpool.core.ids import NodeId
+from gpool.core.model import Merit
 from gpool.core.trust.gpu_verification import GpuVerdict, MeasuredSpeed
-from gpool.core.trust.reliability import PRIOR
-from gpool.server.nodes.reliability import EVERY_S, Merits
-from gpool.server.scheduling.loops import Expire
-from gpool.server.store.operations.nodes import gpu_verification, reliability
+from gpool.core.trust.reliability import LOSS, PRIOR
+from gpool.server.nodes.reliability import EVERY_S, UpdateReliability
+from gpool.server.scheduling.loops import ExpireNodes
+from gpool.server.store.operations.nodes import gpu_verification, nodes
 from gpool.wire.frames import Started
 from tests.server.server_desk import Desk, an_offer
 
 pytestmark = pytest.mark.anyio
+
+
+def reliability_of(desk: Desk, node: NodeId) -> Merit:
+    known = desk.server.picture.state.nodes[node].node
+    assert known is not None
+    return known.merit
 
 
 async def test_a_store_that_fails_is_never_held_against_a_node(desk: Desk) -> None:
@@ -27,12 +35,12 @@ async def test_a_store_that_fails_is_never_held_against_a_node(desk: Desk) -> No
     await desk.server.store.close()
     for _ in range(3):
         with pytest.raises(Unreachable):
-            await Expire(desk.server).run_once(desk.server.now)
-    assert desk.server.scheduler.lost == {}
+            await ExpireNodes(desk.server).run_once(desk.server.now)
+    assert desk.server.nodes.take_losses() == {}
 
 
 async def test_a_node_that_goes_away_with_leases_is_known_for_it(desk: Desk) -> None:
-    merits, expire = Merits(desk.server), Expire(desk.server)
+    merits, expire = UpdateReliability(desk.server), ExpireNodes(desk.server)
     await merits.run_once(desk.server.now)
     agent = await desk.agent(offer=an_offer(cpus=1))
     node = agent.credentials.node
@@ -44,31 +52,31 @@ async def test_a_node_that_goes_away_with_leases_is_known_for_it(desk: Desk) -> 
         agent = agent.again()
         await agent.connect()
         await merits.run_once(desk.server.now)
-    known = desk.server.scheduler.state.nodes[node].node
+    known = desk.server.picture.state.nodes[node].node
     assert known is not None
     assert known.merit.mtbf < PRIOR
-    stored = await desk.server.store.read(reliability.records())
+    stored = await desk.server.store.read(nodes.reliability_records())
     assert stored[node].losses_milli > 2900
-    await desk.server.scheduler.rebuild(desk.server.now)
-    assert desk.server.scheduler.state.nodes[node].node == known
-    again = Merits(desk.server)
-    desk.server.scheduler.use_merits({})
+    await desk.server.picture.rebuild(desk.server.now)
+    assert desk.server.picture.state.nodes[node].node == known
+    again = UpdateReliability(desk.server)
+    desk.server.picture.use_reliability({})
     await again.run_once(desk.server.now)
-    assert desk.server.scheduler.merits[node] == known.merit, "a restart forgives nobody"
+    assert reliability_of(desk, node) == known.merit, "a restart forgives nobody"
 
 
 async def test_a_node_that_goes_away_with_nothing_keeps_its_name(desk: Desk) -> None:
-    merits, expire = Merits(desk.server), Expire(desk.server)
+    merits, expire = UpdateReliability(desk.server), ExpireNodes(desk.server)
     agent = await desk.agent()
     await merits.run_once(desk.server.now)
     desk.clock.advance(desk.server.settings.ttl_s + 1)
     await expire.run_once(desk.server.now)
     await merits.run_once(desk.server.now)
-    assert desk.server.scheduler.merits[agent.credentials.node].mtbf >= PRIOR
+    assert reliability_of(desk, agent.credentials.node).mtbf >= PRIOR
 
 
 async def test_an_agent_that_forgot_what_it_ran_was_lost_too(desk: Desk) -> None:
-    merits = Merits(desk.server)
+    merits = UpdateReliability(desk.server)
     agent = await desk.agent()
     await merits.run_once(desk.server.now)
     await desk.command()
@@ -76,20 +84,20 @@ async def test_an_agent_that_forgot_what_it_ran_was_lost_too(desk: Desk) -> None
     lease = agent.leases()[-1]
     await agent.report(Started(lease.task, lease.epoch))
     await agent.again().connect()
-    assert desk.server.scheduler.lost == {agent.credentials.node: 1}
     await merits.run_once(desk.server.now)
-    assert desk.server.scheduler.lost == {}
+    stored = await desk.server.store.read(nodes.reliability_records())
+    assert stored[agent.credentials.node].losses_milli == LOSS
 
 
 async def test_time_that_nobody_looked_is_not_counted(desk: Desk) -> None:
-    merits = Merits(desk.server)
+    merits = UpdateReliability(desk.server)
     agent = await desk.agent()
     await merits.run_once(desk.server.now)
     for seconds in (EVERY_S, 1_000_000):
         desk.clock.advance(seconds)
         await agent.send_beat()
         await merits.run_once(desk.server.now)
-    stored = await desk.server.store.read(reliability.records())
+    stored = await desk.server.store.read(nodes.reliability_records())
     assert stored[agent.credentials.node].up <= EVERY_S * 1_000_000
 
 
@@ -103,8 +111,8 @@ async def test_what_gpus_proved_and_measured_is_known_of_their_node(desk: Desk) 
         gpu_verification.judge(node, "GPU-0", GpuVerdict.PASSED, desk.server.now)
     )
     await desk.server.write(gpu_verification.note_measured(node, "GPU-0", rates))
-    await Merits(desk.server).run_once(desk.server.now)
-    found = desk.server.scheduler.merits[node]
+    await UpdateReliability(desk.server).run_once(desk.server.now)
+    found = reliability_of(desk, node)
     assert found.is_proven
     assert 600_000 < found.gigaflops <= 900_000
 
@@ -123,5 +131,5 @@ async def test_a_speed_that_is_only_claimed_is_not_believed(
     if verdict is not None:
         await desk.server.write(gpu_verification.judge(node, "GPU-0", verdict, desk.server.now))
     await desk.server.write(gpu_verification.note_measured(node, "GPU-0", rates))
-    await Merits(desk.server).run_once(desk.server.now)
-    assert desk.server.scheduler.merits[node].gigaflops == 0
+    await UpdateReliability(desk.server).run_once(desk.server.now)
+    assert reliability_of(desk, node).gigaflops == 0

@@ -10,7 +10,7 @@ import pytest
 from gpool.core.errors import InternalFault, Unreachable
 from gpool.core.ids import NodeId
 from gpool.core.model import KIB, EndReason, Instant
-from gpool.server.nodes.report_batches import Recorder
+from gpool.server.nodes.report_batches import ReportBatches
 from gpool.server.store.operation import is_brief
 from gpool.server.store.values import Recording
 from gpool.wire.frames import Finished, Hold
@@ -46,11 +46,11 @@ async def soon() -> None:
 
 async def test_one_that_meets_nobody_is_written_at_once_by_itself() -> None:
     writer = Writer()
-    recorder = Recorder(writer.write, writer.folded.append)
+    recorder = ReportBatches(writer.write, writer.folded.append)
     asked = asyncio.create_task(recorder.record(NodeId(1), an_end(7), NOW))
     await soon()
     assert is_brief(writer.writes[0][0])
-    done = Recording(refused=(Hold(7, 1),))
+    done = Recording(refused=((NodeId(1), Hold(7, 1)),))
     writer.commit(0, done)
     assert await asked == (Hold(7, 1),)
     assert writer.folded == [done]
@@ -58,7 +58,7 @@ async def test_one_that_meets_nobody_is_written_at_once_by_itself() -> None:
 
 async def test_those_that_come_meanwhile_are_one_write_and_each_gets_its_own_answer() -> None:
     writer = Writer()
-    recorder = Recorder(writer.write, writer.folded.append)
+    recorder = ReportBatches(writer.write, writer.folded.append)
     asked = [asyncio.create_task(recorder.record(NodeId(n), an_end(n), NOW)) for n in range(1, 6)]
     await soon()
     assert len(writer.writes) == 1
@@ -67,16 +67,16 @@ async def test_those_that_come_meanwhile_are_one_write_and_each_gets_its_own_ans
     assert len(writer.writes) == 2
     assert asked[0].done()
     assert not any(each.done() for each in asked[1:]), "nobody is answered before the commit"
-    together, alone = Recording(started=(2,)), Recording(refused=(Hold(4, 1),))
-    writer.commit(1, (together, {2: alone}))
+    done = Recording(started=(2,), refused=((NodeId(4), Hold(4, 1)),))
+    writer.commit(1, done)
     answers = await asyncio.gather(*asked)
     assert answers == [(), (), (), (Hold(4, 1),), ()]
-    assert writer.folded[1:] == [together, alone]
+    assert writer.folded[1:] == [done]
 
 
 async def test_a_failed_commit_is_told_to_all_of_them_and_the_next_goes_on() -> None:
     writer = Writer()
-    recorder = Recorder(writer.write, writer.folded.append)
+    recorder = ReportBatches(writer.write, writer.folded.append)
     asked = [asyncio.create_task(recorder.record(NodeId(n), an_end(n), NOW)) for n in range(1, 4)]
     await soon()
     writer.commit(0, Recording())
@@ -101,10 +101,9 @@ async def test_a_frame_that_cannot_be_written_never_fails_the_others() -> None:
         said = [row[0] for row in relation.rows]
         if 13 in said:
             raise InternalFault("the database refused: a NUL")
-        folds = Recording(released=tuple(said))
-        return folds if said == [9] else (folds, {})
+        return Recording(released=tuple(said))
 
-    recorder = Recorder(write, folded.append)
+    recorder = ReportBatches(write, folded.append)
     asked = [asyncio.create_task(recorder.record(NodeId(n), an_end(n), NOW)) for n in range(9, 18)]
     await soon()
     held.set()
@@ -118,7 +117,7 @@ async def test_a_frame_that_cannot_be_written_never_fails_the_others() -> None:
 
 async def test_an_agent_that_goes_away_meanwhile_holds_up_nobody() -> None:
     writer = Writer()
-    recorder = Recorder(writer.write, writer.folded.append)
+    recorder = ReportBatches(writer.write, writer.folded.append)
     first, gone, other = [
         asyncio.create_task(recorder.record(NodeId(n), an_end(n), NOW)) for n in (1, 2, 3)
     ]
@@ -127,14 +126,14 @@ async def test_an_agent_that_goes_away_meanwhile_holds_up_nobody() -> None:
     gone.cancel()
     await soon()
     together = Recording(released=(2, 3))
-    writer.commit(1, (together, {}))
+    writer.commit(1, together)
     assert await other == ()
     assert writer.folded == [together], "what the one that is gone reported is folded too"
 
 
 async def test_beats_that_come_meanwhile_are_one_write_and_each_gets_its_own_answer() -> None:
     writer = Writer()
-    recorder = Recorder(writer.write, writer.folded.append)
+    recorder = ReportBatches(writer.write, writer.folded.append)
     holds = [Hold(7, 1)]
     asked = [asyncio.create_task(recorder.beat(NodeId(n), holds, NOW)) for n in range(1, 5)]
     await soon()
@@ -151,7 +150,7 @@ async def test_beats_that_come_meanwhile_are_one_write_and_each_gets_its_own_ans
 
 async def test_beats_do_not_wait_for_reports() -> None:
     writer = Writer()
-    recorder = Recorder(writer.write, writer.folded.append)
+    recorder = ReportBatches(writer.write, writer.folded.append)
     report = asyncio.create_task(recorder.record(NodeId(1), an_end(7), NOW))
     beat = asyncio.create_task(recorder.beat(NodeId(1), (), NOW))
     await soon()
@@ -175,10 +174,9 @@ async def test_a_fold_that_fails_is_told_to_those_it_was_for_and_to_nobody_else(
         said = [row[0] for row in relation.rows]
         if len(said) > 2:
             raise InternalFault("the database refused")
-        folds = Recording(released=tuple(said))
-        return folds if said == [9] else (folds, {})
+        return Recording(released=tuple(said))
 
-    recorder = Recorder(write, absorb)
+    recorder = ReportBatches(write, absorb)
     asked = [asyncio.create_task(recorder.record(NodeId(n), an_end(n), NOW)) for n in range(9, 14)]
     await soon()
     held.set()
@@ -189,7 +187,7 @@ async def test_a_fold_that_fails_is_told_to_those_it_was_for_and_to_nobody_else(
 async def test_frames_full_of_results_are_written_by_themselves() -> None:
     """Those of some hundred nodes together would be more than PostgreSQL takes in one statement."""
     writer = Writer()
-    recorder = Recorder(writer.write, writer.folded.append)
+    recorder = ReportBatches(writer.write, writer.folded.append)
     full = [Finished(task, 1, EndReason.RETURNED, value=bytes(64 * KIB)) for task in range(5)]
     asked = [asyncio.create_task(recorder.record(NodeId(n), full, NOW)) for n in range(1, 4)]
     await soon()

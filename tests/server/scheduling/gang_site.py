@@ -8,9 +8,9 @@ from typing import Any
 from gpool.core.ids import BatchId, SpecId, TaskId, UserId, decode, encode
 from gpool.core.model import EndReason, Requirements, TaskKind, TaskSpec
 from gpool.server.identity.secrets.sealer import secret_place
-from gpool.server.scheduling.loops import Expire
-from gpool.server.store.operations.tasks import tasks
-from gpool.server.store.values import NewTask, Submission, Submitted
+from gpool.server.scheduling.loops import ExpireNodes
+from gpool.server.store.operations.tasks import submissions
+from gpool.server.store.operations.tasks.submissions import NewTask, Submission, SubmittedTasks
 from gpool.wire.frames import Beat, Finished, Grants, Line, Started, Stop, StopReason
 from tests.server.server_desk import Agent, Desk, an_offer
 
@@ -49,9 +49,9 @@ class Site:
             server.now,
             secrets=sealed,
         )
-        done = await server.write(tasks.submit(wanted))
-        assert isinstance(done, Submitted)
-        server.scheduler.queued(done, wanted)
+        [done] = await server.write(submissions.submit([wanted]))
+        assert isinstance(done, SubmittedTasks)
+        server.picture.add_submission(done, wanted)
         return task
 
     async def leased(self, spec: TaskSpec | None = None) -> TaskId:
@@ -102,15 +102,15 @@ class Site:
             if other is not agent and not other.channel.closed:
                 other.beat += 1
                 await other.channel.receive(Beat(other.beat, ()))
-        await Expire(self.desk.server).run_once(self.desk.server.now)
+        await ExpireNodes(self.desk.server).run_once(self.desk.server.now)
 
     async def is_sound(self) -> None:
         """The state is what the store would give."""
-        scheduler = self.desk.server.scheduler
-        before = scheduler.state.truth()
-        scheduler.doubt()
-        await scheduler.rebuild(self.desk.server.now)
-        assert scheduler.state.truth() == before
+        picture = self.desk.server.picture
+        before = picture.state.truth()
+        picture.invalidate()
+        await picture.rebuild(self.desk.server.now)
+        assert picture.state.truth() == before
 
 
 def lab_offer(number: int, **options: Any) -> Any:

@@ -73,7 +73,7 @@ async def test_a_node_that_carries_as_much_to_its_end_never_rests(desk: Desk) ->
         assert await desk.schedule() == 1
         lease = agent.leases()[-1]
         await agent.report(Finished(lease.task, lease.epoch, EndReason.EXITED, 0))
-    assert not desk.server.scheduler.rests.is_any
+    assert not desk.server.nodes.backoff.is_any
 
 
 async def test_whoever_was_asked_to_make_room_does_not_rest_for_it(desk: Desk) -> None:
@@ -84,10 +84,10 @@ async def test_whoever_was_asked_to_make_room_does_not_rest_for_it(desk: Desk) -
         lease = agent.leases()[-1]
         await agent.report(Started(lease.task, lease.epoch))
         assert (await desk.post(f"/v1/tasks/{name}/preempt")).status_code < 300
-        line = desk.server.scheduler.state.held[lease.task]  # type: ignore[index]
+        line = desk.server.picture.state.held[lease.task]  # type: ignore[index]
         assert line.stopping
         await agent.report(Finished(lease.task, lease.epoch, EndReason.PREEMPTED))
-    assert not desk.server.scheduler.rests.is_any
+    assert not desk.server.nodes.backoff.is_any
 
 
 async def test_what_waited_behind_a_long_one_is_given_back_rightly(desk: Desk) -> None:
@@ -108,7 +108,7 @@ async def test_what_waited_behind_a_long_one_is_given_back_rightly(desk: Desk) -
         await agent.report(*(HandedBack(lease.task, lease.epoch) for lease in tail))
         await desk.schedule()
         tail = agent.leases()[before:]
-    assert not desk.server.scheduler.rests.is_any
+    assert not desk.server.nodes.backoff.is_any
 
 
 async def test_of_a_gang_only_the_member_that_gave_it_back_rests(desk: Desk) -> None:
@@ -119,7 +119,7 @@ async def test_of_a_gang_only_the_member_that_gave_it_back_rests(desk: Desk) -> 
         liar, other = site.agents["a"], site.agents["b"]
         await liar.report(HandedBack(task, epoch))
         await other.report(Released(task, epoch))
-    rests = desk.server.scheduler.rests
+    rests = desk.server.nodes.backoff
     assert liar.credentials.node in rests
     assert other.credentials.node not in rests
     assert await desk.schedule() == 0
@@ -131,7 +131,7 @@ async def test_a_new_picture_does_not_end_a_rest(desk: Desk) -> None:
     await desk.command()
     while await give_back(desk, liar):
         pass
-    desk.server.scheduler.doubt()
+    desk.server.picture.invalidate()
     assert await desk.schedule() == 0
     desk.clock.advance(1)
     assert await desk.schedule() == 1

@@ -11,7 +11,7 @@ import pytest
 
 from gpool.core.model import Instant
 from gpool.server.clock import SystemClock
-from gpool.server.scheduling.loops import Expire
+from gpool.server.scheduling.loops import ExpireNodes
 from gpool.wire.frames import Hold
 from tests.server.server_desk import Desk, open_desk
 
@@ -52,7 +52,7 @@ async def desk_at(data: Path, clock: Any) -> AsyncIterator[Desk]:
 
 
 async def expire(desk: Desk) -> None:
-    await Expire(desk.server).run_once(desk.server.now)
+    await ExpireNodes(desk.server).run_once(desk.server.now)
 
 
 async def status(desk: Desk, task: str) -> str:

@@ -151,9 +151,9 @@ async def test_disk_that_was_asked_for_is_set_aside_and_kept_in_mind(desk: Desk)
     await desk.command(disk="60GiB")
     await desk.command(disk="60GiB")
     assert await desk.schedule() == 1
-    before = desk.server.scheduler.state
-    await desk.server.scheduler.rebuild(desk.server.now)
-    assert desk.server.scheduler.state == before
+    before = desk.server.picture.state
+    await desk.server.picture.rebuild(desk.server.now)
+    assert desk.server.picture.state == before
     assert await desk.schedule() == 0
 
 
@@ -207,16 +207,16 @@ async def test_a_policy_holds_from_the_next_pass_and_after_a_restart(desk: Desk)
     changed = await desk.http.patch("/v1/admin/policy", json={"order": "fcfs", "patience_s": 5})
     assert changed.status_code == 200, changed.text
     assert sorted(changed.json()["changed"]) == ["order", "patience_s"]
-    assert desk.server.scheduler.policy.order == "fcfs"
+    assert desk.server.picture.policy.current.order == "fcfs"
     first = await desk.command(priority=0)
     desk.clock.advance(1)
     await desk.command(priority=50)
     await desk.schedule()
     assert agent.leases()[-1].task == int_of(first)
-    desk.server.scheduler.use_rules(NO_RULES, desk.server.now)
-    assert desk.server.scheduler.policy.order == configured
+    desk.server.picture.use_rules(NO_RULES, desk.server.now)
+    assert desk.server.picture.policy.current.order == configured
     await policy.refresh(desk.server)
-    assert desk.server.scheduler.policy.order == "fcfs"
+    assert desk.server.picture.policy.current.order == "fcfs"
     back = await desk.http.patch("/v1/admin/policy", json={"order": None})
     assert back.json()["order"] == configured
     noted = (await desk.get("/v1/audit")).json()["items"]
@@ -227,7 +227,7 @@ async def test_weights_are_kept_until_they_are_taken_back(desk: Desk) -> None:
     me = (await desk.get("/v1/me")).json()["id"]
     given = await desk.http.patch("/v1/admin/policy", json={"weights": {me: 2.5}})
     assert given.json()["weights"] == {me: 2.5}
-    assert desk.server.scheduler.policy.weights == {("user", decode("user", me)): 2500}
+    assert desk.server.picture.policy.current.weights == {("user", decode("user", me)): 2500}
     await desk.http.patch("/v1/admin/policy", json={"order": "fcfs"})
     assert (await desk.get("/v1/admin/policy")).json()["weights"] == {me: 2.5}
     back = await desk.http.patch("/v1/admin/policy", json={"weights": {me: None}})

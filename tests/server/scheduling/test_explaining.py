@@ -17,11 +17,11 @@ from gpool.core.ids import NodeId, TaskId, UserId, decode
 from gpool.core.model import GIB, Allocation, Node, Requirements, Shape, TaskKind
 from gpool.core.scheduler.state.events import NodeChanged, QueuedTask, TasksLeased, TasksQueued
 from gpool.core.scheduler.state.snapshot import take
-from gpool.server.scheduling.explaining import (
+from gpool.server.scheduling.explanations import (
     BUDGET_S,
-    MOST_ASKING,
-    MOST_TASKS,
-    Explaining,
+    MAX_REQUESTS,
+    MAX_TASKS,
+    Explainer,
     try_all,
 )
 from tests.server.server_desk import Desk, an_offer
@@ -50,7 +50,7 @@ def crowd(desk: Desk, nodes: int, shapes: int) -> float:
     """A large pool, as far as the scheduler knows, where each node runs something, and a queue that wants whole nodes.
 
     The processor time it took."""
-    fold, now, began = desk.server.scheduler.fold, desk.clock.now(), thread_time()
+    fold, now, began = desk.server.picture.fold, desk.clock.now(), thread_time()
     offer = replace(an_offer(cpus=8), memory_bytes=64 * GIB)
     small = Shape(UserId(5), Requirements(cpu_milli=1000), 0, TaskKind.COMMAND, "default", "")
     for number in range(1, nodes + 1):
@@ -124,7 +124,7 @@ async def test_what_was_not_tried_is_said_and_not_taken_for_nothing(desk: Desk) 
     await desk.agent(offer=an_offer(cpus=2))
     await desk.command()
     await desk.schedule()
-    count = 2 * MOST_TASKS
+    count = 2 * MAX_TASKS
     tasks = [await desk.command(cpus=2) for _ in range(count)]
     answers = await asyncio.gather(*(desk.get(f"/v1/tasks/{task}/explain") for task in tasks))
     told: list[dict[str, Any]] = [answer.json() for answer in answers]
@@ -135,11 +135,11 @@ async def test_what_was_not_tried_is_said_and_not_taken_for_nothing(desk: Desk) 
 
 
 async def test_when_very_many_ask_at_once_the_next_is_refused_and_later_not() -> None:
-    asked = Explaining()
+    asked = Explainer()
     with ExitStack() as stack:
-        for _ in range(MOST_ASKING):
+        for _ in range(MAX_REQUESTS):
             stack.enter_context(asked.admitted())
-        with pytest.raises(TooMany, match="ask again"), asked.admitted():
+        with pytest.raises(TooMany, match="try again"), asked.admitted():
             pass
     with asked.admitted():
         pass
@@ -149,10 +149,10 @@ async def test_trying_never_takes_much_longer_than_its_budget(desk: Desk) -> Non
     await desk.agent(offer=an_offer(cpus=2))
     tasks = [TaskId(10**9 + number) for number in range(40)]
     crowd(desk, nodes=200, shapes=1000)
-    scheduler = desk.server.scheduler
+    picture = desk.server.picture
     began = thread_time()
-    snapshot = take(scheduler.state, tasks)
-    now, policy, orders = desk.clock.now(), scheduler.policy, scheduler.orders
+    snapshot = take(picture.state, tasks)
+    now, policy, orders = desk.clock.now(), picture.policy.current, picture.policy.orders
     found = try_all(snapshot, tuple(tasks), now, policy, orders)
     assert set(found) == set(tasks)
     assert thread_time() - began < 10 * BUDGET_S
@@ -164,14 +164,14 @@ async def test_those_who_went_away_while_they_waited_keep_nobody_from_being_told
     await desk.agent(offer=an_offer(cpus=2))
     await desk.command()
     await desk.schedule()
-    scheduler, explaining, now = desk.server.scheduler, desk.server.explaining, desk.clock.now()
+    picture, explaining, now = desk.server.picture, desk.server.explaining, desk.clock.now()
     task = TaskId(decode("task", await desk.command(cpus=2)))
     gone = [
-        asyncio.create_task(explaining.suggestions(scheduler, TaskId(10**9 + number), now))
-        for number in range(1 + MOST_TASKS)
+        asyncio.create_task(explaining.suggestions(picture, TaskId(10**9 + number), now))
+        for number in range(1 + MAX_TASKS)
     ]
     await asyncio.sleep(0)
     for each in gone:
         each.cancel()
     await asyncio.gather(*gone, return_exceptions=True)
-    assert (await explaining.suggestions(scheduler, task, now)).found
+    assert (await explaining.suggestions(picture, task, now)).found

@@ -12,7 +12,7 @@ from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, EndReason, Fault, Permission
 from gpool.core.retries import MAX_BY_NODE, MAX_UNSTARTED
 from gpool.core.trust.reliability import FREE
-from gpool.server.scheduling.failed_starts import SURE_AFTER
+from gpool.server.scheduling.backoff import STARTED_AFTER
 from gpool.server.store.operations.tasks import tasks
 from gpool.wire.frames import (
     Finished,
@@ -94,7 +94,7 @@ async def commands_of(
 
 
 def rests(desk: Desk, agent: Agent) -> bool:
-    return agent.credentials.node in desk.server.scheduler.rests
+    return agent.credentials.node in desk.server.nodes.backoff
 
 
 @pytest.mark.parametrize("fault", [None, Fault.UNCLEAR, Fault.NODE, Fault.PART])
@@ -229,7 +229,7 @@ async def test_what_runs_for_a_while_elsewhere_speaks_against_where_it_did_not_s
         lease = good.leases()[number - 1]
         await good.report(Started(lease.task, lease.epoch))
     assert not rests(desk, hole)
-    desk.clock.advance(SURE_AFTER / SECOND)
+    desk.clock.advance(STARTED_AFTER / SECOND)
     await desk.command()
     await desk.schedule()
     await good.report(exited(good.leases()[0]))
@@ -249,7 +249,7 @@ async def test_a_node_where_two_users_tasks_fail_that_start_elsewhere_rests(desk
     assert not rests(desk, good)
     told = (await desk.get("/v1/nodes")).json()
     (text,) = {node["name"]: node for node in told["items"]}["hole"]["problems"]
-    assert "could not start what was given to it" in text
+    assert "failed to start tasks" in text
 
 
 async def test_what_carries_a_task_to_its_end_is_asked_again_sooner(desk: Desk) -> None:
@@ -264,7 +264,7 @@ async def test_what_carries_a_task_to_its_end_is_asked_again_sooner(desk: Desk) 
     desk.clock.advance(600)
     assert await crew.turn() == 1
     assert not rests(desk, hole)
-    assert not desk.server.scheduler.rests.is_any
+    assert not desk.server.nodes.backoff.is_any
 
 
 async def test_a_part_that_is_out_of_order_costs_its_node_nothing_else(desk: Desk) -> None:
@@ -302,7 +302,7 @@ async def test_where_a_task_failed_is_known_after_a_new_picture(desk: Desk) -> N
     await desk.schedule()
     await hole.report(failed(hole.leases()[0], Fault.UNCLEAR))
     good = await desk.agent("good", an_offer(8))
-    desk.server.scheduler.doubt()
+    desk.server.picture.invalidate()
     assert await desk.schedule() == 1
     assert len(good.leases()) == 1
 
@@ -314,12 +314,12 @@ async def test_what_ended_unseen_is_forgotten_with_the_next_picture(desk: Desk) 
     await desk.schedule()
     lease = hole.leases()[0]
     await hole.report(failed(lease, Fault.UNCLEAR))
-    scheduler = desk.server.scheduler
-    assert scheduler.failed_starts.is_any
+    picture = desk.server.picture
+    assert picture.nodes.failed_starts.is_any
     await desk.server.store.write(tasks.cancel([TaskId(lease.task)], None, desk.server.now))
-    scheduler.doubt()
+    picture.invalidate()
     assert await desk.schedule() == 0
-    assert not scheduler.failed_starts.is_any
+    assert not picture.nodes.failed_starts.is_any
 
 
 async def test_a_task_lost_elsewhere_still_does_not_go_where_it_could_not_be_started(
@@ -370,7 +370,7 @@ async def test_a_gang_of_which_one_cannot_be_started_goes_to_other_nodes(desk: D
     desk.clock.advance(600)  # rested
     assert await desk.schedule() == 1
     assert len(hole.leases()) == 1
-    held = desk.server.scheduler.state.held[TaskId(task)]
+    held = desk.server.picture.state.held[TaskId(task)]
     assert hole.credentials.node not in {part.node for part in (held, *held.members)}
     await site.is_sound()
 
@@ -435,4 +435,4 @@ async def test_calls_that_do_not_start_are_no_reason_for_a_node_to_rest(desk: De
         for name in names:
             assert (await desk.http.delete(f"/v1/tasks/{name}")).status_code < 300
     assert not rests(desk, lent)
-    assert not desk.server.scheduler.rests.is_any
+    assert not desk.server.nodes.backoff.is_any

@@ -8,8 +8,8 @@ import pytest
 
 from gpool.core.model import Instant, Permission
 from gpool.core.scheduler.order.fair_share import HALF_LIFE
-from gpool.server.scheduling.usage import KeepUsage, changed
-from gpool.server.store.operations.operators import usage
+from gpool.server.scheduling.usage import StoreUsage, changed
+from gpool.server.store.operations.operators import rules
 from tests.server.server_desk import Desk, an_offer, exited, open_desk
 
 pytestmark = pytest.mark.anyio
@@ -27,27 +27,27 @@ async def worked(desk: Desk) -> None:
 
 
 async def test_fair_share_is_the_order_unless_another_is_asked_for(desk: Desk) -> None:
-    assert desk.server.scheduler.policy.order == "fair_share"
+    assert desk.server.picture.policy.current.order == "fair_share"
 
 
 async def test_what_was_had_outlives_a_rebuild(desk: Desk) -> None:
     await worked(desk)
-    scheduler = desk.server.scheduler
-    before = scheduler.state.used(desk.server.now)
+    picture = desk.server.picture
+    before = picture.state.used(desk.server.now)
     assert before
     assert max(before.values()) > 100_000_000  # a tenth of the pool, on average
-    await scheduler.rebuild(desk.server.now)
-    assert scheduler.state.used(desk.server.now) == before
+    await picture.rebuild(desk.server.now)
+    assert picture.state.used(desk.server.now) == before
 
 
 async def test_what_was_had_outlives_a_restart(desk: Desk, tmp_path: Path) -> None:
     await worked(desk)
-    keeping = KeepUsage(desk.server)
+    keeping = StoreUsage(desk.server)
     await keeping.run_once(desk.server.now)
-    before = desk.server.scheduler.state.used(desk.server.now)
+    before = desk.server.picture.state.used(desk.server.now)
     twin = await open_desk(tmp_path / "data", desk.clock)
     try:
-        after = twin.server.scheduler.state.used(desk.server.now)
+        after = twin.server.picture.state.used(desk.server.now)
         assert {key: after[key] for key in before} == pytest.approx(before, abs=100)
     finally:
         await twin.http.aclose()
@@ -56,15 +56,15 @@ async def test_what_was_had_outlives_a_restart(desk: Desk, tmp_path: Path) -> No
 
 async def test_what_the_store_knows_is_not_written_again(desk: Desk) -> None:
     await worked(desk)
-    keeping = KeepUsage(desk.server)
+    keeping = StoreUsage(desk.server)
     await keeping.run_once(desk.server.now)
-    first = await desk.server.store.read(usage.usage())
+    first = await desk.server.store.read(rules.usage())
     desk.clock.advance(5)
     await keeping.run_once(desk.server.now)
-    assert await desk.server.store.read(usage.usage()) == first
+    assert await desk.server.store.read(rules.usage()) == first
     desk.clock.advance(120)
     await keeping.run_once(desk.server.now)
-    assert await desk.server.store.read(usage.usage()) != first
+    assert await desk.server.store.read(rules.usage()) != first
 
 
 def test_a_value_that_only_wears_off_is_never_written() -> None:
@@ -88,8 +88,8 @@ async def test_a_guarantee_is_set_by_operators_and_kept_to(desk: Desk) -> None:
     body = {"command": ["true"], "gpu": 1}
     assert (await desk.bare.post("/v1/tasks", json=body, headers=ada)).status_code == 202
     await desk.schedule()
-    assert len(desk.server.scheduler.state.stoppable) == 1
-    assert next(iter(desk.server.scheduler.state.stoppable.values())).stopping
+    assert len(desk.server.picture.state.stoppable) == 1
+    assert next(iter(desk.server.picture.state.stoppable.values())).stopping
     assert agent.sent
 
 

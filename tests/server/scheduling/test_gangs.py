@@ -12,7 +12,7 @@ import pytest
 
 from gpool.core.ids import TaskId, decode, encode
 from gpool.core.model import EndReason, OnLoss, TaskStatus
-from gpool.server.scheduling.loops import Expire
+from gpool.server.scheduling.loops import ExpireNodes
 from gpool.server.store.operations.tasks import tasks
 from gpool.wire.frames import (
     Finished,
@@ -157,7 +157,7 @@ async def test_two_members_run_and_end(site: Site, order: tuple[int, int]) -> No
     assert await site.words(task) == ("succeeded", ["exited", "exited"])
     assert all(stops(agent) == [] for agent in members)
     await site.is_sound()
-    assert not site.desk.server.scheduler.state.held
+    assert not site.desk.server.picture.state.held
 
 
 async def test_one_fails_and_the_others_are_stopped(site: Site) -> None:
@@ -255,13 +255,13 @@ async def test_a_cancel_waits_for_the_member_that_has_not_confirmed(site: Site) 
     assert answer.status_code < 300
     assert stops(first) == [StopReason.CANCELLED]
     await first.report(Released(task, 1))
-    assert len(site.desk.server.scheduler.state.held) == 1
+    assert len(site.desk.server.picture.state.held) == 1
     await site.is_sound()
     again = second.again()
     await again.connect(Hold(task, 1))
     assert stops(again) == [StopReason.CANCELLED]
     await again.report(Released(task, 1))
-    assert not site.desk.server.scheduler.state.held
+    assert not site.desk.server.picture.state.held
     assert (await site.words(task))[0] == "cancelled"
     await site.is_sound()
 
@@ -315,7 +315,7 @@ async def test_a_gang_whose_secrets_do_not_open_fails_at_once(site: Site, data: 
     await site.desk.schedule()
     document = await site.document(task)
     assert (document["status"], document["reason"]) == ("failed", "bad_input")
-    assert not site.desk.server.scheduler.state.held
+    assert not site.desk.server.picture.state.held
     await site.is_sound()
 
 
@@ -361,13 +361,13 @@ async def test_a_server_that_comes_back_goes_on_with_a_gang(desk: Desk, data: Pa
     later.clock.instant = desk.clock.instant
     site = Site(later, {})
     await later.schedule()
-    assert len(later.server.scheduler.state.held) == 1
+    assert len(later.server.picture.state.held) == 1
     anew = second.again(later.server)
     await anew.connect(Hold(task, 1))
     assert anew.frames(Welcome)[0].drop == ()
     await anew.report(ended(task))
     assert (await site.words(task))[0] == "succeeded"
-    assert not later.server.scheduler.state.held
+    assert not later.server.picture.state.held
     await later.http.aclose()
     await later.server.store.close()
 
@@ -386,7 +386,7 @@ async def test_a_node_that_never_comes_back_after_a_restart_is_given_up(
     later.clock.advance(20)
     await anew.send_beat(Hold(task, 1))
     later.clock.advance(20)
-    await Expire(later.server).run_once(later.server.now)
+    await ExpireNodes(later.server).run_once(later.server.now)
     assert stops(anew) == [StopReason.PREEMPTED]
     await anew.report(Finished(task, 1, EndReason.PREEMPTED))
     found = await later.server.store.read(tasks.task(task, None))
@@ -399,7 +399,7 @@ async def test_a_node_that_never_comes_back_after_a_restart_is_given_up(
 async def test_what_is_granted_to_a_node_just_given_up_is_given_up_in_time(site: Site) -> None:
     """The plan is made, then a node expires, then the plan is written: nobody waits for that node for ever."""
     server, clock = site.desk.server, site.desk.clock
-    task, expire = await site.submit(gang_spec(3)), Expire(server)
+    task, expire = await site.submit(gang_spec(3)), ExpireNodes(server)
     clock.advance(31 * 86_400)  # the sealer's key is worn: the plan waits for a new one
     granted, _ = await asyncio.gather(site.desk.schedule(), expire.run_once(server.now))
     assert granted == 1

@@ -16,7 +16,7 @@ async def test_what_a_pass_leaves_out_is_started_by_the_next_without_a_tick(desk
     room = MAX_STARTS + 20
     await desk.agent(offer=replace(an_offer(cpus=room), memory_bytes=room << 30))
     await desk.calls(MAX_STARTS + 50)
-    wake = desk.server.scheduler.wake
+    wake = desk.server.picture.changed
     await wake.wait(0)
     assert await desk.schedule() == MAX_STARTS
     assert wake.called

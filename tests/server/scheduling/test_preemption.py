@@ -9,7 +9,7 @@ import pytest
 from gpool.core.model import EndReason, InputFile, OutputFile, Permission, Phase
 from gpool.server.actions.tasks.stopping import preempt_tasks
 from gpool.server.nodes.report_validation import FILE_BYTES
-from gpool.server.scheduling.loops import Prune
+from gpool.server.scheduling.loops import PruneStore
 from gpool.wire.frames import (
     MAX_FRAME_BYTES,
     MAX_SPEC_BYTES,
@@ -238,7 +238,7 @@ async def test_a_checkpoint_is_kept_for_a_while_after_the_end(desk: Desk) -> Non
     task, lease = await begun(desk, agent, checkpoint="state/")
     await saved(desk, agent, task, lease)
     await agent.report(exited(lease))
-    prune = Prune(desk.server)
+    prune = PruneStore(desk.server)
     await prune.run_once(desk.server.now)
     assert (await desk.get(f"/v1/artifacts/{SHA256}")).status_code == 200
     desk.clock.advance(desk.server.settings.keep_checkpoints_s + 1)

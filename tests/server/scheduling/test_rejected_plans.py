@@ -10,11 +10,11 @@ import pytest
 
 from gpool.core.ids import NodeId, TaskId, UserId, decode
 from gpool.core.model import SECOND, Allocation, Availability, Instant, TaskKind, TaskSpec
-from gpool.core.scheduler.state.events import Grant, Place
+from gpool.core.scheduler.state.events import LeaseGrant, Placement
 from gpool.core.scheduler.state.shapes import shape_of
 from gpool.core.scheduler.state.state import State
 from gpool.server.actions.operators.quotas import set_quota
-from gpool.server.scheduling.rejected_plans import LONGEST, Refused, pause_after
+from gpool.server.scheduling.backoff import LONGEST_PAUSE, RejectedPlans, pause_after
 from gpool.server.store.identity_values import GivenQuota
 from gpool.server.store.operations.identity import users
 from gpool.server.store.operations.nodes import nodes
@@ -42,9 +42,9 @@ async def passes(desk: Desk, count: int) -> int:
     """How many of so many passes planned something."""
     planned = 0
     for _ in range(count):
-        before = desk.server.scheduler.refused.noted
+        before = desk.server.picture.rejected.total
         await desk.schedule()
-        planned += desk.server.scheduler.refused.noted != before
+        planned += desk.server.picture.rejected.total != before
     return planned
 
 
@@ -80,7 +80,7 @@ async def test_it_says_so(desk: Desk, data: Path) -> None:
     told = (await desk.get(f"/v1/tasks/{task}/explain")).json()
     assert told["code"] == "refused"
     assert "3 times in a row" in told["sentence"]
-    assert told["sentence"].endswith("It is tried again in 1 s.")
+    assert told["sentence"].endswith("It is planned again in 1 s.")
 
 
 async def test_the_others_start_meanwhile(desk: Desk, data: Path) -> None:
@@ -98,7 +98,7 @@ async def test_it_is_not_forgotten_by_a_new_picture_and_waits_on(desk: Desk, dat
     task = await desk.command()
     refuse(data, task)
     await passes(desk, 5)
-    desk.server.scheduler.doubt()
+    desk.server.picture.invalidate()
     assert await passes(desk, 5) == 0
     allow(data)
     desk.clock.advance(1)
@@ -114,8 +114,8 @@ async def test_it_can_be_cancelled(desk: Desk, data: Path) -> None:
     assert (await desk.http.delete(f"/v1/tasks/{task}")).json()["status"] == "cancelled"
     desk.clock.advance(100)
     assert await passes(desk, 3) == 0
-    assert desk.server.scheduler.state.queue_of(TaskId(decode("task", task))) is None
-    assert desk.server.scheduler.state.queued_count == 0
+    assert desk.server.picture.state.queue_of(TaskId(decode("task", task))) is None
+    assert desk.server.picture.state.queued_count == 0
 
 
 async def test_what_another_replica_did_is_seen_after_two_refusals(desk: Desk) -> None:
@@ -133,7 +133,7 @@ async def test_what_another_replica_did_is_seen_after_two_refusals(desk: Desk) -
         nodes.set_availability(node, None, Availability.AVAILABLE, desk.server.now)
     )
     assert row is not None
-    desk.server.scheduler.node_changed(row.node)
+    desk.server.picture.node_changed(row.node)
     await desk.schedule()
     assert await status(desk, task) == "leased"
 
@@ -154,14 +154,14 @@ def test_pauses_grow_to_a_minute() -> None:
     pauses = [pause_after(refusals) for refusals in range(40)]
     assert pauses[:3] == [0, 0, 0]
     assert [pause // SECOND for pause in pauses[3:10]] == [1, 2, 4, 8, 16, 32, 60]
-    assert set(pauses[10:]) == {LONGEST}
+    assert set(pauses[10:]) == {LONGEST_PAUSE}
 
 
 def test_one_that_was_cancelled_while_it_was_planned_is_not_remembered() -> None:
     """It was withdrawn before it was refused: nothing would ever come to forget it."""
-    refused, task = Refused(), TaskId(7)
+    refused, task = RejectedPlans(), TaskId(7)
     shape = shape_of(TaskSpec(TaskKind.COMMAND, "t", command=("true",)), UserId(1), None)
-    plan = [Place(NodeId(1), Allocation(1, 0, 0), shape, (Grant(task, 1),))]
-    refused.keep_out(State(), refused.note(plan, ()), Instant(0))
-    refused.note(plan, ())
-    assert not refused.is_doubtful([task]), "it is the first refusal that is known"
+    plan = [Placement(NodeId(1), Allocation(1, 0, 0), shape, (LeaseGrant(task, 1),))]
+    refused.pause(State(), refused.count(plan, ()), Instant(0))
+    refused.count(plan, ())
+    assert not refused.needs_rebuild([task]), "it is the first refusal that is known"

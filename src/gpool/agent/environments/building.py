@@ -29,22 +29,22 @@ from gpool.agent.runtime.protocol import (
     BadOutput,
     CommandJob,
     CommandSandbox,
-    Ended,
-    Lane,
-    Limits,
-    Prepared,
+    PreparedEnvironment,
+    SandboxExit,
     SandboxFailed,
-    Staged,
+    SandboxLimits,
+    SandboxNetwork,
+    StagedInput,
 )
 from gpool.core.model import GIB, EndReason, Recipe
 
 KIT = f"{HOME}/kit"
-LIMITS = Limits(cpu_milli=2000, memory_bytes=4 * GIB, processes=512, disk_bytes=40 * GIB)
+LIMITS = SandboxLimits(cpu_milli=2000, memory_bytes=4 * GIB, processes=512, disk_bytes=40 * GIB)
 LONGEST_S = 1800
 TAIL_LINES, TAIL_LETTERS = 30, 4000
 LONGEST_LINE = 2000
 
-OpenLane = Callable[[Indexes], AbstractAsyncContextManager[Lane | None]]
+OpenLane = Callable[[Indexes], AbstractAsyncContextManager[SandboxNetwork | None]]
 """Opens a network to these indexes only; None if none of them is on the network."""
 
 SCRIPT = f"""
@@ -101,7 +101,7 @@ def _is_program(file: Path) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def no_lane(_indexes: Indexes) -> AsyncIterator[Lane | None]:
+async def no_lane(_indexes: Indexes) -> AsyncIterator[SandboxNetwork | None]:
     """For nodes whose packages all lie on disk."""
     yield None
 
@@ -117,7 +117,7 @@ class UvBuilder:
         indexes: Indexes,
         open_lane: OpenLane = no_lane,
         *,
-        limits: Limits = LIMITS,
+        limits: SandboxLimits = LIMITS,
     ) -> None:
         self._sandboxes = sandboxes
         self._empty = folder.resolve() / "empty"
@@ -158,7 +158,9 @@ class UvBuilder:
                 finally:
                     await asyncio.shield(_ended(sandbox))
 
-    def _job(self, interpreter: Interpreter, wanted: Path, lane: Lane | None) -> CommandJob:
+    def _job(
+        self, interpreter: Interpreter, wanted: Path, lane: SandboxNetwork | None
+    ) -> CommandJob:
         indexes = self._indexes
         variables = [
             ("BASE", interpreter.program),
@@ -179,11 +181,11 @@ class UvBuilder:
         return CommandJob(
             ("/bin/sh", "-c", SCRIPT),
             tuple(variables),
-            (Staged("requirements.txt", wanted, executable=False),),
+            (StagedInput("requirements.txt", wanted, executable=False),),
             (),
             self._limits,
-            environment=Prepared("build", self._empty, interpreter.program, binds),
-            lane=lane,
+            environment=PreparedEnvironment("build", self._empty, interpreter.program, binds),
+            network=lane,
         )
 
 
@@ -202,7 +204,7 @@ async def _ended(sandbox: CommandSandbox) -> None:
     await sandbox.remove()
 
 
-def _judge(ended: Ended, output: _Listened) -> None:
+def _judge(ended: SandboxExit, output: _Listened) -> None:
     if ended.reason is EndReason.SANDBOX_FAILED:
         raise SandboxFailed(f"no sandbox for a build: {ended.detail}")
     if ended.reason is not EndReason.EXITED:

@@ -22,7 +22,7 @@ from gpool.agent.environments.indexes import Indexes
 from gpool.agent.network.factory import only
 from gpool.agent.network.policy import BadPolicy, Only
 from gpool.agent.network.sandbox_network import Networks, NoLane
-from gpool.agent.runtime.protocol import Lane, SandboxFailed
+from gpool.agent.runtime.protocol import SandboxFailed, SandboxNetwork
 
 log = structlog.get_logger(__name__)
 
@@ -119,7 +119,7 @@ class IndexLanes:
         self._known: dict[str, frozenset[Place]] = {}
 
     @asynccontextmanager
-    async def open(self, indexes: Indexes) -> AsyncIterator[Lane | None]:
+    async def open(self, indexes: Indexes) -> AsyncIterator[SandboxNetwork | None]:
         places = await self.places(indexes)
         if not places:
             yield None

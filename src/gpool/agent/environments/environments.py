@@ -21,7 +21,7 @@ import structlog
 
 from gpool.agent.environments import trees
 from gpool.agent.environments.interpreters import Interpreter
-from gpool.agent.runtime.protocol import ENVIRONMENT_AT, Prepared, SandboxFailed
+from gpool.agent.runtime.protocol import ENVIRONMENT_AT, PreparedEnvironment, SandboxFailed
 from gpool.core.errors import Invalid
 from gpool.core.model import GIB, EndReason, Recipe
 from gpool.core.specs import environment as names
@@ -130,7 +130,7 @@ class Environments:
     @asynccontextmanager
     async def prepare(
         self, name: str, recipe: Recipe | None, told: Told = _silent
-    ) -> AsyncIterator[Prepared | None]:
+    ) -> AsyncIterator[PreparedEnvironment | None]:
         """Keep an environment while the block lasts; None: the agent's own Python serves. `told` receives a
         build's progress. Raises `BuildFailed`, `SandboxFailed`, or `Invalid` if name and spec do not match.
         """
@@ -149,7 +149,7 @@ class Environments:
         try:
             interpreter = self._interpreters[key[1]]
             program = f"{ENVIRONMENT_AT}/bin/python"
-            yield Prepared(name, entry.folder / trees.TREE, program, interpreter.binds)
+            yield PreparedEnvironment(name, entry.folder / trees.TREE, program, interpreter.binds)
         finally:
             self._release(entry)
 

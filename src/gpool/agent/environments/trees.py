@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from gpool.agent.environments.interpreters import Interpreter
-from gpool.agent.runtime.work_directory import Workplace
+from gpool.agent.runtime.work_directory import WorkDirectory
 
 TREE, MANIFEST = "env", "manifest.json"
 MOST_FILES = 1_000_000
@@ -103,4 +103,4 @@ def lay_bare(tree: Path, interpreter: Interpreter) -> None:
 
 def remove(folder: Path) -> None:
     """Remove a tree of any depth and with any permissions."""
-    Workplace(folder, os.geteuid()).remove()
+    WorkDirectory(folder, os.geteuid()).remove()

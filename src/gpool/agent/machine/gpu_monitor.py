@@ -45,8 +45,6 @@ CARD_EVERY_US = 5_000_000
 
 @dataclass(frozen=True, slots=True)
 class GpuSample:
-    """One GPU at one time."""
-
     gpu: Gpu
     vitals: Vitals = UNREAD
     ours: tuple[GpuProcess, ...] = ()
@@ -55,7 +53,6 @@ class GpuSample:
 
     @property
     def reading(self) -> GpuReading | None:
-        """Sensor values for the server; None if none could be read."""
         vitals = self.vitals
         if vitals == UNREAD:
             return None
@@ -69,8 +66,6 @@ class GpuSample:
 
 
 class GpuMonitor:
-    """Samples the GPUs of a survey; only real NVIDIA cards give values."""
-
     def __init__(
         self,
         nvml: Nvml,
@@ -181,7 +176,6 @@ class GpuMonitor:
 
 
 def with_health(gpu: Gpu, condition: Condition) -> Gpu:
-    """Return the GPU with its health; one in quarantine is closed."""
     if condition.health is Health.HEALTHY:
         return gpu
     ails = condition.reason[:200]

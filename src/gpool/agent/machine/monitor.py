@@ -45,14 +45,12 @@ class PolicyFile:
     """
 
     def __init__(self, path: Path | None) -> None:
-        """Raise `Invalid` for a file that cannot be read or parsed: an owner who wrote rules means them."""
         self._path = path
         self._seen = self._stamp()
         self.policy = OwnerPolicy() if path is None else parse(_text(path))
         self._lists = replace(self.policy.egress, offered=True)
 
     def refresh(self) -> bool:
-        """Read the file if it changed; return whether the policy did."""
         stamp = self._stamp()
         if self._path is None or stamp == self._seen:
             return False
@@ -75,7 +73,6 @@ class PolicyFile:
         )
 
     def has_changed(self) -> bool:
-        """Whether `refresh` has something to read."""
         return self._path is not None and self._stamp() != self._seen
 
     def _stamp(self) -> tuple[int, int, int] | None:
@@ -95,8 +92,6 @@ def _text(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MachineSample:
-    """The facts that change from second to second."""
-
     now: datetime
     programs: frozenset[str] = frozenset()
     gpus: tuple[GpuSample, ...] = ()
@@ -104,7 +99,7 @@ class MachineSample:
 
 
 @dataclass(slots=True)
-class MachineMonitor:
+class NodeMonitor:
     """`offer` and `facts` describe the machine and may take seconds; `sample` is cheap."""
 
     rules: PolicyFile
@@ -121,7 +116,6 @@ class MachineMonitor:
     _quarantined: frozenset[int] = frozenset()  # at the last check
 
     def first_offer(self) -> Offer:
-        """Return the offer to start with, before the first survey."""
         policy, offer, facts = self.rules.policy, self.offer(), self.facts()
         if self.sample is not None:
             offer, facts = _with_sample(offer, facts, self.sample(offer.gpus))
@@ -130,7 +124,6 @@ class MachineMonitor:
         return apply_policy(policy, offer, decision, gpus)
 
     def survey(self) -> tuple[Event, ...]:
-        """Examine everything anew."""
         self.rules.refresh()
         self._offer, self._facts = self.offer(), self.facts()
         if self.sample is not None:
@@ -138,7 +131,6 @@ class MachineMonitor:
         return self._judge(self._offer, self._facts)
 
     def poll(self) -> tuple[Event, ...]:
-        """Take a sample; survey if it or the policy file shows a change."""
         if self.rules.has_changed():
             return self.survey()
         if self.sample is None or self._offer is None or self._facts is None:
@@ -224,8 +216,6 @@ def sampler(
     wall: Callable[[], datetime],
     boot: Callable[[], int],
 ) -> Callable[[Sequence[Gpu]], MachineSample]:
-    """Return a function that samples the GPUs, and the running programs only while a rule names one."""
-
     def sample(gpus: Sequence[Gpu]) -> MachineSample:
         now = wall()
         wanted = any(rule.programs for rule in rules.policy.gpus)

@@ -24,8 +24,6 @@ CLOSED_AT_LEAST = timedelta(seconds=60)
 
 
 class AtClose(StrEnum):
-    """Treatment of running tasks when a rule closes the machine."""
-
     FINISH = "finish"
     RECLAIM = "reclaim"
 
@@ -56,8 +54,6 @@ class Hours:
 
 @dataclass(frozen=True, slots=True)
 class KeptResources:
-    """Resources the owner does not lend."""
-
     cpu_milli: int = 0
     memory_bytes: int = 0
     disk_bytes: int = 0
@@ -66,8 +62,6 @@ class KeptResources:
 
 @dataclass(frozen=True, slots=True)
 class EgressRules:
-    """Egress of tasks, in the notation of `gpool.agent.network.policy`."""
-
     allow: tuple[str, ...] = ()
     deny: tuple[str, ...] = ()
     rate: str = ""
@@ -81,8 +75,6 @@ MOST_GANG_PORT = 60_000
 
 @dataclass(frozen=True, slots=True)
 class GangRules:
-    """Gang tasks on nodes of one site. The command line overrides it."""
-
     offered: bool = True
     site: str = ""  # empty: no gangs
     address: str = ""  # for the other nodes of the site
@@ -90,14 +82,12 @@ class GangRules:
 
 
 def site_name(text: str) -> str:
-    """Return the text; raise `ValueError` if it is not a plain word."""
     if text and not _SITE.fullmatch(text):
         raise ValueError("a site is a word of up to 63 letters, digits and . _ -")
     return text
 
 
 def site_address(text: str) -> str:
-    """Return the text; raise `ValueError` if it is not the IPv4 address of one machine."""
     if text:
         found = IPv4Address(text)
         if found.is_multicast or found.is_unspecified or found.is_reserved:
@@ -125,8 +115,6 @@ class GpuRule:
 
 @dataclass(frozen=True, slots=True)
 class OwnerPolicy:
-    """The default lends everything, always, to anyone."""
-
     audience: tuple[str, ...] = ()  # allowed users; empty: anyone
     tiers: frozenset[Tier] = frozenset(Tier)
     hours: tuple[Hours, ...] = ()  # empty: always
@@ -149,8 +137,6 @@ class OwnerPolicy:
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """Current facts of one GPU."""
-
     strangers: tuple[str, ...] = ()  # foreign programs that use it
     power_mw: int | None = None
     temperature_c: int | None = None
@@ -161,8 +147,6 @@ NOTHING = GpuFacts()
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """Current facts of the machine. None: unknown."""
-
     now: datetime  # with its time zone
     battery_percent: float | None = None
     on_mains: bool | None = None
@@ -174,8 +158,6 @@ class MachineFacts:
 
 @dataclass(frozen=True, slots=True)
 class ClosureState:
-    """Memory of a closure between two checks."""
-
     closed_at: datetime | None = None
     reclaimed: bool = False
     capped: str = ""  # text of the closure if it is for heat or power
@@ -231,7 +213,6 @@ def _close(
 def decide_gpu(
     policy: OwnerPolicy, gpu: int, facts: MachineFacts, before: ClosureState
 ) -> tuple[LendingDecision, ClosureState]:
-    """Return the same for one GPU, by the first rule that closes it."""
     for rule in policy.gpus:
         if not rule.covers(gpu):
             continue
@@ -278,7 +259,6 @@ def apply_policy(
     decision: LendingDecision = LendingDecision(),  # noqa: B008 - frozen
     gpus: Mapping[int, LendingDecision] | None = None,
 ) -> Offer:
-    """Return the offer without the owner's resources and with the policy's restrictions."""
     decisions = gpus or {}
     kept = policy.kept
     site = offer.site or policy.gangs.site
@@ -305,7 +285,6 @@ def apply_policy(
 
 
 def _closed(gpu: Gpu, decision: LendingDecision | None) -> Gpu:
-    """Keep the text of a GPU that is closed already, for its health."""
     if decision is None or not decision.closed or gpu.closed:
         return gpu
     return replace(gpu, closed=decision.closed)

@@ -37,10 +37,10 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 def parse(text: str) -> OwnerPolicy:
     """Parse the policy; raise `Invalid` with the wrong key and the allowed values."""
     try:
-        told = tomllib.loads(text)
+        content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise Invalid(f"the policy is not valid TOML: {error}") from error
-    top = _Table(told, "")
+    top = _Table(content, "")
     keep, battery, idle, egress, gangs, images = (
         top.table(name) for name in ("keep", "battery", "idle", "egress", "gangs", "images")
     )
@@ -90,18 +90,16 @@ def parse(text: str) -> OwnerPolicy:
 
 
 class _Table:
-    """One table of the file; `finish` refuses keys that were not taken."""
-
-    def __init__(self, told: Mapping[str, Any], name: str) -> None:
-        self._told = dict(told)
+    def __init__(self, content: Mapping[str, Any], name: str) -> None:
+        self._content = dict(content)
         self._known: set[str] = set()
         self._name = name
 
     def take(self, key: str, read: Callable[[Any], Any], default: Any) -> Any:
         self._known.add(key)
-        if key not in self._told:
+        if key not in self._content:
             return default
-        value = self._told[key]
+        value = self._content[key]
         try:
             return read(value)
         except (ValueError, TypeError, KeyError) as error:
@@ -115,7 +113,7 @@ class _Table:
         return [_Table(one, f"{key}[{at}].") for at, one in enumerate(found)]
 
     def finish(self) -> None:
-        for key in sorted(self._told.keys() - self._known):
+        for key in sorted(self._content.keys() - self._known):
             known = ", ".join(sorted(self._known))
             raise Invalid(f"policy: unknown key '{self._name}{key}'; known keys: {known}")
 

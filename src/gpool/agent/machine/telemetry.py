@@ -9,8 +9,6 @@ from gpool.wire.frames import GpuReading, TaskReading
 
 
 class ReadingAverages:
-    """The readings of all GPUs since the last heartbeat."""
-
     def __init__(self) -> None:
         self._readings: dict[int, list[GpuReading]] = {}
 

@@ -44,7 +44,7 @@ from gpool.agent.network.sandbox_network import (
     refuse_wrong,
     resolver_for,
 )
-from gpool.agent.runtime.protocol import Lane
+from gpool.agent.runtime.protocol import SandboxNetwork
 
 CLONE_NEWNET = 0x40000000
 SIOCGIFINDEX = 0x8933
@@ -333,7 +333,7 @@ class RootNetworks:
         servers = self._servers if self._servers is not None else configured_servers()
         resolver = resolver_for(inside.names, self._policy, self._facts, wants, servers)
         resolver.start()
-        return OpenLane(Lane((inside.namespace,), RESOLVER), resolver, undo)
+        return OpenLane(SandboxNetwork((inside.namespace,), RESOLVER), resolver, undo)
 
     def _join(self, inside: Inside, name: str, number: int) -> None:
         gateway = firewall_rules.gateway_address(self._pool)

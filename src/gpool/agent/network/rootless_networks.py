@@ -29,8 +29,8 @@ from gpool.agent.network.sandbox_network import (
     refuse_wrong,
     resolver_for,
 )
-from gpool.agent.runtime.descriptor_wait import readable
-from gpool.agent.runtime.protocol import Lane
+from gpool.agent.runtime.descriptors import readable
+from gpool.agent.runtime.protocol import SandboxNetwork
 
 SCRIPT = Path(__file__).with_name("namespace_holder.py")
 TAP = "tap0"
@@ -198,7 +198,7 @@ class RootlessNetworks:
         servers = self._servers if self._servers is not None else configured_servers()
         resolver = resolver_for(sockets, self._policy, self._facts, wants, servers)
         resolver.start()
-        return OpenLane(Lane((user, network), RESOLVER), resolver, undo)
+        return OpenLane(SandboxNetwork((user, network), RESOLVER), resolver, undo)
 
     async def _hold(self) -> Held:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from gpool.agent.network.dns.resolver import RESOLVER, Names, Resolver, Server
 from gpool.agent.network.firewall_rules import TAG_LETTERS
 from gpool.agent.network.policy import EgressPolicy, Gang, HostFacts, Only, Wants, reaches
-from gpool.agent.runtime.protocol import Lane, SandboxFailed
+from gpool.agent.runtime.protocol import SandboxFailed, SandboxNetwork
 
 
 class NoLane(SandboxFailed):
@@ -38,7 +38,7 @@ def tag_for(place: Path) -> str:
 class OpenLane:
     """Sandbox network in use. Close it after the sandbox has ended; a second close does nothing."""
 
-    lane: Lane
+    lane: SandboxNetwork
     resolver: Resolver
     _undo: Callable[[], Awaitable[None]]
     _closed: bool = field(default=False)

@@ -1,7 +1,6 @@
-"""The warmed parent of a runner with `preload`: imports the modules, then forks a child for each function.
+"""The fork server of a runner with `preload`: imports the modules, then forks a child for each function.
 
-Loaded by `serve.py`, which it must not import. It runs nothing of any user's itself and never touches a GPU, so what a
-child finds is the modules and nothing else.
+Loaded by `serve.py`, which it must not import. It runs no user code and opens no GPU: a child inherits the modules only.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import warnings
 from collections import deque
 from typing import Any
 
-# As in serve.py; tests/agent/runtime/test_runner.py holds the two together.
+# As in serve.py; tests/agent/runtime/test_runner.py compares the two.
 DEFINE, CALL, CALL_FILE, PRELOAD, ASSIGN = 1, 2, 3, 4, 5
 WARM, ENDED = 5, 6
 HEAD = struct.Struct("<IB")
@@ -29,24 +28,24 @@ ENDED_BODY = struct.Struct("<QBQ")
 READ_BYTES = 1 << 20
 LEAVING = b"l"
 
-AHEAD_BYTES = 32 * 1024  # calls that lie in a child's pipe; less than it holds
+AHEAD_BYTES = 32 * 1024  # of calls queued in a child's pipe; less than its capacity
 MOST_CHILDREN = 4
 GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
 def warm(runner: Any, names: bytes, buffer: bytes) -> bool:
-    """Import them and serve; False, having served nothing, when one took hold of a GPU, which no fork survives."""
+    """Import the modules and serve; False, without serving, if one opened a GPU: no context survives a fork."""
     preload(runner, names.decode().split("\0"))
     forks = not holds_gpu()
     runner.write(WARM, bytes([forks]))
     if forks:
-        Parent(runner, buffer).serve()
+        ForkServer(runner, buffer).serve()
     return forks
 
 
 def preload(runner: Any, names: list[str]) -> None:
-    """Whatever they print or leave is gone afterwards; one that fails is skipped: the function will say so."""
+    """Import modules, discarding their output and files; a failing one is skipped: the function will fail itself."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for number in (1, 2):
         os.dup2(nowhere, number)
@@ -56,13 +55,12 @@ def preload(runner: Any, names: list[str]) -> None:
             importlib.import_module(name)
     runner.tidy()
     runner.assign(b"")  # variables that an import has set stay
-    runner.path = list(sys.path)
+    runner.baseline.path = list(sys.path)
     gc.collect()
     gc.freeze()
 
 
 def holds_gpu() -> bool:
-    """Whether something in this process has opened a GPU: a context would not survive a fork."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{name}").startswith(GPU_FILES):
@@ -70,29 +68,26 @@ def holds_gpu() -> bool:
     return False
 
 
-class Child:
-    """One function's process, as its parent knows it."""
-
-    def __init__(self, pid: int, calls: int, files: socket.socket, told: int) -> None:
+class FunctionProcess:
+    def __init__(self, pid: int, calls: int, files: socket.socket, reports: int) -> None:
         self.pid = pid
         self.calls = calls
         self.files = files
-        self.told = told
-        self.given: deque[tuple[int, bytes, int]] = deque()  # handed over and not answered
-        self.began = 0  # when it was the first one's turn
-        self.is_mute = False  # it can say nothing more
+        self.reports = reports
+        self.given: deque[tuple[int, bytes, int]] = deque()  # sent and not answered
+        self.began = 0  # start of the oldest
+        self.is_closed = False  # its report pipe has ended
 
     def close(self) -> None:
-        """It ends when nothing more can come."""
         os.close(self.calls)
-        os.close(self.told)
+        os.close(self.reports)
         self.files.close()
 
 
-class Parent:
-    """Hands each call to the child of its function. One child works at a time, so answers come in order.
+class ForkServer:
+    """Sends each call to the child of its function. One child works at a time, so answers come in order.
 
-    What it has handed over it keeps until it is answered: a child that ends takes one call with it, not those behind.
+    Sent calls are kept until answered: a child that dies loses one call, not those queued behind it.
     """
 
     def __init__(self, runner: Any, buffer: bytes) -> None:
@@ -100,10 +95,10 @@ class Parent:
         self.buffer = bytearray(buffer)
         self.pickles: dict[bytes, bytes] = {}
         self.waiting: deque[tuple[int, bytes, int]] = deque()  # kind, body, descriptor or -1
-        self.children: dict[bytes, Child] = {}  # by function, the one used last at the end
-        self.at_work: Child | None = None
+        self.children: dict[bytes, FunctionProcess] = {}  # by function, most recently used last
+        self.busy: FunctionProcess | None = None
         sees_gpu = any(os.environ.get(name) for name in VISIBLE)
-        self.most = 1 if sees_gpu else MOST_CHILDREN  # each would hold its part of a GPU's memory
+        self.most = 1 if sees_gpu else MOST_CHILDREN  # each child holds GPU memory
         self.died, self.bell = os.pipe()
         for number in (self.died, self.bell):
             os.set_blocking(number, False)
@@ -113,14 +108,14 @@ class Parent:
     def serve(self) -> None:
         self.read_frames()
         while True:
-            self.hand_out()
+            self.send_calls()
             watched = [self.runner.calls, self.died]
-            busy = self.at_work
-            if busy is not None and not busy.is_mute:
-                watched.append(busy.told)
+            busy = self.busy
+            if busy is not None and not busy.is_closed:
+                watched.append(busy.reports)
             ready = select.select(watched, [], [])[0]
-            if busy is not None and busy.told in ready:
-                self.hear(busy)
+            if busy is not None and busy.reports in ready:
+                self.receive(busy)
             if self.died in ready:
                 os.read(self.died, 4096)
                 self.reap()
@@ -151,13 +146,13 @@ class Parent:
                 self.waiting.append((kind, body, -1))
         del buffer[:start]
 
-    def hand_out(self) -> None:
-        """As far as the next calls are for the child at work and it has not enough, or no child is at work."""
+    def send_calls(self) -> None:
+        """Send waiting calls to the busy child up to `AHEAD_BYTES`, or to an idle one if none is busy."""
         while self.waiting:
             kind, body, descriptor = self.waiting[0]
             sha256 = CALL_HEAD.unpack_from(body)[1]
             child = self.children.get(sha256)
-            busy = self.at_work
+            busy = self.busy
             if busy is not None:
                 ahead = sum(len(given[1]) for given in busy.given)
                 if child is not busy or ahead + len(body) > AHEAD_BYTES:
@@ -167,32 +162,32 @@ class Parent:
             if not child.given:
                 child.began = time.perf_counter_ns()
                 self.children[sha256] = self.children.pop(sha256)
-            self.at_work = child
+            self.busy = child
             child.given.append(self.waiting.popleft())
             frame = HEAD.pack(len(body), kind) + body
-            with contextlib.suppress(OSError):  # it has ended, and we shall hear of it
+            with contextlib.suppress(OSError):  # the child has ended: `reap` handles it
                 if descriptor >= 0:
                     socket.send_fds(child.files, [b"f"], [descriptor])
                 while frame:
                     frame = frame[os.write(child.calls, frame) :]
 
-    def fork(self, sha256: bytes) -> Child:
+    def fork(self, sha256: bytes) -> FunctionProcess:
         while len(self.children) >= self.most:
             self.dismiss(next(iter(self.children)))
         calls, ours = os.pipe()
-        heard, told = os.pipe()
+        reports, report_end = os.pipe()
         near, far = socket.socketpair()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of threads that a library keeps; it knows of forks
+            warnings.simplefilter("ignore")  # about threads of libraries, which handle forks
             pid = os.fork()
         if pid:
             os.close(calls)
-            os.close(told)
+            os.close(report_end)
             far.close()
-            self.children[sha256] = child = Child(pid, ours, near, heard)
+            self.children[sha256] = child = FunctionProcess(pid, ours, near, reports)
             return child
         try:
-            self.become(sha256, (calls, told, far), (ours, heard))
+            self.become(sha256, (calls, report_end, far), (ours, reports))
             near.close()
             self.runner.serve()
         finally:
@@ -201,7 +196,6 @@ class Parent:
     def become(
         self, sha256: bytes, own: tuple[int, int, socket.socket], parents: tuple[int, int]
     ) -> None:
-        """In the child: a runner like any other, but for its words to the parent."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         runner = self.runner
@@ -210,22 +204,22 @@ class Parent:
         for descriptor in (*parents, self.died, self.bell, runner.calls):
             os.close(descriptor)
         runner.files.close()
-        runner.calls, runner.told, runner.files = own
-        runner.alone = False  # it ends its descendants, and nobody else
+        runner.calls, runner.parent, runner.files = own
+        runner.alone = False  # kills its descendants only
         runner.pid = os.getpid()
         runner.adopt_orphans()
         if sha256 in self.pickles:
             runner.functions[sha256] = self.pickles[sha256]
         numbers = sys.modules.get("numpy.random")
         if numbers is not None:
-            numbers.seed()  # else every child would draw the same ones
+            numbers.seed()  # else every child would draw the same numbers
 
-    def hear(self, child: Child) -> bool:
-        """Whether it said that it leaves: then nothing of what it was given besides had begun."""
+    def receive(self, child: FunctionProcess) -> bool:
+        """Read the child's reports; True if it leaves: no other call sent to it has begun."""
         leaves = False
-        said = os.read(child.told, 4096)
-        child.is_mute = not said
-        for word in said:
+        reports = os.read(child.reports, 4096)
+        child.is_closed = not reports
+        for word in reports:
             if child.given:
                 descriptor = child.given.popleft()[2]
                 if descriptor >= 0:
@@ -235,15 +229,15 @@ class Parent:
         if leaves:
             self.forget(child)
         elif not child.given:
-            self.at_work = None
+            self.busy = None
         return leaves
 
-    def forget(self, child: Child) -> None:
-        """It has ended or will: what it was given and had not begun is given to another."""
+    def forget(self, child: FunctionProcess) -> None:
+        """Drop a child that has ended or will; calls it has not begun are queued again."""
         self.waiting.extendleft(reversed(child.given))
         child.close()
-        if self.at_work is child:
-            self.at_work = None
+        if self.busy is child:
+            self.busy = None
         self.children = {name: one for name, one in self.children.items() if one is not child}
 
     def dismiss(self, sha256: bytes) -> None:
@@ -261,11 +255,11 @@ class Parent:
                     return
                 for child in list(self.children.values()):
                     if child.pid == pid:
-                        self.mourn(child, os.waitstatus_to_exitcode(status))
+                        self.report_end(child, os.waitstatus_to_exitcode(status))
 
-    def mourn(self, child: Child, code: int) -> None:
-        while not child.is_mute and select.select([child.told], [], [], 0)[0]:
-            if self.hear(child):
+    def report_end(self, child: FunctionProcess, code: int) -> None:
+        while not child.is_closed and select.select([child.reports], [], [], 0)[0]:
+            if self.receive(child):
                 return
         if not child.given:
             self.forget(child)
@@ -275,7 +269,7 @@ class Parent:
         if descriptor >= 0:
             os.close(descriptor)
         took = (time.perf_counter_ns() - child.began) // 1000
-        for one in list(self.children.values()):  # tidying ends the others, too
+        for one in list(self.children.values()):  # `tidy` kills the others too
             self.forget(one)
         self.runner.tidy(self.runner.marker)
         self.runner.write(ENDED, ENDED_BODY.pack(number, -code + 128 if code < 0 else code, took))

@@ -1,9 +1,9 @@
-"""Starts one member of a gang by its engine, inside the sandbox and by whatever Python the task's environment has.
+"""Starts one member of a gang with its engine (torchrun, Ray), inside the sandbox, under the environment's Python.
 
-It is handed over as text (`python -c`), so that images and environments need nothing of ours; stdlib only, for any
-Python from 3.8 on. torchrun takes its place. For Ray, the first member starts the head, waits at a gate until the
-others are in, runs the command and ends the cluster by ending; the others start once the head answers, and leave
-when the gate closes.
+It is passed as text (`python -c`), so that images and environments need no part of gpool; stdlib only, for any Python
+from 3.8 on. torchrun replaces this process. For Ray, the first member starts the head, waits until the others have
+joined, runs the command, and ends the cluster by exiting; the others start once the head answers, and exit when their
+connection to it closes.
 """
 
 from __future__ import annotations
@@ -22,30 +22,28 @@ import threading
 MISSING = 127
 ENGINE_FAULT = 125
 RETRY_S = 0.2
-LOOK_S = 1.0
+POLL_S = 1.0
 BACKLOG = 1024
 IN = b"in\n"
 MODULES = {"torchrun": "torch", "ray": "ray"}
 
 
-def say(text: str) -> None:
+def report(text: str) -> None:
     sys.stderr.write(f"gpool: {text}\n")
     sys.stderr.flush()
 
 
 def lacks(engine: str) -> str:
-    """What is missing for the engine, in a sentence; empty when nothing is."""
     module = MODULES[engine]
     if importlib.util.find_spec(module) is not None:
         return ""
     return (
-        f"engine {engine} needs the package {module!r} in the task's environment, and it is not there; "
+        f"engine {engine} needs the package {module!r}, which the task's environment does not have; "
         f"add --pip {module}, or an --image that has it"
     )
 
 
 def start_ray(words: list[str]) -> None:
-    """Ray's own processes of this member; what they say is shown only when they fail."""
     done = subprocess.run(
         [sys.executable, *words],
         stdin=subprocess.DEVNULL,
@@ -55,12 +53,12 @@ def start_ray(words: list[str]) -> None:
     )
     if done.returncode:
         sys.stderr.write(done.stdout.decode("utf-8", "replace"))
-        say(f"Ray did not start here (code {done.returncode})")
+        report(f"Ray did not start here (code {done.returncode})")
         sys.exit(ENGINE_FAULT)
 
 
 def kept(connection: socket.socket) -> socket.socket:
-    """A peer that vanished without a word is noticed within half a minute."""
+    """Set keep-alive: a vanished peer is noticed within 30 s."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
         if hasattr(socket, name):
@@ -69,9 +67,9 @@ def kept(connection: socket.socket) -> socket.socket:
 
 
 def wait_for(gate: socket.socket, others: int) -> list[socket.socket]:
-    """Until every other member has said that it is in; their connections, to be held until the end.
+    """Wait until every other member has joined; return their connections, which stay open until the end.
 
-    One that leaves before would be waited for in vain: this member ends too, and with it the gang.
+    Exits if a member leaves before that, which ends the gang.
     """
     found: list[socket.socket] = []
     with selectors.DefaultSelector() as waiting:
@@ -84,17 +82,14 @@ def wait_for(gate: socket.socket, others: int) -> list[socket.socket]:
                 one = key.fileobj
                 assert isinstance(one, socket.socket)
                 waiting.unregister(one)
-                if not heard(one):
-                    say(
-                        "another member ended before Ray had started there; what it printed says why"
-                    )
+                if not has_joined(one):
+                    report("another member ended before Ray had started there; its output says why")
                     sys.exit(ENGINE_FAULT)
                 found.append(one)
     return found
 
 
-def heard(one: socket.socket) -> bool:
-    """Whether it said that it is in; otherwise it is gone."""
+def has_joined(one: socket.socket) -> bool:
     try:
         return bool(one.recv(len(IN)))
     except OSError:
@@ -102,7 +97,6 @@ def heard(one: socket.socket) -> bool:
 
 
 def lead(words: list[str], command: list[str], nodes: int, at: tuple[str, int], ray: str) -> int:
-    """The first member: the head, and the command once all are in. Its exit code."""
     gate = socket.create_server(at, backlog=BACKLOG)
     start_ray(words)
     others = wait_for(gate, nodes - 1)
@@ -115,15 +109,12 @@ def lead(words: list[str], command: list[str], nodes: int, at: tuple[str, int], 
         else:
             child.send_signal(number)
 
-    for each in (
-        signal.SIGTERM,
-        signal.SIGINT,
-    ):  # first: a command may be warned as soon as it runs
+    for each in (signal.SIGTERM, signal.SIGINT):  # before the start: a warning may come at once
         signal.signal(each, pass_on)
     try:
         child = subprocess.Popen(command, env={**os.environ, "RAY_ADDRESS": ray})
     except OSError as error:
-        say(f"{command[0]}: {error.strerror}")
+        report(f"{command[0]}: {error.strerror}")
         return MISSING
     for number in early:
         child.send_signal(number)
@@ -134,7 +125,6 @@ def lead(words: list[str], command: list[str], nodes: int, at: tuple[str, int], 
 
 
 def raylets() -> list[int]:
-    """The processes of ours that make this member a node of the cluster."""
     found = []
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
@@ -150,7 +140,6 @@ def raylets() -> list[int]:
 
 
 def dialled(host: str, port: int) -> socket.socket:
-    """A connection, as soon as somebody listens there."""
     pause = threading.Event()
     while True:
         try:
@@ -163,7 +152,6 @@ def dialled(host: str, port: int) -> socket.socket:
 
 
 def follow(words: list[str], at: tuple[str, int], ray: str) -> int:
-    """Any other member: in once the head is there, out once it is gone."""
     gate = dialled(*at)
     host, _, port = ray.rpartition(":")
     dialled(host, int(port)).close()
@@ -172,12 +160,12 @@ def follow(words: list[str], at: tuple[str, int], ray: str) -> int:
     try:
         gate.sendall(IN)
         while True:
-            if select.select([gate], [], [], LOOK_S)[0] and not gate.recv(1):
+            if select.select([gate], [], [], POLL_S)[0] and not gate.recv(1):
                 return 0
             if mine and not all(os.path.exists(f"/proc/{pid}") for pid in mine):
-                say("Ray's raylet ended here")
+                report("Ray's raylet ended here")
                 return ENGINE_FAULT
-    except OSError:  # the head vanished
+    except OSError:  # the head is gone
         return 0
 
 
@@ -186,7 +174,7 @@ def main(plan: dict[str, object], command: list[str]) -> int:
     assert isinstance(words, list)
     lack = lacks(engine)
     if lack:
-        say(lack)
+        report(lack)
         return MISSING
     if engine == "torchrun":
         os.execv(sys.executable, [sys.executable, *words, *command])

@@ -1,23 +1,23 @@
-"""The runner: executes functions inside the sandbox, one call at a time. Stdlib and cloudpickle only; run as a script.
+"""The function runner: executes calls inside the sandbox, one at a time. A script; stdlib and cloudpickle only.
 
-`serve.py alone|guarded CALLS ANSWERS FILES`, the last three being descriptors. `alone`: in a process-id namespace of
-its own, so that it may end every other process there; `guarded`: under a guardian, where it ends its descendants.
+`serve.py alone|guarded CALLS ANSWERS FILES`; the last three are descriptors. `alone`: in a process-id namespace of its
+own, where it may kill every other process; `guarded`: under a supervisor, where it kills its descendants.
 
-Frames, both ways: length (u32, of what follows the kind), kind (u8), body; little-endian.
+Frames in both directions: length (u32, of the body), kind (u8), body; little-endian.
   in   1 define    sha256 (32 bytes), pickled function
        2 call      number (u64), sha256, pickled (args, kwargs)
-       3 call      number (u64), sha256; the pickle is a descriptor that comes over FILES
-       4 preload   names of modules, a zero byte between them; at most once, before everything else
+       3 call      number (u64), sha256; the pickle is a descriptor received over FILES
+       4 preload   names of modules, a zero byte between them; at most once, before all other frames
        5 assign    variables, NAME=VALUE, a zero byte between them; at most once, before the first call
-  out  1 ready     marker (16 bytes): what ends each call's output on stdout and stderr
+  out  1 ready     marker (16 bytes), written at the end of each call's output on stdout and stderr
        2 answer    number (u64), raised (u8), microseconds (u64), length of the text (u32), text, pickled value
-       3 answer    the same, the value lying in the values directory under the number
-       4 retire    nothing more will be answered here
-       5 warm      forks (u8): the modules are imported, or were skipped; 0: one of them took hold of a GPU
+       3 answer    the same; the value is a file in the values directory, named by the number
+       4 retire    no more answers will come
+       5 warm      forks (u8): the modules are imported or skipped; 0: one of them opened a GPU
        6 ended     number (u64), exit code (u8), microseconds (u64): the call's process ended before it answered
 
-After `preload` this process has imported the modules, runs nothing of any user's and never touches a GPU: it forks a
-child for each function, which serves the calls of that function as a runner without preload serves all of them.
+After `preload` this process has imported the modules, runs no user code and never opens a GPU: it forks a child for
+each function, which serves the calls of that function like a runner without preload.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import struct
 import sys
 import time
 import traceback
-from _thread import _count as thread_count  # counts threads that `threading` does not know
+from _thread import _count as thread_count  # also counts threads unknown to `threading`
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -49,12 +49,34 @@ READ_BYTES = 1 << 20
 TEXT_LIMIT = 64 * 1024
 PR_SET_CHILD_SUBREAPER = 36
 UMASK = 0o022
-HIGH = 200  # descriptors of ours that a call should not meet
-DONE, LEAVING = b"d", b"l"  # what a child tells its parent after each answer
-MOST_FIRST_PID = 16  # a namespace's first processes: what runs in one of its own has such a number
+HIGH = 200  # the runner's own descriptors, out of the reach of calls
+DONE, LEAVING = b"d", b"l"  # sent by a child to its parent after each answer
+MOST_FIRST_PID = 16  # the first processes of a namespace have such numbers
 
 
-class Runner:
+class Baseline:
+    def __init__(self) -> None:
+        self.environ = dict(os.environ)
+        self.environ_data: dict[Any, Any] = {}
+        self.argv = [""]
+        self.path = list(sys.path)
+
+    def record_environ(self) -> None:
+        self.environ = dict(os.environ)
+        self.environ_data = dict(os.environ._data)  # type: ignore[attr-defined]
+
+    def restore(self) -> None:
+        if os.environ._data != self.environ_data:  # type: ignore[attr-defined]
+            os.environ.clear()
+            os.environ.update(self.environ)
+            self.environ_data = dict(os.environ._data)  # type: ignore[attr-defined]
+        if sys.argv != self.argv:
+            sys.argv = list(self.argv)
+        if sys.path != self.path:
+            sys.path[:] = self.path
+
+
+class FunctionRunner:
     def __init__(self, alone: bool, calls: int, answers: int, files: int, values: str) -> None:
         self.alone = alone
         self.calls = calls
@@ -62,20 +84,16 @@ class Runner:
         self.files = socket.socket(fileno=files)
         self.values = values
         self.functions: dict[bytes, Any] = {}
-        self.marker = b"\0\xff" + os.urandom(14)  # begins as no text ends
+        self.marker = b"\0\xff" + os.urandom(14)  # no text ends with its beginning
         self.home = os.getcwd()
         self.folders = [self.home, "/tmp", "/dev/shm"] if alone else [self.home]
-        self.environ = dict(os.environ)
-        self.argv = list(sys.argv)
-        self.path = list(sys.path)
+        self.baseline = Baseline()
         self.pid = os.getpid()
-        self.environ_data: dict[Any, Any] = {}
         self.texts = [sys.stdout, sys.stderr]
         self.pipes = [(number, duplicate(number), identity(number)) for number in (1, 2)]
-        self.told = -1  # where a child says that it has answered
+        self.parent = -1  # where a child reports its answers
 
     def serve(self) -> None:
-        """Until nothing more comes, or a call has spoiled this process."""
         buffer = bytearray()
         start = 0
         read, head, size = os.read, HEAD.unpack_from, HEAD.size
@@ -106,7 +124,6 @@ class Runner:
             buffer += more
 
     def call(self, kind: int, body: bytes) -> bool:
-        """Answer one call; False when this process is not fit for another."""
         number, sha256 = CALL_HEAD.unpack_from(body)
         threads = thread_count()
         began = time.perf_counter_ns()
@@ -126,12 +143,12 @@ class Runner:
             except (pickle.PicklingError, AttributeError, TypeError, RecursionError, ImportError):
                 value = self.dump(result)
             del args, kwargs, result
-        except BaseException as failure:  # noqa: BLE001 - whatever a function raises is its answer
+        except BaseException as failure:  # noqa: BLE001 - any exception is the answer
             raised = 1
             value, text = self.describe(failure)
             del failure
         if os.getpid() != self.pid:
-            os._exit(0)  # a forked child came back from the function: the call is its parent's
+            os._exit(0)  # a child forked by the function returned: the parent answers
         took = (time.perf_counter_ns() - began) // 1000
         clean = self.clean(threads)
         encoded = text.encode("utf-8", "backslashreplace") if text else b""
@@ -142,21 +159,20 @@ class Runner:
             self.write(ANSWER_FILE, head + encoded)
         else:
             self.write(ANSWER, head + encoded + value)
-        if self.told >= 0:
-            os.write(self.told, DONE if clean else LEAVING)
+        if self.parent >= 0:
+            os.write(self.parent, DONE if clean else LEAVING)
             if not clean:
                 os._exit(0)
         return clean
 
     def adopt_orphans(self) -> None:
-        """What descendants leave behind becomes a child of ours, and so cannot get away."""
+        """Become the parent of orphaned descendants, so that none escapes."""
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     def assign(self, variables: bytes) -> None:
         pairs = (pair.partition(b"=") for pair in variables.split(b"\0") if pair)
         os.environ.update({os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs})
-        self.environ = dict(os.environ)
-        self.environ_data = dict(os.environ._data)  # type: ignore[attr-defined]
+        self.baseline.record_environ()
 
     def load_function(self, pickled: bytes) -> Any:
         try:
@@ -181,7 +197,7 @@ class Runner:
             ) from refused
 
     def describe(self, failure: BaseException) -> tuple[bytes, str]:
-        """(the pickled exception or a stand-in, the traceback as text). The runner's own frame is left out."""
+        """Return (the pickled exception or a substitute, the traceback without the runner's own frame)."""
         trace = failure.__traceback__.tb_next if failure.__traceback__ else None
         try:
             lines = traceback.format_exception(type(failure), failure, trace)
@@ -191,9 +207,7 @@ class Runner:
         if len(text) > TEXT_LIMIT:
             text = text[: TEXT_LIMIT // 2] + "\n…\n" + text[-TEXT_LIMIT // 2 :]
         try:
-            if not isinstance(
-                failure, Exception
-            ):  # SystemExit must not end whoever asks for the result
+            if not isinstance(failure, Exception):  # SystemExit must not end the consumer
                 raise TypeError
             value = bytes(cloudpickle.dumps(failure, 5))
             pickle.loads(value)
@@ -204,20 +218,11 @@ class Runner:
         return value, text
 
     def clean(self, threads: int) -> bool:
-        """Between calls: no other process, no file, the first environment; False when threads were left."""
         self.tidy(self.marker)
-        if os.environ._data != self.environ_data:  # type: ignore[attr-defined]
-            os.environ.clear()
-            os.environ.update(self.environ)
-            self.environ_data = dict(os.environ._data)  # type: ignore[attr-defined]
-        if sys.argv != self.argv:
-            sys.argv = list(self.argv)
-        if sys.path != self.path:
-            sys.path[:] = self.path
+        self.baseline.restore()
         return thread_count() <= threads
 
     def tidy(self, marker: bytes = b"") -> None:
-        """No other process, no file; the marker ends the output."""
         signal.alarm(0)
         os.umask(UMASK)
         self.restore_output()
@@ -239,7 +244,6 @@ class Runner:
                 empty(folder, names)
 
     def restore_output(self) -> None:
-        """What is buffered leaves; then output goes where it went before the call, whatever the call did to it."""
         texts = self.texts
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
@@ -266,9 +270,8 @@ class Runner:
     def end_others(self) -> None:
         try:
             while True:
-                os.kill(
-                    -1, signal.SIGKILL
-                )  # everyone in this namespace but its first process and us
+                # all of this namespace except its first process and this one
+                os.kill(-1, signal.SIGKILL)
                 with contextlib.suppress(ChildProcessError):
                     while os.waitpid(-1, os.WNOHANG)[0]:
                         pass
@@ -295,7 +298,7 @@ class Runner:
 
 
 def forking() -> Any:
-    """What only a runner with modules to import needs; it lies beside us, and on no path."""
+    """Load forking.py, which lies beside this script and on no module path."""
     path = os.path.join(os.path.dirname(__file__), "forking.py")
     module: Any = type(sys)("gpool_forking")
     with open(path, "rb") as script:
@@ -304,7 +307,7 @@ def forking() -> Any:
 
 
 def duplicate(number: int) -> int:
-    """The same pipe under a number that a call which closes "all" descriptors hardly reaches."""
+    """Duplicate a pipe to a number that a call closing "all" descriptors hardly reaches."""
     return fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, HIGH)
 
 
@@ -325,7 +328,7 @@ def children() -> list[int]:
 
 
 def empty(folder: str, names: list[str]) -> None:
-    """Remove what a call left, however deep: what lies deeper is moved up first."""
+    """Remove the files of a call at any depth: deep directories are moved up first."""
     moved = 0
     pending = [f"{folder}/{name}" for name in names]
     while pending:
@@ -356,13 +359,12 @@ def main(words: list[str]) -> int:
     for number in words[1:4]:
         os.set_inheritable(int(number), False)
     values = "/values" if alone else os.path.join(os.path.dirname(os.getcwd()), "values")
-    runner = Runner(alone, int(words[1]), int(words[2]), int(words[3]), values)
+    runner = FunctionRunner(alone, int(words[1]), int(words[2]), int(words[3]), values)
     if not alone:
         runner.adopt_orphans()
     sys.argv = [""]
-    runner.argv = [""]
-    runner.environ_data = dict(os.environ._data)  # type: ignore[attr-defined]
-    runner.functions[b""] = sys.modules["__main__"]  # keeps our own globals alive
+    runner.baseline.record_environ()
+    runner.functions[b""] = sys.modules["__main__"]  # keeps this module's globals alive
     sys.modules["__main__"] = type(sys)("__main__")  # a function's own `__main__`, not the runner's
     gc.freeze()
     runner.write(READY, runner.marker)
@@ -373,4 +375,4 @@ def main(words: list[str]) -> int:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
-    os._exit(code)  # threads that a call left must not keep us
+    os._exit(code)  # threads of a call must not delay the exit

@@ -36,9 +36,7 @@ class ArtifactCache:
         self._fetch = fetch
         self._cap = cap_bytes
         self._sizes: OrderedDict[str, int] = OrderedDict()  # the least recently used first
-        self._parts: OrderedDict[str, int] = (
-            OrderedDict()
-        )  # partial downloads that nobody waits for
+        self._parts: OrderedDict[str, int] = OrderedDict()  # partial downloads without a caller
         self._total = 0
         self._users: dict[str, int] = {}
         self._downloads: dict[str, _Download] = {}
@@ -54,7 +52,6 @@ class ArtifactCache:
 
     @asynccontextmanager
     async def held(self, sha256: str, lease: LeaseRef) -> AsyncIterator[Path]:
-        """Yield the artifact's file, kept while the block lasts."""
         file = self._directory / sha256
         self._users[sha256] = self._users.get(sha256, 0) + 1
         try:
@@ -122,7 +119,6 @@ class ArtifactCache:
         self._sizes[sha256] = size
 
     def _count_part(self, sha256: str) -> None:
-        """Count the partial download, if there is one."""
         with suppress(FileNotFoundError):
             size = (self._directory / f"{sha256}{PART}").stat().st_size
             self._total += size - self._parts.get(sha256, 0)

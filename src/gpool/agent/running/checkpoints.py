@@ -74,7 +74,6 @@ class CheckpointSaver:
         self._complained = ""
 
     async def save(self, sandbox: CommandSandbox, *, running: bool) -> bool:
-        """Save the directory; return whether the server now has it. Errors go to `complain`."""
         try:
             with tempfile.TemporaryDirectory(dir=self._scratch) as folder:
                 return await self._save(sandbox, Path(folder), running)
@@ -117,7 +116,6 @@ class CheckpointSaver:
     async def _stable_reading(
         self, sandbox: CommandSandbox, into: Path
     ) -> tuple[OutputFile, ...] | None:
-        """Return a reading that equals the one before it; None if the files keep changing."""
         before: tuple[OutputFile, ...] | None = None
         for _ in range(READINGS):
             try:
@@ -131,7 +129,6 @@ class CheckpointSaver:
         return None
 
     async def _read(self, sandbox: CommandSandbox, into: Path) -> tuple[OutputFile, ...]:
-        """Return the files; empty if the directory does not exist yet."""
         try:
             found = await uninterrupted(sandbox.collect([self._directory], into))
         except BadOutput as bad:

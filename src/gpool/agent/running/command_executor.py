@@ -21,10 +21,10 @@ from gpool.agent.runtime.protocol import (
     BadOutput,
     CommandJob,
     CommandSandbox,
-    Ended,
     Runtime,
+    SandboxExit,
     SandboxFailed,
-    Staged,
+    StagedInput,
 )
 from gpool.agent.state_machine.instructions import (
     CommandCheckpointed,
@@ -44,7 +44,7 @@ LAST_SAVE_S = 600.0
 SOONER = 10
 """A failed save is tried again after this fraction of the interval."""
 
-Outcome = tuple[Ended, tuple[OutputFile, ...]]
+Outcome = tuple[SandboxExit, tuple[OutputFile, ...]]
 
 
 class CommandExecutor:
@@ -52,7 +52,7 @@ class CommandExecutor:
         self._context = context
         self._start = start
         self._lease = LeaseRef(start.task, start.epoch)
-        self._outcome = Ended(KILLED, EndReason.LOST)
+        self._outcome = SandboxExit(KILLED, EndReason.LOST)
         self._outputs: tuple[OutputFile, ...] = ()
         self._began = context.clock()
         self._sandbox: CommandSandbox | None = None  # while the command runs
@@ -87,11 +87,10 @@ class CommandExecutor:
             return
         if reason is EndReason.PREEMPTED and self._exited:
             return  # it exited by itself: its outputs are being uploaded
-        self._outcome = Ended(KILLED, reason)
+        self._outcome = SandboxExit(KILLED, reason)
         self.task.cancel()
 
     async def _terminate(self, sandbox: CommandSandbox, grace_us: int) -> None:
-        """Send SIGTERM, wait for the grace, kill in any case; the main task then sees the end."""
         try:
             if grace_us:
                 with contextlib.suppress(TimeoutError, SandboxFailed, OSError):
@@ -102,7 +101,6 @@ class CommandExecutor:
             await sandbox.kill()
 
     def _report(self, task: asyncio.Task[None]) -> None:
-        """Feed the end, also if the task was cancelled before its first step."""
         ended = executor_failure(task) or self._outcome
         start = self._start
         took = self._context.clock() - self._began
@@ -126,7 +124,6 @@ class CommandExecutor:
         self._context.feed(CommandCheckpointed(self._start.task, self._start.epoch, files))
 
     def _note(self, text: str) -> None:
-        """Add a line of the agent to the task's output."""
         data = f"[gpool: {text}]\n".encode()
         self._context.feed(CommandPrinted(self._start.task, self._start.epoch, 2, data))
 
@@ -139,27 +136,27 @@ class CommandExecutor:
             self._outcome, self._outputs = await self._run()
         except SandboxFailed as error:
             fault = None if self._has_begun else error.fault
-            self._outcome = Ended(125, error.reason, str(error), fault=fault)
+            self._outcome = SandboxExit(125, error.reason, str(error), fault=fault)
         except BadOutput as error:
-            self._outcome = Ended(125, EndReason.BAD_OUTPUT, str(error))
+            self._outcome = SandboxExit(125, EndReason.BAD_OUTPUT, str(error))
         except (GpoolError, OSError) as error:
             detail = f"{type(error).__name__}: {error}"
             fault = None if self._has_begun else Fault.UNCLEAR
-            self._outcome = Ended(125, EndReason.SANDBOX_FAILED, detail, fault=fault)
+            self._outcome = SandboxExit(125, EndReason.SANDBOX_FAILED, detail, fault=fault)
 
     async def _run(self) -> Outcome:
         start, spec = self._start, self._start.spec
         runtime = self._runtime = self._context.runtime_for(spec, start.owner)
         async with contextlib.AsyncExitStack() as stack:
             staged = await self._fetch(stack)
-            if isinstance(staged, Ended):
+            if isinstance(staged, SandboxExit):
                 return staged, ()
             gang = start.gang
-            lane_wanted = None if gang is None else gangs.lane_of(spec, gang)
-            prepared = self._context.prepare(spec, self._reach, self._note, lane_wanted)
-            environment, lane = await stack.enter_async_context(prepared)
-            share = self._context.gpu_share_for(runtime, start.user, start.allocation.slices)
-            seat = await stack.enter_async_context(share)
+            gang_network = None if gang is None else gangs.network_of(spec, gang)
+            prepared = self._context.prepare(spec, self._reach, self._note, gang_network)
+            environment, network = await stack.enter_async_context(prepared)
+            shares = self._context.gpu_share_for(runtime, start.user, start.allocation.slices)
+            share = await stack.enter_async_context(shares)
             command, variables = spec.command, spec.env
             if gang is not None:
                 command = gangs.command_of(spec, gang, start.allocation)
@@ -171,10 +168,10 @@ class CommandExecutor:
                 start.allocation.slices,
                 limits_of(spec, start.allocation),
                 environment,
-                lane,
+                network,
                 image_of(spec),
                 self._note,
-                seat,
+                share,
             )
             sandbox = await start_sandbox(runtime, runtime.start_command(job))
             self._began = self._context.clock()
@@ -185,12 +182,13 @@ class CommandExecutor:
                     self._ending.cancel()
                 await self._context.remove_sandbox(sandbox)
 
-    async def _fetch(self, stack: contextlib.AsyncExitStack) -> tuple[Staged, ...] | Ended:
-        """Fetch the inputs, and over them the checkpoint of an earlier attempt; return the end if one is not available."""
+    async def _fetch(
+        self, stack: contextlib.AsyncExitStack
+    ) -> tuple[StagedInput, ...] | SandboxExit:
         spec, checkpoint = self._start.spec, self._start.checkpoint
         if spec.inputs or checkpoint:
             self._reach(Phase.FETCH)
-        staged: dict[str, Staged] = {}
+        staged: dict[str, StagedInput] = {}
         named: list[tuple[str, InputFile]] = [("input", file) for file in spec.inputs]
         named += [("checkpoint", file) for file in checkpoint]
         for what, wanted in named:
@@ -200,12 +198,13 @@ class CommandExecutor:
             except Unreachable:
                 raise
             except GpoolError as error:
-                return Ended(125, EndReason.BAD_INPUT, f"{what} {wanted.path}: {error.detail}")
-            staged[wanted.path] = Staged(wanted.path, source, wanted.executable)
+                return SandboxExit(
+                    125, EndReason.BAD_INPUT, f"{what} {wanted.path}: {error.detail}"
+                )
+            staged[wanted.path] = StagedInput(wanted.path, source, wanted.executable)
         return tuple(staged.values())
 
     async def _watch(self, sandbox: CommandSandbox) -> Outcome:
-        """Follow the running command to its end, then collect checkpoint and outputs."""
         start = self._start
         self._sandbox = sandbox
         self._has_begun = True
@@ -225,7 +224,7 @@ class CommandExecutor:
                 saving.cancel()
                 await asyncio.wait([saving])
         if self._end_asked is not None:
-            ended = Ended(KILLED, self._end_asked)
+            ended = SandboxExit(KILLED, self._end_asked)
         else:
             self._exited = True
         if self._saver is not None and (ended.reason is not EndReason.EXITED or ended.exit_code):
@@ -258,8 +257,7 @@ class CommandExecutor:
     def _wanted(self) -> tuple[str, ...]:
         return self._start.spec.outputs if self._collects else ()
 
-    async def _collect(self, sandbox: CommandSandbox, ended: Ended) -> Outcome:
-        """Upload the outputs; those of a failed command as far as they exist."""
+    async def _collect(self, sandbox: CommandSandbox, ended: SandboxExit) -> Outcome:
         with tempfile.TemporaryDirectory(dir=self._context.scratch) as folder:
             into = Path(folder)
             found: list[OutputFile] = []

@@ -24,33 +24,31 @@ def starter_text() -> str:
     return Path(starter.__file__).read_text("utf-8")
 
 
-def lane_of(spec: TaskSpec, told: Rendezvous) -> Gang:
-    """Return the network of the member's sandbox."""
+def network_of(spec: TaskSpec, member: Rendezvous) -> Gang:
     egress = spec.requirements.network is Network.EGRESS
-    return Gang(told.rank, told.peers, told.secret, egress)
+    return Gang(member.rank, member.peers, member.secret, egress)
 
 
-def command_of(spec: TaskSpec, told: Rendezvous, part: Allocation) -> tuple[str, ...]:
-    """Return the command line of the member: the task's command, started by its engine."""
+def command_of(spec: TaskSpec, member: Rendezvous, part: Allocation) -> tuple[str, ...]:
     if spec.engine is Engine.NONE:
         return spec.command
-    nodes = len(told.peers)
+    nodes = len(member.peers)
     plan = {
         "engine": spec.engine.value,
-        "rank": told.rank,
+        "rank": member.rank,
         "nodes": nodes,
         "head": str(gangs.address_of(0)),
         "gate": gangs.GATE_PORT,
         "ray": gangs.ray_address(),
-        "words": gangs.engine_words(spec.engine, told.rank, nodes, part),
+        "words": gangs.engine_words(spec.engine, member.rank, nodes, part),
     }
-    engine, said = spec.engine.value, json.dumps(plan)
-    return ("/bin/sh", "-c", INTERPRETER, starter_text(), engine, said, *spec.command)
+    engine, text = spec.engine.value, json.dumps(plan)
+    return ("/bin/sh", "-c", INTERPRETER, starter_text(), engine, text, *spec.command)
 
 
-def variables_of(spec: TaskSpec, told: Rendezvous) -> tuple[tuple[str, str], ...]:
+def variables_of(spec: TaskSpec, member: Rendezvous) -> tuple[tuple[str, str], ...]:
     """Return the variables of the member; the task's own override them."""
-    return (*gangs.variables(told.rank, len(told.peers)), *QUIET.get(spec.engine, ()))
+    return (*gangs.variables(member.rank, len(member.peers)), *QUIET.get(spec.engine, ()))
 
 
 QUIET = {Engine.RAY: (("RAY_USAGE_STATS_ENABLED", "0"), ("RAY_DISABLE_IMPORT_WARNING", "1"))}

@@ -22,17 +22,17 @@ from gpool.agent.running.sandboxes import (
     warm_key_of,
 )
 from gpool.agent.runtime.protocol import (
-    Answer,
-    Call,
-    Ended,
-    GpuSeat,
-    Lane,
-    Output,
-    Prepared,
+    CallAnswer,
+    CallOutput,
+    FunctionCall,
+    GpuShare,
+    PreparedEnvironment,
     RunnerJob,
     RunnerSandbox,
     Runtime,
+    SandboxExit,
     SandboxFailed,
+    SandboxNetwork,
 )
 from gpool.agent.runtime.runner_calls import PYTHON
 from gpool.agent.state_machine.end_reports import why_it_died
@@ -63,7 +63,7 @@ class RunnerExecutor:
         self._number = 0
         self._defined: set[str] = set()
         self._files: dict[int, contextlib.AsyncExitStack] = {}  # large arguments in use
-        self._outcome = Ended(KILLED, EndReason.EXITED, "ended by the agent")
+        self._outcome = SandboxExit(KILLED, EndReason.EXITED, "ended by the agent")
         self._runtime: Runtime | None = None  # once it is chosen
         self._has_begun = False  # it accepted calls
         self._count_memory()
@@ -74,7 +74,6 @@ class RunnerExecutor:
         self.task.cancel()
 
     def _count_memory(self) -> None:
-        """Count its memory as leased."""
         if self._context.warm is not None:
             self._context.warm.lease_began(self, self._start.allocation.memory_bytes)
 
@@ -89,7 +88,6 @@ class RunnerExecutor:
         self._wake.set()
 
     def _report(self, task: asyncio.Task[None]) -> None:
-        """Feed the end, also if the task was cancelled before its first step."""
         self._release_memory()
         ended = executor_failure(task) or self._outcome
         number = self._start.runner
@@ -104,39 +102,38 @@ class RunnerExecutor:
             self._outcome = await self._run()
         except SandboxFailed as error:
             fault = None if self._has_begun else error.fault
-            self._outcome = Ended(125, error.reason, f"{error}", fault=fault)
+            self._outcome = SandboxExit(125, error.reason, f"{error}", fault=fault)
         except (GpoolError, OSError) as error:
             fault = None if self._has_begun else Fault.UNCLEAR
-            self._outcome = Ended(125, EndReason.SANDBOX_FAILED, f"{error}", fault=fault)
+            self._outcome = SandboxExit(125, EndReason.SANDBOX_FAILED, f"{error}", fault=fault)
         self._outcome = await self._context.with_fault(self._outcome, self._runtime)
 
-    async def _run(self) -> Ended:
-        """Serve calls in a warm sandbox if there is one, else in a fresh one."""
+    async def _run(self) -> SandboxExit:
         start = self._start
         runtime = self._runtime = self._context.runtime_for(start.spec, start.owner)
         async with self._context.gpu_share_for(
             runtime, start.user, start.allocation.slices
-        ) as seat:
-            warmed = await self._take_warm(runtime, seat)
+        ) as share:
+            warmed = await self._take_warm(runtime, share)
             if warmed is not None:
                 async with warmed.resources:
                     return await self._serve(warmed.sandbox)
-            prepared = self._context.prepare(start.spec, self._reach, self._said)
-            async with prepared as (environment, lane):
-                job = self._job(environment, lane, seat)
+            prepared = self._context.prepare(start.spec, self._reach, self._log_progress)
+            async with prepared as (environment, network):
+                job = self._job(environment, network, share)
                 return await self._serve(await start_sandbox(runtime, runtime.start_runner(job)))
 
-    async def _take_warm(self, runtime: Runtime, seat: GpuSeat | None) -> WarmedSandbox | None:
+    async def _take_warm(self, runtime: Runtime, share: GpuShare | None) -> WarmedSandbox | None:
         start = self._start
         key = warm_key_of(runtime, start.spec, start.allocation)
         if key is None or self._context.warm is None:
             return None
-        if seat is not None and seat.binds:
+        if share is not None and share.binds:
             return None  # its mounts must be there from the start of the sandbox
         warmed = self._context.warm.take(key)
         if warmed is None:
             return None
-        given = seat.variables if seat is not None else ()
+        given = share.variables if share is not None else ()
         try:
             await warmed.sandbox.assign((*start.spec.env, *start.secrets, *given))
         except SandboxFailed:
@@ -150,11 +147,14 @@ class RunnerExecutor:
     def _reach(self, phase: Phase) -> None:
         self._context.feed(RunnerReached(self._start.runner, phase))
 
-    def _said(self, line: str) -> None:
-        log.info("environment", runner=self._start.runner, said=line)
+    def _log_progress(self, line: str) -> None:
+        log.info("environment", runner=self._start.runner, line=line)
 
     def _job(
-        self, environment: Prepared | None, lane: Lane | None, seat: GpuSeat | None
+        self,
+        environment: PreparedEnvironment | None,
+        network: SandboxNetwork | None,
+        share: GpuShare | None,
     ) -> RunnerJob:
         start, spec = self._start, self._start.spec
         return RunnerJob(
@@ -163,14 +163,14 @@ class RunnerExecutor:
             start.allocation.slices,
             limits_of(spec, start.allocation),
             environment,
-            lane,
+            network,
             image_of(spec),
             spec.preload,
-            self._said,
-            seat,
+            self._log_progress,
+            share,
         )
 
-    async def _serve(self, sandbox: RunnerSandbox) -> Ended:
+    async def _serve(self, sandbox: RunnerSandbox) -> SandboxExit:
         writer = asyncio.create_task(self._write(sandbox))
         try:
             self._has_begun = True
@@ -198,8 +198,7 @@ class RunnerExecutor:
             return  # the sandbox is gone; its event stream ends too
 
     async def _send_queued(self, sandbox: RunnerSandbox) -> None:
-        """Send all queued calls in order; fetch functions and large arguments before their call."""
-        ready: list[Call] = []
+        ready: list[FunctionCall] = []
         while self._queue:
             call = self._queue.popleft()
             sha256, payload = call.function_sha256, call.payload_sha256
@@ -224,7 +223,7 @@ class RunnerExecutor:
                     continue
             self._number += 1
             self._leases[self._number] = (call.task, call.epoch)
-            ready.append(Call(self._number, sha256, call.payload, file))
+            ready.append(FunctionCall(self._number, sha256, call.payload, file))
         if ready:
             await sandbox.send(ready)
 
@@ -239,12 +238,12 @@ class RunnerExecutor:
 
     # ---- answers out
 
-    async def _feed_batch(self, batch: Sequence[Answer | Output]) -> None:
+    async def _feed_batch(self, batch: Sequence[CallAnswer | CallOutput]) -> None:
         runner = self._start.runner
         answers: list[CallAnswered] = []
         leases = self._leases
         for event in batch:
-            if type(event) is Answer:
+            if type(event) is CallAnswer:
                 lease = leases.pop(event.number, None)
                 if lease is None:
                     continue
@@ -268,7 +267,7 @@ class RunnerExecutor:
                         event.output,
                     )
                 )
-            elif isinstance(event, Output) and (running := leases.get(event.number)):
+            elif isinstance(event, CallOutput) and (running := leases.get(event.number)):
                 if answers:
                     self._context.feed(CallsAnswered(runner, tuple(answers)))
                     answers = []
@@ -278,8 +277,7 @@ class RunnerExecutor:
             if not leases and not self._queue:
                 self._release_memory()
 
-    async def _large(self, lease: tuple[int, int], answer: Answer, file: Path) -> CallAnswered:
-        """Upload a value that is too large for a frame as an artifact of its lease."""
+    async def _large(self, lease: tuple[int, int], answer: CallAnswer, file: Path) -> CallAnswered:
         answered = CallAnswered(
             *lease,
             answer.raised,
@@ -303,7 +301,7 @@ class RunnerExecutor:
             await asyncio.to_thread(file.unlink, missing_ok=True)
 
 
-def _died(lease: tuple[int, int], answer: Answer, ended: Ended) -> CallAnswered:
+def _died(lease: tuple[int, int], answer: CallAnswer, ended: SandboxExit) -> CallAnswered:
     reason, text = why_it_died(ended)
     code = ended.exit_code or 1
     took, output = answer.duration_us, answer.output

@@ -18,16 +18,16 @@ from gpool.agent.network.policy import Egress, Gang
 from gpool.agent.running.artifact_cache import ArtifactCache
 from gpool.agent.runtime.protocol import (
     CommandSandbox,
-    Ended,
-    GpuSeat,
-    Lane,
-    Limits,
+    GpuShare,
     PartFailed,
-    Prepared,
+    PreparedEnvironment,
     RunnerSandbox,
     Runtime,
+    RuntimeAbility,
+    SandboxExit,
     SandboxFailed,
-    Warming,
+    SandboxLimits,
+    SandboxNetwork,
     WarmRunner,
 )
 from gpool.agent.runtime.runner_calls import PYTHON
@@ -68,10 +68,8 @@ class Uploader(Protocol):
 
 
 class OpenNetwork(Protocol):
-    """An open sandbox network; to be closed once nothing runs in it."""
-
     @property
-    def lane(self) -> Lane: ...
+    def lane(self) -> SandboxNetwork: ...
 
     async def close(self) -> None: ...
 
@@ -86,9 +84,7 @@ class NetworkProvider(Protocol):
 
     async def close(self) -> None: ...
 
-    async def open(self, wants: Egress | Gang, /) -> OpenNetwork:
-        """Raises `SandboxFailed`."""
-        ...
+    async def open(self, wants: Egress | Gang, /) -> OpenNetwork: ...
 
 
 class EnvironmentProvider(Protocol):
@@ -100,20 +96,16 @@ class EnvironmentProvider(Protocol):
 
     def prepare(
         self, name: str, recipe: Recipe | None, said: Callable[[str], None], /
-    ) -> contextlib.AbstractAsyncContextManager[Prepared | None]:
+    ) -> contextlib.AbstractAsyncContextManager[PreparedEnvironment | None]:
         """Yield the environment, kept while the block lasts; None: the agent's own Python is enough.
 
         `said` receives progress, a line at a time. Raises `SandboxFailed` if it cannot be built.
         """
         ...
 
-    def ready(self) -> frozenset[str]:
-        """Return the names of cached environments."""
-        ...
+    def ready(self) -> frozenset[str]: ...
 
-    def pythons(self) -> frozenset[str]:
-        """Return the Python versions ("3.12") on this machine."""
-        ...
+    def pythons(self) -> frozenset[str]: ...
 
 
 class GpuShareProvider(Protocol):
@@ -125,7 +117,7 @@ class GpuShareProvider(Protocol):
 
     def seat(
         self, user: int, slices: Sequence[Slice], /
-    ) -> contextlib.AbstractAsyncContextManager[GpuSeat | None]:
+    ) -> contextlib.AbstractAsyncContextManager[GpuShare | None]:
         """Yield the GPU share of one sandbox, kept while the block lasts; None: the slices are of no real GPU.
 
         Raises `SandboxFailed`.
@@ -135,8 +127,6 @@ class GpuShareProvider(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WarmedSandbox:
-    """A warm sandbox, and the resources to close after it."""
-
     sandbox: WarmRunner
     resources: contextlib.AsyncExitStack
 
@@ -146,11 +136,7 @@ class WarmedSandbox:
 
 
 class WarmSandboxes(Protocol):
-    """Keeps unassigned sandboxes ready as far as memory is idle."""
-
-    def take(self, key: WarmKey, /) -> WarmedSandbox | None:
-        """Return a sandbox for this key, now the caller's; None: start one."""
-        ...
+    def take(self, key: WarmKey, /) -> WarmedSandbox | None: ...
 
     def offered(self, offer: Offer, /) -> None: ...
 
@@ -162,15 +148,11 @@ class WarmSandboxes(Protocol):
 
 
 class SelfCheck(Protocol):
-    """Finds whether a failed start is this node's fault, see `gpool.agent.running.self_check`."""
-
     async def fault(self, runtime: Runtime, /) -> Fault: ...
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLimits:
-    """The services that the owner's policy allows."""
-
     tiers: frozenset[Tier] = frozenset(Tier)
     egress: bool = True
     gangs: bool = True
@@ -191,11 +173,11 @@ class ExecutorContext:
     allowed: Callable[[], PolicyLimits] = PolicyLimits
     warm: WarmSandboxes | None = None
     cleaning: set[asyncio.Task[None]] = field(default_factory=set)
-    seats: GpuShareProvider | None = None
+    gpu_shares: GpuShareProvider | None = None
     self_check: SelfCheck | None = None
     survey: Callable[[], Awaitable[None]] | None = None  # returns once the current offer was sent
 
-    async def with_fault(self, ended: Ended, runtime: Runtime | None) -> Ended:
+    async def with_fault(self, ended: SandboxExit, runtime: Runtime | None) -> SandboxExit:
         """Return the end with the fault that a self-check finds, if nothing of the task ran.
 
         Where a part of the node failed, the offer without that part is sent before the end is.
@@ -211,13 +193,13 @@ class ExecutorContext:
     @contextlib.asynccontextmanager
     async def gpu_share_for(
         self, runtime: Runtime, user: int, slices: Sequence[Slice]
-    ) -> AsyncIterator[GpuSeat | None]:
+    ) -> AsyncIterator[GpuShare | None]:
         """Yield the GPU share of one sandbox; the tier without isolation, for owners only, uses GPUs directly."""
-        if self.seats is None or not slices or runtime.tier is Tier.NONE:
+        if self.gpu_shares is None or not slices or runtime.tier is Tier.NONE:
             yield None
             return
-        async with self.seats.seat(user, slices) as seat:
-            yield seat
+        async with self.gpu_shares.seat(user, slices) as share:
+            yield share
 
     async def remove_sandbox(self, sandbox: CommandSandbox | RunnerSandbox) -> None:
         """Return once nothing of it runs; its files are removed in the background."""
@@ -249,7 +231,11 @@ class ExecutorContext:
         strong = [one for one in lent if one.tier.strength >= floor.strength]
         if not strong or (floor is Tier.NONE and all(r.tier is not floor for r in strong)):
             raise PartFailed(f"this node has no runtime of tier {floor.value!r}")
-        fitting = [one for one in strong if one.images == bool(image_of(spec))]
+        fitting = [
+            one
+            for one in strong
+            if (RuntimeAbility.IMAGES in one.abilities) == bool(image_of(spec))
+        ]
         if not fitting:
             what = f"the image {image_of(spec)!r}" if image_of(spec) else "a task without an image"
             raise PartFailed(f"no runtime of tier {floor.value!r} here runs {what}")
@@ -269,8 +255,7 @@ class ExecutorContext:
         reach: Callable[[Phase], None],
         said: Callable[[str], None],
         gang: Gang | None = None,
-    ) -> AsyncIterator[tuple[Prepared | None, Lane | None]]:
-        """Yield environment and network of one sandbox, kept while the block lasts; `reach` receives each phase."""
+    ) -> AsyncIterator[tuple[PreparedEnvironment | None, SandboxNetwork | None]]:
         async with contextlib.AsyncExitStack() as stack:
             prepared = None
             named = environment_of(spec)
@@ -281,7 +266,7 @@ class ExecutorContext:
                 making = self.environments.prepare(*named, said)
                 prepared = await stack.enter_async_context(making)
             reach(Phase.START)
-            lane = None
+            network = None
             outward = spec.requirements.network is not Network.NONE
             if outward and (self.networks is None or not self.allowed().egress):
                 raise PartFailed(f"this node gives no network {spec.requirements.network.value!r}")
@@ -290,11 +275,11 @@ class ExecutorContext:
             if self.networks is not None and (outward or gang is not None):
                 opened = await self.networks.open(Egress() if gang is None else gang)
                 stack.push_async_callback(run_to_completion, opened.close)
-                lane = opened.lane
+                network = opened.lane
                 if gang is not None:
                     names = rendezvous.hosts(gang.rank, len(gang.peers), HOSTNAME)
-                    lane = replace(lane, hosts=names, gang=True)
-            yield prepared, lane
+                    network = replace(network, hosts=names, gang=True)
+            yield prepared, network
 
 
 def image_of(spec: TaskSpec) -> str:
@@ -302,7 +287,6 @@ def image_of(spec: TaskSpec) -> str:
 
 
 def environment_of(spec: TaskSpec) -> tuple[str, Recipe | None] | None:
-    """Return name and recipe of the environment; None: the agent's own Python, or an image."""
     recipe = spec.recipe
     minor = spec.requirements.python
     if recipe is None and minor not in (None, PYTHON):
@@ -313,14 +297,12 @@ def environment_of(spec: TaskSpec) -> tuple[str, Recipe | None] | None:
 
 
 def warm_key_of(runtime: Runtime, spec: TaskSpec, allocation: Allocation) -> WarmKey | None:
-    """Return the key of warm sandboxes for this task; None if a warm one cannot serve it."""
     isolated = spec.requirements.network is Network.NONE
-    whole = all(
-        part.share_milli == 1000 for part in allocation.slices
-    )  # a part needs a GPU share first
+    # A part of a GPU needs a GPU share first.
+    whole = all(part.share_milli == 1000 for part in allocation.slices)
     if not spec.preload or not isolated or not whole:
         return None
-    if image_of(spec) or not isinstance(runtime, Warming):
+    if image_of(spec) or RuntimeAbility.WARM_RUNNERS not in runtime.abilities:
         return None
     return WarmKey(
         runtime.name,
@@ -332,8 +314,8 @@ def warm_key_of(runtime: Runtime, spec: TaskSpec, allocation: Allocation) -> War
     )
 
 
-def limits_of(spec: TaskSpec, allocation: Allocation) -> Limits:
-    limits = Limits(allocation.cpu_milli, allocation.memory_bytes)
+def limits_of(spec: TaskSpec, allocation: Allocation) -> SandboxLimits:
+    limits = SandboxLimits(allocation.cpu_milli, allocation.memory_bytes)
     if spec.requirements.nodes > 1:
         processes = max(limits.processes, allocation.cpu_milli * PROCESSES_A_CPU // 1000)
         limits = replace(limits, open_files=OPEN_FILES_OF_GANGS, processes=processes)
@@ -347,7 +329,7 @@ async def start_sandbox(runtime: Runtime, start: Awaitable[S]) -> S:
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
-        if runtime.gives_up:
+        if RuntimeAbility.CANCELLABLE_START in runtime.abilities:
             starting.cancel()
         with contextlib.suppress(SandboxFailed, asyncio.CancelledError):
             sandbox = await starting
@@ -370,9 +352,9 @@ async def run_to_completion(work: Callable[[], Awaitable[None]]) -> None:
     working.result()
 
 
-def executor_failure(task: asyncio.Task[None]) -> Ended | None:
+def executor_failure(task: asyncio.Task[None]) -> SandboxExit | None:
     """Return an end for a bug in the executor: the state machine must not wait forever."""
     if task.cancelled() or (error := task.exception()) is None:
         return None
     log.error("executor_failed", exc_info=error)
-    return Ended(125, EndReason.SANDBOX_FAILED, f"a fault in the agent: {error!r}")
+    return SandboxExit(125, EndReason.SANDBOX_FAILED, f"a fault in the agent: {error!r}")

@@ -12,7 +12,13 @@ from collections.abc import Callable
 import structlog
 
 from gpool.agent.running.sandboxes import run_to_completion, start_sandbox
-from gpool.agent.runtime.protocol import CommandJob, Limits, Runtime, SandboxFailed, SelfChecking
+from gpool.agent.runtime.protocol import (
+    CommandJob,
+    Runtime,
+    RuntimeAbility,
+    SandboxFailed,
+    SandboxLimits,
+)
 from gpool.core.model import MIB, EndReason, Fault
 
 log = structlog.get_logger(__name__)
@@ -21,7 +27,9 @@ AGAIN_AFTER_US = 10_000_000
 """How long a result is valid."""
 WITHIN_S = 30.0
 """A busy machine may be slow without being broken."""
-SIMPLEST = CommandJob(("/bin/true",), (), (), (), Limits(1000, 256 * MIB, disk_bytes=16 * MIB))
+SIMPLEST = CommandJob(
+    ("/bin/true",), (), (), (), SandboxLimits(1000, 256 * MIB, disk_bytes=16 * MIB)
+)
 
 
 class RuntimeSelfCheck:
@@ -35,7 +43,6 @@ class RuntimeSelfCheck:
         self.checks = 0  # so far
 
     async def fault(self, runtime: Runtime, /) -> Fault:
-        """Return whose fault a failed start in this runtime is: the node's, or unclear."""
         async with self._locks.setdefault(runtime.name, asyncio.Lock()):
             known = self._found.get(runtime.name)
             if known is None or self._clock() >= known[0] + AGAIN_AFTER_US:
@@ -59,9 +66,10 @@ class RuntimeSelfCheck:
 
 async def _error_of(runtime: Runtime) -> str:
     try:
-        if isinstance(runtime, SelfChecking):
-            return await runtime.wrong()
-        return "" if runtime.images else await _cannot_start(runtime)
+        known = await runtime.self_check()
+        if known is not None or RuntimeAbility.IMAGES in runtime.abilities:
+            return known or ""
+        return await _cannot_start(runtime)
     except (SandboxFailed, OSError) as error:
         if isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError):
             raise TimeoutError from error  # the runtime's own time-out

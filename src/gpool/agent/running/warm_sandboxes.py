@@ -12,7 +12,7 @@ from typing import assert_never
 import structlog
 
 from gpool.agent.running.sandboxes import EnvironmentProvider, WarmedSandbox, start_sandbox
-from gpool.agent.runtime.protocol import RunnerJob, Runtime, SandboxFailed, Warming
+from gpool.agent.runtime.protocol import RunnerJob, Runtime, RuntimeAbility, SandboxFailed
 from gpool.agent.state_machine.warm_plan import Discard, Prepare, WarmKey, WarmPool, room_for_warm
 from gpool.core.errors import GpoolError
 from gpool.core.model import Offer
@@ -25,7 +25,6 @@ log = structlog.get_logger(__name__)
 
 
 def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Return the bytes that are free without swapping."""
     for line in meminfo.read_text().splitlines():
         name, _, rest = line.partition(":")
         if name == "MemAvailable":
@@ -34,8 +33,6 @@ def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
 
 
 class WarmPoolManager:
-    """`run` lasts as long as the agent; sandboxes still warm then are ended."""
-
     def __init__(
         self,
         runtimes: Sequence[Runtime],
@@ -43,7 +40,9 @@ class WarmPoolManager:
         clock: Callable[[], int],
         available: Callable[[], int] = available_memory,
     ) -> None:
-        self._warming = {one.name: one for one in runtimes if isinstance(one, Warming)}
+        self._warming = {
+            one.name: one for one in runtimes if RuntimeAbility.WARM_RUNNERS in one.abilities
+        }
         self._environments = environments
         self._clock = clock
         self._available = available
@@ -69,12 +68,10 @@ class WarmPoolManager:
         return self._ready.pop(number)
 
     def offered(self, offer: Offer) -> None:
-        """Set the memory that is lent; none of a closed machine."""
         self._offered_bytes = 0 if offer.closed else offer.memory_bytes
         self._wake.set()
 
     def lease_began(self, holder: object, memory_bytes: int) -> None:
-        """Count leased memory; warm sandboxes are ended for it if need be."""
         self._leased[holder] = memory_bytes
         if self._pool.entries:
             self._wake.set()
@@ -110,7 +107,6 @@ class WarmPoolManager:
                     assert_never(order)
 
     async def _prepare(self, order: Prepare) -> None:
-        """Prepare one sandbox, then wait until it ends or is handed out."""
         number = order.number
         try:
             warmed = await self._make(order)

@@ -1,1 +1,1 @@
-"""How a task is isolated on this node. `protocol` is the door; one module a runtime behind it."""
+"""Sandbox runtimes: ways to isolate a task on this node. `protocol` is their interface, `registry` lists them."""

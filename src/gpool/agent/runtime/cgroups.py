@@ -1,4 +1,4 @@
-"""Limits by control group, version 1, 2 or hybrid, where the host lets us make one. Refuses nothing: without, rlimits hold."""
+"""Control groups, version 1, 2 or hybrid, where the host permits them. Without any, rlimits apply."""
 
 from __future__ import annotations
 
@@ -9,27 +9,24 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpool.agent.runtime.protocol import Limits
+from gpool.agent.runtime.protocol import SandboxLimits
 
-WANTED = ("memory", "pids", "cpu", "blkio", "io")  # the last two: version 1's and version 2's word
+WANTED = ("memory", "pids", "cpu", "blkio", "io")  # the last two: names in version 1 and 2
 CPU_PERIOD_US = 100_000
 LEAST_CPU_US = 1_000
 LEAST_SHARES, LEAST_WEIGHT, MOST_WEIGHT = 2, 1, 10_000
 
-
-FREE = {
+UNCAPPED = {
     1: {"cpu.shares": "8192", "cpu.cfs_quota_us": "-1"},
     2: {"cpu.weight": "800", "cpu.max": f"max {CPU_PERIOD_US}"},
 }
 
 Enable = Callable[[Path, bool], set[str]]
-"""Turns controllers on for a group's children and says which are on; the flag: it is the agent's own group."""
+"""Enables controllers for a group's children and returns the enabled ones; the flag: it is the agent's own group."""
 
 
 @dataclass(frozen=True, slots=True)
-class Hierarchy:
-    """Where we may make groups: one directory a controller (v1), or the same for all (v2)."""
-
+class CgroupHierarchy:
     version: int  # 0: none
     parents: tuple[tuple[str, Path], ...]  # (controller, directory)
 
@@ -38,15 +35,15 @@ class Hierarchy:
         return frozenset(name for name, _ in self.parents)
 
 
-def find(mounts: str, membership: str, enable: Enable | None = None) -> Hierarchy:
-    """From the text of `/proc/self/mountinfo` and `/proc/self/cgroup`: where this process may make groups."""
+def find(mounts: str, membership: str, enable: Enable | None = None) -> CgroupHierarchy:
+    """Find the groups this process may make children in, from `/proc/self/mountinfo` and `/proc/self/cgroup`."""
     ours = {}
     for line in membership.splitlines():
         _, names, path = line.split(":", 2)
         for name in names.split(","):
             ours[name] = path
     first: list[tuple[str, Path]] = []
-    second: Hierarchy | None = None
+    second: CgroupHierarchy | None = None
     for line in mounts.splitlines():
         left, _, right = line.partition(" - ")
         root, place = left.split(" ")[3:5]
@@ -61,20 +58,19 @@ def find(mounts: str, membership: str, enable: Enable | None = None) -> Hierarch
             for usable in _usable(Path(place), root, own):
                 enabled = (enable or _enable)(usable, usable == _of(Path(place), root, own))
                 if enabled:
-                    second = Hierarchy(2, tuple((name, usable) for name in sorted(enabled)))
+                    second = CgroupHierarchy(2, tuple((name, usable) for name in sorted(enabled)))
                     break
     if first:
-        return Hierarchy(1, tuple(sorted(first)))
-    return second or Hierarchy(0, ())
+        return CgroupHierarchy(1, tuple(sorted(first)))
+    return second or CgroupHierarchy(0, ())
 
 
 def _of(place: Path, root: str, ours: str) -> Path:
-    """The directory of the group we are in; the mount itself when ours lies outside of it."""
     return place / os.path.relpath(ours, root) if ours.startswith(root) else place
 
 
 def _usable(place: Path, root: str, ours: str) -> Iterator[Path]:
-    """Our own group, then those above it: a group that holds other processes can have no limited children."""
+    """Yield the agent's own group, then its ancestors: a group with processes in it can have no limited children."""
     own = _of(place, root, ours)
     for candidate in (own, *own.parents):
         if (candidate / "cgroup.procs").exists() and os.access(candidate, os.W_OK):
@@ -84,7 +80,7 @@ def _usable(place: Path, root: str, ours: str) -> Iterator[Path]:
 
 
 def _enable(parent: Path, is_own: bool) -> set[str]:
-    """Turn the controllers on for children; the agent steps into a leaf of its own group when the kernel asks for it."""
+    """Enable the controllers for children; the agent moves into a leaf of its own group if the kernel requires it."""
     available = set((parent / "cgroup.controllers").read_text().split()) & set(WANTED)
     switch = parent / "cgroup.subtree_control"
     words = " ".join(f"+{name}" for name in sorted(available))
@@ -104,12 +100,12 @@ def _enable(parent: Path, is_own: bool) -> set[str]:
     return set()
 
 
-class Group:
-    """One sandbox's group, kept for the next sandbox in the same slot. `limit` writes only what changed."""
+class ControlGroup:
+    """The group of a slot, used by one sandbox after another. `limit` writes changed values only."""
 
-    def __init__(self, hierarchy: Hierarchy, name: str, disk: str = "") -> None:
+    def __init__(self, hierarchy: CgroupHierarchy, name: str, disk: str = "") -> None:
         self._version = hierarchy.version
-        self._disk = disk  # "major:minor" of where work directories lie; "": it has none
+        self._disk = disk  # "major:minor" of the work directories' disk; "": unknown
         self._paths = {controller: parent / name for controller, parent in hierarchy.parents}
         self._written: dict[Path, str] = {}
         for path in set(self._paths.values()):
@@ -117,36 +113,36 @@ class Group:
 
     @property
     def joins(self) -> tuple[str, ...]:
-        """Files a process writes its id into to be in it."""
         return tuple(sorted({str(path / "cgroup.procs") for path in self._paths.values()}))
 
-    def limit(self, limits: Limits) -> None:
-        """A cap, and for the processor a weight too: under pressure each keeps what it leased."""
+    def limit(self, limits: SandboxLimits) -> None:
+        """Set caps, and for the processor also a weight, so that each sandbox keeps its lease under pressure."""
         values = _first(limits, self._disk) if self._version == 1 else _second(limits, self._disk)
         for controller, path in self._paths.items():
             for name, value in values.get(controller, {}).items():
                 self._write(path / name, value)
 
-    def let_die(self) -> None:
-        """To be killed at once: hundreds of processes have to run once more to end, and under a small share of the
-        processor that takes a minute. `limit` sets it again."""
+    def uncap_cpu(self) -> None:
+        """Lift the processor limits before a kill; `limit` sets them again.
+
+        Hundreds of processes must each run once more to die, which under a small cap takes a minute.
+        """
         path = self._paths.get("cpu")
         if path is not None:
-            for name, value in FREE[self._version].items():
+            for name, value in UNCAPPED[self._version].items():
                 with contextlib.suppress(OSError):
                     self._write(path / name, value)
 
     def _write(self, path: Path, value: str) -> None:
         if self._written.get(path) == value:
             return
-        # cpu quota and swap are kernel options; a virtual disk may know no throttling
+        # cpu quota and swap are kernel options; a virtual disk may not support throttling
         missing = (OSError,) if path.name.startswith(("io.", "blkio.")) else (FileNotFoundError,)
         with contextlib.suppress(*missing):
             path.write_text(value)
         self._written[path] = value
 
     def memory_kills(self) -> int:
-        """How many processes the kernel killed in it for memory, ever."""
         path = self._paths.get("memory")
         if path is None:
             return 0
@@ -159,7 +155,6 @@ class Group:
         return 0
 
     def memory_used(self) -> int:
-        """Bytes its processes hold; 0 where nobody counts."""
         path = self._paths.get("memory")
         name = "memory.usage_in_bytes" if self._version == 1 else "memory.current"
         with contextlib.suppress(OSError):
@@ -171,20 +166,20 @@ class Group:
 
 
 def is_in(pid: int, name: str) -> bool:
-    """Whether a process is in the group of this name, or in one beneath it; engines write `docker-NAME.scope`."""
+    """Whether a process is in the group of this name or beneath it; engines name it `docker-NAME.scope`."""
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
     except OSError:
-        return False  # it has ended
+        return False  # the process has ended
     parts = {part for line in lines for part in line.split(":", 2)[2].split("/")}
     scopes = {part.removesuffix(".scope").partition("-")[2] for part in parts if ".scope" in part}
     return name in parts | scopes
 
 
-def _first(limits: Limits, disk: str) -> dict[str, dict[str, str]]:
+def _first(limits: SandboxLimits, disk: str) -> dict[str, dict[str, str]]:
     throttle = {}
     if disk:
-        rate = limits.io_bytes_per_s or 0  # 0: none; buffered writes are only counted by version 2
+        rate = limits.io_bytes_per_s or 0  # 0: unlimited; version 1 does not count buffered writes
         throttle = {
             f"blkio.throttle.{way}_bps_device": f"{disk} {rate}" for way in ("read", "write")
         }
@@ -200,7 +195,7 @@ def _first(limits: Limits, disk: str) -> dict[str, dict[str, str]]:
     }
 
 
-def _second(limits: Limits, disk: str) -> dict[str, dict[str, str]]:
+def _second(limits: SandboxLimits, disk: str) -> dict[str, dict[str, str]]:
     rate = limits.io_bytes_per_s or "max"
     weight = min(MOST_WEIGHT, max(LEAST_WEIGHT, limits.cpu_milli // 10))
     return {
@@ -211,12 +206,12 @@ def _second(limits: Limits, disk: str) -> dict[str, dict[str, str]]:
     }
 
 
-def _quota(limits: Limits) -> int:
+def _quota(limits: SandboxLimits) -> int:
     return max(LEAST_CPU_US, limits.cpu_milli * CPU_PERIOD_US // 1000)
 
 
 def disk_of(directory: Path, sys: Path = Path("/sys/dev/block")) -> str:
-    """ "major:minor" of the whole disk a directory lies on, as throttles want it; "" where there is no such disk."""
+    """Return "major:minor" of the whole disk that holds a directory, as throttles name it; "" if there is none."""
     number = directory.stat().st_dev
     entry = sys / f"{os.major(number)}:{os.minor(number)}"
     if (entry / "partition").exists():
@@ -224,8 +219,7 @@ def disk_of(directory: Path, sys: Path = Path("/sys/dev/block")) -> str:
     return entry.name if entry.exists() else ""
 
 
-def sweep(hierarchy: Hierarchy, prefix: str) -> None:
-    """Kill and remove every group of an earlier agent with this prefix."""
+def sweep(hierarchy: CgroupHierarchy, prefix: str) -> None:
     for _, parent in hierarchy.parents:
         _end(parent.glob(f"{prefix}*"))
 
@@ -242,6 +236,6 @@ def _end(paths: Iterable[Path]) -> None:
             except FileNotFoundError:
                 break
             except OSError:
-                os.sched_yield()  # dying processes still count for a moment
+                os.sched_yield()  # dying processes occupy the group for a moment
             else:
                 break

@@ -1,6 +1,6 @@
-"""Takes a whole directory out of a work directory and makes it the agent's own. Refuses special files; follows no link.
+"""Moves a built directory (an environment) out of a work directory into the agent's ownership.
 
-For what a sandbox built and others will be given read-only: an environment. Everything inside has ended by then.
+Refuses special files and follows no link. Every process of the sandbox has ended by then.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ DIRECTORY_MODE = 0o755
 
 
 def take(work: Path, directory: str, to: Path, uid: int) -> None:
-    """The directory beneath `work` becomes `to`, which must be on the same file system and not exist.
+    """Move `directory` beneath `work` to `to`, which must not exist and lie on the same file system.
 
-    All in it must belong to `uid`; afterwards it is this process's, plain files are read-only and nothing is setuid.
-    Raises `BadOutput`, and then nothing of it is left.
+    Every entry must belong to `uid`; afterwards the agent owns all, plain files are read-only and nothing is setuid.
+    Raises `BadOutput`, after removing the directory.
     """
     try:
         parts = checked(directory).split("/")
     except Invalid as bad:
         raise BadOutput(bad.detail) from bad
-    name = f".taking-{secrets.token_hex(8)}"
+    name = f".collecting-{secrets.token_hex(8)}"
     with opened(to.parent, None) as target:
         with contextlib.ExitStack() as held:
             above = held.enter_context(opened(work, None))
             try:
                 for part in parts[:-1]:
                     above = held.enter_context(opened(part, above))
-                inner = directory_at(above, parts[-1])  # and no link to one
+                inner = directory_at(above, parts[-1])  # never a link
                 held.callback(os.close, inner)
-                os.fchmod(inner, 0o700)  # a directory one may not write cannot be moved either
+                os.fchmod(inner, 0o700)  # moving a directory needs the right to write it
                 os.rename(parts[-1], name, src_dir_fd=above, dst_dir_fd=target)
             except (FileNotFoundError, NotADirectoryError) as missing:
                 raise BadOutput(f"there is no directory '{shown(directory)}'") from missing
@@ -56,14 +56,14 @@ def take(work: Path, directory: str, to: Path, uid: int) -> None:
 
 
 def _own(top: int, uid: int) -> None:
-    """Depth first, so that a directory is sealed after what lies in it."""
-    mine = set[tuple[int, int]]()  # files of several names that were met before
+    mine = set[tuple[int, int]]()  # files with several names that were handled already
     _own_directory(top, uid, mine, "", 0)
 
 
 def _own_directory(
     directory: int, uid: int, mine: set[tuple[int, int]], path: str, depth: int
 ) -> None:
+    # depth first: a directory is sealed after its contents
     if depth > MOST_DEPTH:
         raise BadOutput(f"'{shown(path)}' lies deeper than {MOST_DEPTH} directories")
     _must_be_of(os.fstat(directory), uid, path)
@@ -104,4 +104,4 @@ def _own_file(directory: int, name: str, facts: os.stat_result) -> None:
 
 def _must_be_of(facts: os.stat_result, uid: int, path: str) -> None:
     if facts.st_uid != uid:
-        raise BadOutput(f"'{shown(path)}' belongs to somebody else")
+        raise BadOutput(f"'{shown(path)}' belongs to another user than the sandbox's")

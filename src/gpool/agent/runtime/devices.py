@@ -1,4 +1,4 @@
-"""Which device nodes of real GPUs a sandbox gets, and what CUDA is told. Simulated GPUs bring nothing."""
+"""Device nodes and CUDA variables of the real GPUs of a lease. Simulated GPUs have none."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ CONTROL_NODES = (
 )
 SYSTEM = Path("/sys")
 SYSTEM_FOLDERS = ("bus/pci", "devices/pci*", "devices/system", "module/nvidia*")
-"""What CUDA and its libraries read of it: where a GPU sits, which processors and memory are near, the driver."""
+"""Read by CUDA and its libraries: PCI addresses of GPUs, nearby processors and memory, the driver."""
 DRIVER = Path("/proc/driver/nvidia/gpus")
-
-
 CAPABILITIES = Path("/proc/driver/nvidia-caps/mig-minors")
 CAPABILITY_NODES = Path("/dev/nvidia-caps")
 CAPABILITY_MODE = stat.S_IFCHR | 0o444
@@ -28,7 +26,6 @@ DEVICES = Path("/proc/devices")
 
 
 def device_arguments(gpus: Mapping[int, Gpu], slices: Sequence[Slice]) -> list[str]:
-    """bwrap's arguments for the real GPUs among the slices; none when there is none."""
     real = [
         gpus[s.gpu_index] for s in slices if s.gpu_index in gpus and not gpus[s.gpu_index].simulated
     ]
@@ -36,7 +33,6 @@ def device_arguments(gpus: Mapping[int, Gpu], slices: Sequence[Slice]) -> list[s
 
 
 def device_nodes(gpus: Sequence[Gpu]) -> tuple[str, ...]:
-    """The device nodes of real GPUs."""
     if not gpus:
         return ()
     minors = _minors(DRIVER)
@@ -44,7 +40,6 @@ def device_nodes(gpus: Sequence[Gpu]) -> tuple[str, ...]:
 
 
 def node_arguments(nodes: Sequence[str]) -> list[str]:
-    """bwrap's arguments for device nodes, as far as they are there, and for what CUDA reads of the system."""
     if not nodes:
         return []
     words = []
@@ -59,7 +54,7 @@ def node_arguments(nodes: Sequence[str]) -> list[str]:
 
 
 def visible_devices(gpus: Mapping[int, Gpu], slices: Sequence[Slice]) -> str:
-    """For CUDA_VISIBLE_DEVICES: uuids of real GPUs, plain numbers of simulated ones, nothing for CPU tasks."""
+    """Return CUDA_VISIBLE_DEVICES: uuids of real GPUs, numbers of simulated ones, "" for CPU tasks."""
     names = []
     for s in slices:
         gpu = gpus.get(s.gpu_index)
@@ -68,7 +63,10 @@ def visible_devices(gpus: Mapping[int, Gpu], slices: Sequence[Slice]) -> str:
 
 
 def capability_minors(text: str, gpu: int, instance: int, compute: int) -> tuple[int, ...]:
-    """From the driver's list: the nodes by which one MIG instance of the GPU with this device minor is opened."""
+    """Return the minors of the capability nodes of one MIG instance, from the driver's list (`mig-minors`).
+
+    `gpu` is the device minor of the GPU.
+    """
     found = dict(line.rsplit(" ", 1) for line in text.splitlines() if " " in line)
     place = f"gpu{gpu}/gi{instance}"
     names = (f"{place}/access", f"{place}/ci{compute}/access")
@@ -76,7 +74,6 @@ def capability_minors(text: str, gpu: int, instance: int, compute: int) -> tuple
 
 
 def capability_nodes(gpu: int, instance: int, compute: int) -> tuple[str, ...]:
-    """The same as paths; those the driver's own tool has not made yet are made, which takes root."""
     made = []
     for minor in capability_minors(CAPABILITIES.read_text(), gpu, instance, compute):
         node = CAPABILITY_NODES / f"nvidia-cap{minor}"
@@ -93,11 +90,11 @@ def _major(name: str) -> int:
         number, _, word = line.strip().partition(" ")
         if word == name:
             return int(number)
-    raise FileNotFoundError(f"the kernel knows no device {name!r}")
+    raise FileNotFoundError(f"/proc/devices lists no device {name!r}: is the NVIDIA driver loaded?")
 
 
 def _minors(driver: Path) -> dict[str, int]:
-    """uuid -> number of its node, which need not be NVML's index."""
+    """Return uuid -> minor of the device node, which need not be NVML's index."""
     found = {}
     if driver.is_dir():
         for entry in driver.iterdir():

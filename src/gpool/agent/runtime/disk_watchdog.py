@@ -1,12 +1,11 @@
-"""The disk watchdog: ends a sandbox whose work directory outgrows its limit. Not exact: see below what gets past it.
+"""The disk watchdog: kills a sandbox whose work directory exceeds its limit. The limit is not exact.
 
-Ten times a second it asks the file system how much is free, which costs nothing; only when the disk has filled by half
-of what a sandbox has left is that sandbox's directory counted (and once a minute, for what others remove meanwhile hides
-what it writes), and never for more than a tenth of the time. So a task
-gets past its limit by what it can write in a tenth of a second and while it is counted; a single file ends at the limit
-exactly (RLIMIT_FSIZE). Every entry counts as one block, so a million empty files are over 4 GB. `/tmp` and `/dev/shm` are
-memory file systems of a fixed size, counted with the task's memory: their limit is exact. Files without a name count
-while a process holds them open; those held only by a message in a socket, or mapped where the agent is not root, don't.
+Ten times a second it reads the free space of the file system, at no cost. A sandbox's directory is counted only when the
+disk has filled by half of the sandbox's remaining bytes, and once a minute, because deletions by others hide its writes;
+counting takes at most a tenth of the time. So a task can exceed its limit by the bytes it writes in 0.1 s and during the
+count; a single file ends exactly at the limit (RLIMIT_FSIZE). Every entry counts as at least one block: a million empty
+files are 4 GB. `/tmp` and `/dev/shm` are tmpfs of a fixed size, counted as memory: their limit is exact. Unlinked files
+count while a process holds them open, except those held by a message in a socket, or mapped while the agent is not root.
 """
 
 from __future__ import annotations
@@ -20,50 +19,48 @@ from pathlib import Path
 
 from gpool.agent.runtime.work_directory import directory_at
 
-LOOK_EVERY_S = 0.1
-WORTH_A_LOOK_BYTES = 32 << 20
-LOOK_ANYWAY_S = 1.0  # what others remove meanwhile hides what one writes
-LOOK_AT_LAST_S = 60.0  # however well it was hidden
-REST_A_LOOK = 10  # times as long as it took
-LEAST_BYTES_AN_ENTRY = 4096  # so that a million empty files count too
+POLL_EVERY_S = 0.1
+WORTH_A_COUNT_BYTES = 32 << 20
+COUNT_AGAIN_S = 1.0  # deletions by others hide the writes of this sandbox
+COUNT_AT_LAST_S = 60.0  # even if the disk has not filled
+PAUSE_FACTOR = 10  # pause after a count, in multiples of its duration
+LEAST_BYTES_AN_ENTRY = 4096
 MOST_DEPTH = 200
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class Watched:
-    """One sandbox's directory and what it may hold."""
-
+class WatchedDirectory:
     def __init__(self, root: Path, limit_bytes: int) -> None:
         self.root = root
         self.limit_bytes = limit_bytes
         self.exceeded = False
         self.free_before = 0
         self.free_inodes_before = 0
-        self.used_bytes = 0  # when it was last counted
-        self.rest_until = 0.0
-        self.look_at = 0.0
-        self.looked_at = 0.0
+        self.used_bytes = 0  # at the last count
+        self.pause_until = 0.0
+        self.count_at = 0.0
+        self.counted_at = 0.0
         self.kill: Callable[[], Awaitable[None]] | None = None
 
 
-class DiskWatch:
+class DiskWatchdog:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._watched: set[Watched] = set()
+        self._watched: set[WatchedDirectory] = set()
         self._task: asyncio.Task[None] | None = None
 
-    def begin(self, watched: Watched, kill: Callable[[], Awaitable[None]]) -> None:
+    def begin(self, watched: WatchedDirectory, kill: Callable[[], Awaitable[None]]) -> None:
         facts = os.statvfs(self._folder)
         watched.free_before = facts.f_bavail * facts.f_frsize
         watched.free_inodes_before = facts.f_favail
         watched.kill = kill
         self._watched.add(watched)
         loop = asyncio.get_running_loop()
-        watched.looked_at = loop.time()
+        watched.counted_at = loop.time()
         if self._task is None or self._task.done():
-            self._task = loop.create_task(self._look())
+            self._task = loop.create_task(self._watch())
 
-    def end(self, watched: Watched) -> None:
+    def end(self, watched: WatchedDirectory) -> None:
         self._watched.discard(watched)
 
     async def close(self) -> None:
@@ -72,21 +69,20 @@ class DiskWatch:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _look(self) -> None:
-        """Runs as long as there is something to watch, and a moment after."""
+    async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
         while self._watched:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(POLL_EVERY_S)
             facts = os.statvfs(self._folder)
             free = facts.f_bavail * facts.f_frsize
             for watched in list(self._watched):
                 began = loop.time()
-                # from when most was free: what others removed before is no credit for what is written now
+                # relative to the most free space seen: earlier deletions by others are no credit for writes
                 watched.free_before = max(watched.free_before, free)
                 watched.free_inodes_before = max(watched.free_inodes_before, facts.f_favail)
                 inodes = (watched.free_inodes_before - facts.f_favail) * LEAST_BYTES_AN_ENTRY
                 grown = max(watched.free_before - free, inodes)
-                if began < watched.rest_until or not _is_worth(watched, grown, began):
+                if began < watched.pause_until or not _should_count(watched, grown, began):
                     continue
                 used = await asyncio.to_thread(used_bytes, watched.root, watched.limit_bytes)
                 if used > watched.limit_bytes and watched.kill is not None:
@@ -95,22 +91,22 @@ class DiskWatch:
                 watched.used_bytes = used
                 watched.free_before, watched.free_inodes_before = free, facts.f_favail
                 ended = loop.time()
-                watched.rest_until = ended + REST_A_LOOK * (ended - began)
-                watched.look_at = ended + LOOK_ANYWAY_S
-                watched.looked_at = ended
+                watched.pause_until = ended + PAUSE_FACTOR * (ended - began)
+                watched.count_at = ended + COUNT_AGAIN_S
+                watched.counted_at = ended
 
 
-def _is_worth(watched: Watched, grown: int, now: float) -> bool:
-    """It cannot be past its limit before the disk has filled by what it had left."""
+def _should_count(watched: WatchedDirectory, grown: int, now: float) -> bool:
+    """A sandbox cannot exceed its limit before the disk has filled by the sandbox's remaining bytes."""
     if grown >= max(1, watched.limit_bytes - watched.used_bytes) // 2:
         return True
-    if now >= watched.looked_at + LOOK_AT_LAST_S:
+    if now >= watched.counted_at + COUNT_AT_LAST_S:
         return True
-    return now >= watched.look_at and grown >= min(WORTH_A_LOOK_BYTES, watched.limit_bytes // 2)
+    return now >= watched.count_at and grown >= min(WORTH_A_COUNT_BYTES, watched.limit_bytes // 2)
 
 
 def used_bytes(root: Path, limit_bytes: int) -> int:
-    """What lies beneath, on the disk; stops counting past the limit. A tree deeper than any sane one is past it."""
+    """Count the disk bytes beneath `root`, stopping past the limit; a tree over `MOST_DEPTH` deep exceeds it."""
     total = 0
     try:
         stack = [os.open(root, _DIRECTORY)]
@@ -134,7 +130,7 @@ def used_bytes(root: Path, limit_bytes: int) -> int:
                     stack.append(below)
                     names.append(os.listdir(below))
             except OSError:
-                continue  # it went away while we looked, or only its owner may look
+                continue  # removed meanwhile, or readable by its owner only
     finally:
         for descriptor in stack:
             os.close(descriptor)
@@ -142,7 +138,7 @@ def used_bytes(root: Path, limit_bytes: int) -> int:
 
 
 def unlinked_bytes(root: Path) -> int:
-    """What the sandbox's processes hold open though it has no name any more; they are known by the `/work` they see."""
+    """Count unlinked files held open by the sandbox's processes, which are identified by the `/work` they see."""
     found: dict[int, int] = {}
     with contextlib.suppress(OSError):
         work = os.stat(root / "work")

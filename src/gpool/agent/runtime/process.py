@@ -1,13 +1,12 @@
-"""No isolation at all: for tasks of the node's own owner, when the owner asks for it. It promises only a clean end.
+"""The process runtime: no isolation, for tasks of the node's owner, if the owner allows it. Only the end is clean.
 
-The launcher puts a guardian above each command: whatever the command starts, however it detaches itself, dies with
-the command, with the guardian's order to stop, and with the agent.
+The launcher puts a supervisor above each command: every descendant, however detached, dies with the command, on the
+supervisor's order to stop, and with the agent.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import resource
 import sys
 import sysconfig
@@ -17,54 +16,56 @@ from pathlib import Path
 import gpool
 from gpool.agent.runtime.bubblewrap.launcher_client import (
     LAUNCHER_DIED,
-    Exit,
+    LaunchedProcess,
     Launcher,
-    Order,
-    Started,
+    LaunchOrder,
+    ProcessExit,
+    StartedProcess,
 )
+from gpool.agent.runtime.descriptors import close_all, command_pipes
 from gpool.agent.runtime.devices import visible_devices
 from gpool.agent.runtime.protocol import (
     CommandJob,
     CommandSandbox,
-    Ended,
-    Limits,
+    PlainRuntime,
     RunnerJob,
     RunnerSandbox,
+    RuntimeAbility,
+    SandboxExit,
     SandboxFailed,
+    SandboxLimits,
 )
-from gpool.agent.runtime.runner_calls import Keeping, must_have, open_runner
-from gpool.agent.runtime.running_command import Command, command_pipes
-from gpool.agent.runtime.work_directory import Workplace, clear
+from gpool.agent.runtime.runner_calls import RunnerHooks, must_have, open_runner
+from gpool.agent.runtime.running_command import RunningCommand
+from gpool.agent.runtime.slots import SandboxSlot, SlotPool, own_uids
+from gpool.agent.runtime.work_directory import WorkDirectory
 from gpool.core.model import EndReason, Gpu, Network, Tier
 
 RUNNER = Path(__file__).parents[1] / "runner" / "serve.py"
 
 
-class ProcessRuntime:
+class ProcessRuntime(PlainRuntime):
     """A `Runtime`. Make it once, in the agent's main thread; it starts its launcher at the first command."""
 
     name = "process"
     tier = Tier.NONE
     networks = frozenset({Network.NONE})
-    images = False
-    gives_up = False
+    abilities = frozenset({RuntimeAbility.GPUS})
 
     def __init__(self, data_dir: Path, *, gpus: Sequence[Gpu] = ()) -> None:
         self.use_gpus(gpus)
-        self._places = data_dir.resolve() / "processes"
-        self._values = data_dir.resolve() / "process-values"
-        for path in (self._places, self._values):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        data = data_dir.resolve()
+        self._slots = SlotPool(
+            data / "processes", data / "process-values", uid_of=own_uids(None), mode=0o700
+        )
         self._launcher = Launcher(place="", binds=(), seccomp=b"")
-        self._made = 0
 
     def use_gpus(self, gpus: Sequence[Gpu]) -> None:
-        """What the machine has now; sandboxes that run keep what they were given."""
         self._gpus = {gpu.index: gpu for gpu in gpus}
 
     async def start_command(self, job: CommandJob) -> CommandSandbox:
         _must_be_plain(job)
-        place = self._make(with_values=False)
+        slot, place = self._take(with_values=False)
         ours: tuple[int, ...] = ()
         try:
             if job.inputs:
@@ -72,53 +73,55 @@ class ProcessRuntime:
             pipes, ours = command_pipes()
             started = await self._start(place, job.argv, job, pipes)
         except BaseException:
-            for descriptor in ours:
-                os.close(descriptor)
-            place.remove()
+            close_all(ours)
+            self._slots.discard(slot, place)
             raise
-        return Command(
+        return RunningCommand(
             started,
             (ours[0], ours[1]),
             place,
             disk_bytes=job.limits.disk_bytes,
             judge=_judge,
-            release=lambda: None,
+            release=lambda: self._slots.release(slot),
         )
 
     async def start_runner(self, job: RunnerJob) -> RunnerSandbox:
         _must_be_plain(job)
         must_have(job.python)
-        place = self._make(with_values=True)
+        slot, place = self._take(with_values=True)
 
-        async def start(descriptors: Sequence[int], numbers: Sequence[int]) -> Started:
+        async def start(descriptors: Sequence[int], numbers: Sequence[int]) -> StartedProcess:
             words = [str(number) for number in numbers]
             argv = [sys.executable, "-B", str(RUNNER), "guarded", *words]
             return await self._start(place, argv, job, descriptors)
 
-        keeping = Keeping(place, self._values, job.limits.disk_bytes, _judge, lambda: None)
-        return await open_runner(start, keeping, job.preload)
+        hooks = RunnerHooks(
+            place,
+            self._slots.values,
+            job.limits.disk_bytes,
+            _judge,
+            lambda: self._slots.release(slot),
+        )
+        return await open_runner(start, hooks, job.preload)
 
     async def sweep(self) -> None:
-        await asyncio.to_thread(clear, self._places, self._values)
+        await asyncio.to_thread(self._slots.sweep)
 
     async def close(self) -> None:
-        """End every command and the launcher; the runtime is of no use afterwards."""
         await self._launcher.close()
 
-    def _make(self, *, with_values: bool) -> Workplace:
-        self._made += 1
-        place = Workplace(self._places / f"{os.getpid()}-{self._made}", os.geteuid())
-        place.make(with_values=with_values)
+    def _take(self, *, with_values: bool) -> tuple[SandboxSlot, WorkDirectory]:
+        slot, place = self._slots.take(with_values=with_values)
         (place.root / "tmp").mkdir(mode=0o700)
-        return place
+        return slot, place
 
     async def _start(
         self,
-        place: Workplace,
+        place: WorkDirectory,
         argv: Sequence[str],
         job: CommandJob | RunnerJob,
         descriptors: Sequence[int],
-    ) -> Started:
+    ) -> LaunchedProcess:
         variables = {
             "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
             "HOME": str(place.work),
@@ -128,7 +131,7 @@ class ProcessRuntime:
             "CUDA_VISIBLE_DEVICES": visible_devices(self._gpus, job.slices),
         }
         return await self._launcher.start(
-            Order(
+            LaunchOrder(
                 mode="process",
                 argv=argv,
                 descriptors=descriptors,
@@ -140,18 +143,18 @@ class ProcessRuntime:
 
 
 def _must_be_plain(job: CommandJob | RunnerJob) -> None:
-    """Environments lie at a path of their own and lanes wall a network off: neither goes without namespaces."""
-    if job.environment is not None or job.lane is not None:
-        raise SandboxFailed("without isolation there is only the agent's own Python and network")
+    if job.environment is not None or job.network is not None:
+        raise SandboxFailed(
+            "the process runtime has only the agent's own Python and network; ask for tier container"
+        )
 
 
 def _source() -> str:
-    """Where gpool itself lies, when it is not installed among the packages."""
     source = Path(gpool.__file__).resolve().parents[1]
     return "" if source == Path(sysconfig.get_path("purelib")).resolve() else str(source)
 
 
-def _rlimits(limits: Limits) -> list[tuple[int, int]]:
+def _rlimits(limits: SandboxLimits) -> list[tuple[int, int]]:
     return [
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, limits.open_files),
@@ -160,7 +163,7 @@ def _rlimits(limits: Limits) -> list[tuple[int, int]]:
     ]
 
 
-def _judge(exit: Exit, head: bytes) -> Ended:  # noqa: ARG001 - the same shape as bubblewrap's
+def _judge(exit: ProcessExit, head: bytes) -> SandboxExit:  # noqa: ARG001 - the signature of all judges
     if exit.lost:
-        return Ended(exit.code, EndReason.SANDBOX_FAILED, LAUNCHER_DIED)
-    return Ended(exit.code)
+        return SandboxExit(exit.code, EndReason.SANDBOX_FAILED, LAUNCHER_DIED)
+    return SandboxExit(exit.code)

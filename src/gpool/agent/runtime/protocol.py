@@ -1,76 +1,73 @@
-"""The door to sandboxes. The daemon starts them through it and never looks behind it.
+"""The interface between the agent and its sandbox runtimes. The agent uses runtimes through it only.
 
-A runtime promises, whatever the task does:
-- nothing of a sandbox survives `kill` or the agent's own death (kill -9 included) by more than two seconds;
-- the task sees no variable, descriptor, file or process of the agent's, and no network;
-- the agent never blocks on it, never follows its links and never unpickles its bytes.
+Guarantees of every runtime, whatever the task does:
+- no process of a sandbox survives `kill`, or the agent's own death (kill -9 included), by more than two seconds;
+- the task sees no variable, descriptor, file, process or network of the agent (tier `none` excepted);
+- the agent never blocks on a sandbox, never follows its links and never unpickles its bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
-from gpool.core.model import EndReason, Fault, Network, OutputFile, Slice, Tier
+from gpool.core.model import EndReason, Fault, Gpu, Network, OutputFile, Slice, Tier
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What one sandbox may take."""
-
+class SandboxLimits:
     cpu_milli: int
     memory_bytes: int
     processes: int = 512
     disk_bytes: int = 10 * 1024**3
     open_files: int = 1024
-    io_bytes_per_s: int | None = None  # of the disk, each way; None: no cap
+    io_bytes_per_s: int | None = None  # disk reads, and disk writes; None: unlimited
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
-    """A file from the artifact cache to be laid into the work directory before the start."""
-
+class StagedInput:
     path: str
     source: Path
     executable: bool
 
 
 ENVIRONMENT_AT = "/opt/gpool/env"
-"""Where an environment lies inside; it was built at this path, so its scripts' first lines are right."""
+"""Mount point of an environment inside a sandbox. Environments are built at this path: their scripts name it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """An environment that lies ready on this node, to be mounted read-only at `ENVIRONMENT_AT`."""
+class PreparedEnvironment:
+    """An environment present on this node, mounted read-only at `ENVIRONMENT_AT`."""
 
     name: str  # as in `TaskSpec.environment`
-    root: Path  # a virtual environment; owned by nobody a task can be
+    root: Path  # a virtual environment, owned by no uid that a task can have
     python: str  # the interpreter, inside: f"{ENVIRONMENT_AT}/bin/python"
     binds: Mapping[str, Path] = field(default_factory=dict)
-    """What else must be seen for it, inside path -> host path, read-only (an interpreter of another minor)."""
+    """Further read-only mounts, inside path -> host path (an interpreter of another minor version)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
-    """A network namespace made for one sandbox, to be entered before its own namespaces are made.
+class SandboxNetwork:
+    """A network namespace made for one sandbox, entered before the sandbox makes its own namespaces.
 
-    Whoever opened the lane closes it after the sandbox is gone. `namespaces` are descriptors for `setns`, in this
-    order (an unprivileged agent's lane lies in a user namespace of its own); they stay the opener's.
+    The opener closes it after the sandbox is gone. `namespaces` are descriptors for `setns`, in this order (the network
+    of an unprivileged agent lies in a user namespace of its own); the opener keeps them open.
     """
 
     namespaces: tuple[int, ...]
-    resolver: str  # the address of the only name server it can reach; goes into /etc/resolv.conf
-    hosts: str = ""  # lines for /etc/hosts, beside loopback
-    gang: bool = False  # leads to the other members of a gang: its sandbox may ask which interfaces there are
+    resolver: str  # address of the only reachable name server, for /etc/resolv.conf
+    hosts: str = ""  # lines for /etc/hosts, after loopback
+    gang: bool = False  # connects the members of a gang: the sandbox may list its interfaces
 
 
-class GpuSeat:
-    """What one sandbox gets of real GPUs, got ready by `gpool.agent.sharing`; for this sandbox alone.
+class GpuShare:
+    """The GPU devices of one sandbox, prepared by `gpool.agent.sharing`.
 
-    A runtime that can tell which processes are its sandbox's says so by `watch`; whoever shares out the GPU may then
-    end it, and leaves the reason in `exceeded`.
+    A runtime that can tell which processes belong to its sandbox calls `watch`; the sharing code may then end the
+    sandbox, with the reason in `exceeded`.
     """
 
     __slots__ = ("binds", "exceeded", "kill", "nodes", "owns", "variables")
@@ -81,130 +78,127 @@ class GpuSeat:
         variables: tuple[tuple[str, str], ...] = (),
         binds: tuple[tuple[str, Path], ...] = (),
     ) -> None:
-        self.nodes = nodes  # devices
-        self.variables = variables  # they win over the task's own
+        self.nodes = nodes  # device nodes
+        self.variables = variables  # override the task's own
         self.binds = binds  # (inside, on the host), writable
         self.owns: Callable[[int], bool] | None = None
         self.kill: Callable[[], Awaitable[None]] | None = None
         self.exceeded = ""
 
     def watch(self, owns: Callable[[int], bool], kill: Callable[[], Awaitable[None]]) -> None:
-        """It has started: whether a process of the host is one of its, and how to end it."""
+        """Register a started sandbox: `owns` tests a host pid, `kill` ends the sandbox."""
         self.owns, self.kill = owns, kill
 
 
-Said = Callable[[str], None]
-"""Hears what a start is busy with when it takes its time, a line at a time."""
+StartProgress = Callable[[str], None]
+"""Receives one line of text per step of a slow start (an image pull)."""
 
 
-def unheard(_line: str) -> None:
+def ignore_progress(_line: str) -> None:
     return
 
 
 @dataclass(frozen=True, slots=True)
 class CommandJob:
-    """One command in a fresh sandbox."""
-
     argv: tuple[str, ...]
-    env: tuple[tuple[str, str], ...] = field(repr=False)  # secrets are among them
-    inputs: tuple[Staged, ...]
+    env: tuple[tuple[str, str], ...] = field(repr=False)  # contains secrets
+    inputs: tuple[StagedInput, ...]
     slices: tuple[Slice, ...]
-    limits: Limits
-    environment: Prepared | None = None  # None: the agent's own Python with its packages
-    lane: Lane | None = None  # None: no network
-    image: str = ""  # for a runtime whose `images` is true
-    said: Said = field(default=unheard, repr=False, compare=False)
-    seat: GpuSeat | None = None  # None: the slices' GPUs as they are
+    limits: SandboxLimits
+    environment: PreparedEnvironment | None = None  # None: the agent's own Python and packages
+    network: SandboxNetwork | None = None  # None: no network
+    image: str = ""  # for a runtime with `RuntimeAbility.IMAGES`
+    progress: StartProgress = field(default=ignore_progress, repr=False, compare=False)
+    gpu_share: GpuShare | None = None  # None: the slices' GPUs as they are
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerJob:
-    """A sandbox with our runner in it, for functions of one user and environment."""
-
     python: str  # "3.11"
-    env: tuple[tuple[str, str], ...] = field(repr=False)  # secrets are among them
+    env: tuple[tuple[str, str], ...] = field(repr=False)  # contains secrets
     slices: tuple[Slice, ...]
-    limits: Limits
-    environment: Prepared | None = None
-    lane: Lane | None = None
+    limits: SandboxLimits
+    environment: PreparedEnvironment | None = None
+    network: SandboxNetwork | None = None
     image: str = ""
-    preload: tuple[
-        str, ...
-    ] = ()  # modules imported before the first call; a failing one is skipped
-    said: Said = field(default=unheard, repr=False, compare=False)
-    seat: GpuSeat | None = None
+    preload: tuple[str, ...] = ()
+    """Modules imported before the first call; a failing import is skipped."""
+    progress: StartProgress = field(default=ignore_progress, repr=False, compare=False)
+    gpu_share: GpuShare | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class SandboxExit:
     """How a sandbox ended. `exit_code` is 128+n for a signal n."""
 
     exit_code: int
-    reason: EndReason = EndReason.EXITED  # or OUT_OF_MEMORY, SANDBOX_FAILED
+    reason: EndReason = EndReason.EXITED  # or OUT_OF_MEMORY, BAD_OUTPUT, SANDBOX_FAILED
     detail: str = ""
-    retired: bool = False  # a runner that ended between two calls, as it had said it would
-    fault: Fault | None = None  # set: nothing of the task ever ran in it
+    retired: bool = False  # a runner that announced its end between two calls
+    fault: Fault | None = None  # set: no process of the task ever ran
 
 
 class CommandSandbox(Protocol):
     """A running command. `output` ends when the last writer is gone; `ended` after that."""
 
     def output(self) -> AsyncIterator[tuple[int, bytes]]:
-        """(stream 1 or 2, bytes) as they come; back-pressure when not read."""
+        """Yield (stream 1 or 2, bytes) as they come; the command blocks while its output is not read."""
         ...
 
-    async def ended(self) -> Ended: ...
+    async def ended(self) -> SandboxExit: ...
 
     async def kill(self) -> None:
-        """Everything in it dies now; returns when it has. Idempotent."""
+        """Kill every process in the sandbox and return when all are gone. Idempotent."""
         ...
 
     async def warn(self) -> None:
-        """SIGTERM to the command; it may go on, save and end by itself. Nothing happens when it has ended."""
+        """Send SIGTERM to the command, which may save and exit by itself. No effect after its end."""
         ...
 
     async def collect(self, wanted: Sequence[str], into: Path) -> list[OutputFile]:
-        """Copies the wanted outputs to `into/<sha256>`, without following links; a checkpoint also while it runs.
+        """Copy the wanted outputs to `into/<sha256>`; also while the command runs (a checkpoint).
 
-        Raises `BadOutput` for what is missing, special, badly named or over the disk limit.
+        Links are never followed. Raises `BadOutput` for an output that is missing, no plain file, badly named or over
+        the disk limit.
         """
         ...
 
     async def remove(self) -> None:
-        """Work directory and everything else of it is gone afterwards. Idempotent."""
+        """Kill the sandbox and remove its work directory. Idempotent."""
         ...
 
 
+class BuildSandbox(CommandSandbox, Protocol):
+    async def take(self, directory: str, to: Path) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
-class Call:
+class FunctionCall:
     """One function call for a runner. Exactly one of `arguments` and `arguments_file` is used."""
 
-    number: int  # chosen by the caller, comes back with the answer
+    number: int  # chosen by the caller, returned with the answer
     function: str  # SHA-256 of a function that was `define`d
     arguments: bytes = b""
     arguments_file: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What became of a call. `value` is pickled and never loaded here."""
+class CallAnswer:
+    """Result of a call. `value` is pickled; the agent never loads it."""
 
     number: int
     raised: bool
     value: bytes
     error_text: str
     duration_us: int
-    output: tuple[
-        tuple[int, bytes], ...
-    ]  # what it printed since the last `Output`, (stream, bytes)
-    value_file: Path | None = None  # instead of `value` when it is large: yours to move or remove
-    ended: Ended | None = None  # its process ended before it returned: there is no value
+    output: tuple[tuple[int, bytes], ...]
+    """(stream, bytes) printed since the last `CallOutput`."""
+    value_file: Path | None = None  # instead of a large `value`; the receiver moves or removes it
+    ended: SandboxExit | None = None  # the call's process ended before it returned: no value
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
-    """Live output of the call that runs now."""
-
+class CallOutput:
     number: int
     stream: int
     data: bytes
@@ -215,15 +209,13 @@ class RunnerSandbox(Protocol):
 
     async def define(self, function: str, pickled: bytes) -> None: ...
 
-    async def send(self, calls: Sequence[Call]) -> None:
-        """Queue calls; returns once they are written."""
+    async def send(self, calls: Sequence[FunctionCall]) -> None: ...
+
+    def events(self) -> AsyncIterator[Sequence[CallAnswer | CallOutput]]:
+        """Yield batches as they come; ends when the sandbox is gone."""
         ...
 
-    def events(self) -> AsyncIterator[Sequence[Answer | Output]]:
-        """Batches as they come; ends when the sandbox is gone."""
-        ...
-
-    async def ended(self) -> Ended: ...
+    async def ended(self) -> SandboxExit: ...
 
     async def kill(self) -> None: ...
 
@@ -231,20 +223,18 @@ class RunnerSandbox(Protocol):
 
 
 class WarmRunner(RunnerSandbox, Protocol):
-    """A runner that has imported its modules and is nobody's yet."""
-
     forks: bool
-    """It keeps the modules apart from what calls do; false when one of them took hold of a GPU."""
+    """Each function runs in a forked child; false if an imported module opened a GPU."""
 
     async def assign(self, variables: Sequence[tuple[str, str]]) -> None:
-        """To one user's work, once: its limits hold from now on, its variables are there at the first call.
+        """Assign the runner to one user, once: set the job's own limits and variables.
 
-        Raises `SandboxFailed` when it is gone, or was assigned before.
+        Raises `SandboxFailed` when the sandbox is gone or already assigned.
         """
         ...
 
     def memory_used(self) -> int:
-        """Bytes that all of it holds now; 0 where nobody counts."""
+        """Bytes held by all its processes; 0 if unknown."""
         ...
 
 
@@ -253,55 +243,102 @@ class BadOutput(Exception):
 
 
 class SandboxFailed(Exception):
-    """The sandbox could not be started; `reason` says where that is the task's own fault, `fault` what is known of the node."""
+    """The sandbox could not be started. `reason` blames the task where it is at fault, `fault` the node."""
 
     reason = EndReason.SANDBOX_FAILED
     fault = Fault.UNCLEAR
 
 
 class PartFailed(SandboxFailed):
-    """A part of this node is out of order, or is not lent any more; the offer says so. The rest of the node is well."""
+    """A part of this node is broken or no longer lent, and the offer says so. The rest of the node works."""
 
     fault = Fault.PART
 
 
-@runtime_checkable
-class SelfChecking(Protocol):
-    """A runtime that knows better than by starting the simplest thing whether it can start anything."""
-
-    async def wrong(self) -> str:
-        """Why it cannot; empty: it can, as far as it knows."""
-        ...
-
-
-@runtime_checkable
-class Warming(Protocol):
-    """A runtime that can prepare a runner before it is known whose it will be."""
-
-    async def warm_runner(self, job: RunnerJob, meanwhile: Limits) -> WarmRunner:
-        """Everything as the job says but for its variables, which come with `assign`; until then under these limits."""
-        ...
+class RuntimeAbility(StrEnum):
+    IMAGES = "images"  # runs container images; a runtime without it runs environments
+    GPUS = "gpus"  # gives the sandbox the GPUs of its lease
+    WARM_RUNNERS = "warm runners"  # `warm_runner` may be called
+    CANCELLABLE_START = (
+        "cancellable start"  # a slow start; on cancellation it ends soon and undoes itself
+    )
 
 
 class Runtime(Protocol):
-    """`name` is the word of the glossary; what it can give is said by the rest."""
+    """A way to isolate tasks. `name` is the word of the glossary, `tier` the strength of the isolation."""
 
     name: str
     tier: Tier
-    images: bool  # it runs `image`s; otherwise `environment`s
-    gives_up: bool  # a start may take long; cancelled, it ends soon and undoes itself
+    abilities: frozenset[RuntimeAbility]
 
     @property
     def networks(self) -> frozenset[Network]: ...
+
+    @property
+    def containers(self) -> tuple[str, ...]:
+        """Ids of running containers, whose processes descend from a container engine; called from any thread."""
+        ...
+
+    def use_gpus(self, gpus: Sequence[Gpu]) -> None:
+        """Replace the list of this machine's GPUs; running sandboxes keep theirs."""
+        ...
 
     async def start_command(self, job: CommandJob) -> CommandSandbox: ...
 
     async def start_runner(self, job: RunnerJob) -> RunnerSandbox: ...
 
+    async def warm_runner(self, job: RunnerJob, meanwhile: SandboxLimits) -> WarmRunner:
+        """Start a runner without the job's variables, under the limits `meanwhile`; `assign` completes it.
+
+        Raises `SandboxFailed` without `RuntimeAbility.WARM_RUNNERS`.
+        """
+        ...
+
+    async def self_check(self) -> str | None:
+        """Return why no sandbox can be started, empty if one can; None: only a start would tell."""
+        ...
+
+    def build_runtime(self) -> BuildRuntime | None:
+        """Return the same runtime if environments can be built in it; else None."""
+        ...
+
     async def sweep(self) -> None:
-        """Remove what an earlier agent, killed without warning, left behind. Called once, before the first task."""
+        """Remove all remains of an earlier agent that was killed. Called once, before the first task."""
         ...
 
     async def close(self) -> None:
-        """End every sandbox; nothing of the runtime is left, and it is of no use afterwards."""
+        """End every sandbox and release everything; the runtime cannot be used afterwards."""
         ...
+
+
+class BuildRuntime(Runtime, Protocol):
+    """A runtime in which environments are built and shared GPUs are cleaned."""
+
+    @property
+    def tells_apart(self) -> bool:
+        """Whether it can tell which sandbox a host process belongs to."""
+        ...
+
+    def shared_uid(self, number: int) -> int | None:
+        """Return a uid for a service shared by several sandboxes; None if the runtime drops no uid."""
+        ...
+
+    async def start_command(self, job: CommandJob) -> BuildSandbox: ...
+
+
+class PlainRuntime:
+    """Base of runtimes without optional abilities: the explicit "no" of each."""
+
+    @property
+    def containers(self) -> tuple[str, ...]:
+        return ()
+
+    async def warm_runner(self, job: RunnerJob, meanwhile: SandboxLimits) -> WarmRunner:
+        del job, meanwhile
+        raise SandboxFailed("this runtime prepares no runners in advance")
+
+    async def self_check(self) -> str | None:
+        return None
+
+    def build_runtime(self) -> BuildRuntime | None:
+        return None

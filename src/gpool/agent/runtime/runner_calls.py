@@ -1,8 +1,9 @@
-"""The agent's end of a runner: calls out, answers and output in, by the batch. It loads no pickle and trusts no frame.
+"""The agent's end of a function runner: sends calls, receives answers and output in batches.
 
-Three pipes come from the runner: answers, stdout, stderr. The runner ends each call's output with a marker on both
-streams before it answers, so what lies between two markers is one call's. While answers keep coming the pipes are
-looked at once a millisecond, not once a call: a busy runner costs the agent a wake-up a batch.
+It loads no pickle and trusts no frame. Three pipes come from the runner: answers, stdout, stderr. The runner ends each
+call's output with a marker on both streams before it answers, so the bytes between two markers belong to one call. While
+answers keep coming the pipes are read once per millisecond, not once per call: a busy runner costs one wake-up per batch.
+One file because both classes read and write the frames of one protocol.
 """
 
 from __future__ import annotations
@@ -20,13 +21,20 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpool.agent.runtime.bubblewrap.launcher_client import Exit, Started
-from gpool.agent.runtime.descriptor_wait import readable, writable
-from gpool.agent.runtime.protocol import Answer, BadOutput, Call, Ended, Output, SandboxFailed
-from gpool.agent.runtime.work_directory import Workplace
+from gpool.agent.runtime.bubblewrap.launcher_client import ProcessExit, StartedProcess
+from gpool.agent.runtime.descriptors import close_all, readable, writable
+from gpool.agent.runtime.protocol import (
+    BadOutput,
+    CallAnswer,
+    CallOutput,
+    FunctionCall,
+    SandboxExit,
+    SandboxFailed,
+)
+from gpool.agent.runtime.work_directory import WorkDirectory
 from gpool.core.model import INLINE_LIMIT_BYTES
 
-# As in runner/serve.py, which must not import us; tests/agent/runtime/test_runner.py holds the two together.
+# As in runner/serve.py, which must not import this module; tests/agent/runtime/test_runner.py compares the two.
 DEFINE, CALL, CALL_FILE, PRELOAD, ASSIGN = 1, 2, 3, 4, 5
 READY, ANSWER, ANSWER_FILE, RETIRE, WARM, ENDED = 1, 2, 3, 4, 5, 6
 HEAD = struct.Struct("<IB")
@@ -41,7 +49,7 @@ READ_BYTES = 256 * 1024
 OUTPUT_AT_ONCE_BYTES = 64 * 1024
 POLL_S = 0.001
 LIVE_AFTER_S = 0.05
-LAST_BREATH_S = 10.0  # to exit with its own code after the last answer
+EXIT_WITHIN_S = 10.0  # after the last answer, to exit with its own code
 READY_WITHIN_S = 180.0
 WARM_WITHIN_S = 300.0  # large modules from a cold disk
 CALLS_AT, ANSWERS_AT, FILES_AT = 3, 4, 5  # after stdin, stdout, stderr
@@ -49,26 +57,24 @@ CALLS_AT, ANSWERS_AT, FILES_AT = 3, 4, 5  # after stdin, stdout, stderr
 ANSWERS = (ANSWER, ANSWER_FILE, ENDED)
 
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
-"""What runners run: the agent's own."""
+"""Python version of runners without an environment: the agent's own."""
 
-Start = Callable[[Sequence[int], Sequence[int]], Awaitable[Started]]
+StartRunner = Callable[[Sequence[int], Sequence[int]], Awaitable[StartedProcess]]
 
 
 def must_have(python: str) -> None:
-    """Refuse functions for another Python: their pickles would not load, or worse, would."""
+    """Refuse functions for another Python version, whose pickles may not load or load wrongly."""
     if python != PYTHON:
         raise SandboxFailed(f"this node has Python {PYTHON}, the function needs {python}")
 
 
-class Stream:
-    """stdout or stderr: cut at the markers."""
-
+class OutputStream:
     def __init__(self, descriptor: int, number: int) -> None:
         self.descriptor = descriptor
         self.number = number
         self.marker = b""
-        self.segments: deque[bytes] = deque()  # whole ones, oldest first
-        self.rest = b""  # of the call that runs now
+        self.segments: deque[bytes] = deque()  # complete ones, oldest first
+        self.rest = b""  # of the running call
         self.ended = False
 
     def feed(self, data: bytes) -> None:
@@ -77,9 +83,9 @@ class Stream:
         self.segments.extend(parts)
 
     def read(self, until: int) -> None:
-        """What is there; until so many segments are whole (0: whatever comes), but no more than lies in a full pipe.
+        """Read until `until` segments are complete (0: any data), at most the contents of a full pipe.
 
-        Markers are written before the answer: what belongs to one lies in the pipe when the answer is read.
+        Markers are written before the answer: its segment lies in the pipe when the answer is read.
         """
         most = 2 * PIPE_BYTES if until else OUTPUT_AT_ONCE_BYTES
         while not self.ended and len(self.segments) < max(until, 1) and len(self.rest) < most:
@@ -93,7 +99,6 @@ class Stream:
             self.feed(data)
 
     def take_rest(self) -> bytes:
-        """All of it but what may be the beginning of a marker."""
         cut = len(self.rest)
         for length in range(min(MARKER_BYTES - 1, cut), 0, -1):
             if self.marker and self.rest.endswith(self.marker[:length]):
@@ -103,53 +108,126 @@ class Stream:
         return data
 
 
-@dataclass(frozen=True, slots=True)
-class Keeping:
-    """What a runner needs of its runtime besides being started."""
+class RunnerReader:
+    def __init__(self, out: int, err: int, answers: int) -> None:
+        self.answers = answers
+        self.streams = (OutputStream(out, 1), OutputStream(err, 2))
+        self.over = False  # no more answers will come
+        self.broken = False  # it violated the protocol
+        self.retired = False  # it announced its end between two calls
+        self._answered = False  # at least one call
+        self._buffer = bytearray()
 
-    place: Workplace
-    values: Path  # where large values are taken to
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        return (self.answers, *(stream.descriptor for stream in self.streams))
+
+    def violation(self) -> None:
+        self.over = self.broken = True
+
+    def frames(self) -> list[bytes]:
+        """Read whole frames, kind byte first; records the end of the pipe and protocol violations."""
+        with contextlib.suppress(BlockingIOError):
+            while len(self._buffer) < READ_BYTES:
+                data = os.read(self.answers, READ_BYTES)
+                if not data:
+                    self.over = True
+                    break
+                self._buffer += data
+        frames = []
+        start, held = 0, len(self._buffer)
+        with memoryview(self._buffer) as view:
+            while held - start >= HEAD.size:
+                length, kind = HEAD.unpack_from(view, start)
+                if length > MAX_FRAME_BYTES:
+                    self.violation()
+                    break
+                end = start + HEAD.size + length
+                if end > held:
+                    break
+                if kind == READY and length == MARKER_BYTES and not self.streams[0].marker:
+                    for stream in self.streams:
+                        stream.marker = bytes(view[start + HEAD.size : end])
+                elif kind == RETIRE:
+                    # Only after an answer: a call that claims it would be retried for ever.
+                    self.over, self.retired = True, self._answered
+                elif kind in ANSWERS:
+                    self._answered = True
+                frames.append(bytes(view[start + HEAD.size - 1 : end]))
+                start = end
+        del self._buffer[:start]
+        return frames
+
+    def call_output(self) -> tuple[tuple[int, bytes], ...]:
+        found = []
+        for stream in self.streams:
+            if not stream.segments:
+                stream.read(1)
+            data = stream.segments.popleft() if stream.segments else stream.take_rest()
+            if data:
+                found.append((stream.number, data))
+        return tuple(found)
+
+    def live_output(self, number: int) -> list[CallOutput]:
+        found = []
+        for stream in self.streams:
+            if not stream.segments and stream.rest:
+                data = stream.take_rest()
+                if data:
+                    found.append(CallOutput(number, stream.number, data))
+        return found
+
+    def failure_text(self) -> str:
+        for stream in self.streams:
+            stream.read(0)
+        return self.streams[1].rest[-2000:].decode("utf-8", "replace").strip()
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerHooks:
+    """Operations of its runtime that a runner uses after the start."""
+
+    place: WorkDirectory
+    values: Path  # directory for large values
     quota_bytes: int
-    judge: Callable[[Exit, bytes], Ended]
+    judge: Callable[[ProcessExit, bytes], SandboxExit]
     release: Callable[[], None]
-    judge_child: Callable[[int], Ended] = Ended
-    """Of one function's process that ended with this code, the sandbox being as it was."""
+    judge_child: Callable[[int], SandboxExit] = SandboxExit
+    """Turns the exit code of one function's process into its end; the sandbox lives on."""
     limit: Callable[[], None] = lambda: None
-    """Puts the job's own limits on what was prepared under others."""
+    """Sets the job's own limits on a sandbox prepared under others."""
     memory_used: Callable[[], int] = lambda: 0
 
 
-class Runner:
-    """A `RunnerSandbox`."""
+class RunnerClient:
+    """A `RunnerSandbox`, and a `WarmRunner` after `warm`."""
 
     def __init__(
-        self, started: Started, ends: tuple[int, int, int, int, socket.socket], keeping: Keeping
+        self,
+        started: StartedProcess,
+        reader: RunnerReader,
+        calls: int,
+        files: socket.socket,
+        hooks: RunnerHooks,
     ) -> None:
-        out, err, self._calls, self._answers, self._files = ends
         self._started = started
-        self._keeping = keeping
-        self._streams = (Stream(out, 1), Stream(err, 2))
-        self._buffer = bytearray()
+        self._reader = reader
+        self._calls = calls
+        self._files = files
+        self._hooks = hooks
         self._waiting: deque[int] = deque()  # numbers sent and not answered
         self._writing = asyncio.Lock()
-        self._over = False  # no more answers will come
-        self._broken = False  # it said what no runner of ours says
-        self._answered = False  # at least one call
-        self._retired = False  # it said that it would end, between two calls
         self._assigned = False
         self.forks = False  # it has imported modules and forks a child for each function
         self._closed = False
-        self._ended: Ended | None = None
-
-    # ---- the door
+        self._ended: SandboxExit | None = None
 
     async def assign(self, variables: Sequence[tuple[str, str]]) -> None:
-        """To one user's work, once: the limits are set, then the variables handed over. `SandboxFailed` when it is gone."""
         if self._assigned:
             raise SandboxFailed("a sandbox serves one user: this one is assigned already")
         self._assigned = True
         try:
-            self._keeping.limit()
+            self._hooks.limit()
         except OSError as refused:
             raise SandboxFailed(f"cannot set limits: {refused}") from refused
         body = b"\0".join(f"{name}={value}".encode() for name, value in variables)
@@ -158,14 +236,13 @@ class Runner:
             raise SandboxFailed("the sandbox ended before it was needed")
 
     def memory_used(self) -> int:
-        """Bytes that all of it holds now; 0 where nobody counts."""
-        return self._keeping.memory_used()
+        return self._hooks.memory_used()
 
     async def define(self, function: str, pickled: bytes) -> None:
         body = bytes.fromhex(function) + pickled
         await self._write(HEAD.pack(len(body), DEFINE) + body)
 
-    async def send(self, calls: Sequence[Call]) -> None:
+    async def send(self, calls: Sequence[FunctionCall]) -> None:
         frames = []
         for call in calls:
             sha256 = bytes.fromhex(call.function)
@@ -175,40 +252,42 @@ class Runner:
                 frames.append(call.arguments)
             else:
                 frames.append(CALL_HEAD.pack(40, CALL_FILE, call.number, sha256))
-                await self._hand_over(call.arguments_file)
+                await self._send_file(call.arguments_file)
             self._waiting.append(call.number)
         await self._write(b"".join(frames))
 
-    async def events(self) -> AsyncIterator[Sequence[Answer | Output]]:
+    async def events(self) -> AsyncIterator[Sequence[CallAnswer | CallOutput]]:
+        reader = self._reader
         live = False
-        while not self._over:
+        while not reader.over:
             batch = await self._drain(live)
             if batch:
                 yield batch
-                live = live and not any(isinstance(event, Answer) for event in batch)
-                if not self._over and len(self._waiting) > 1 and not live:
+                live = live and not any(isinstance(event, CallAnswer) for event in batch)
+                if not reader.over and len(self._waiting) > 1 and not live:
                     await asyncio.sleep(POLL_S)
                     continue
-            if self._over:
+            if reader.over:
                 break
-            watched = [self._answers]
+            watched = [reader.answers]
             if live:
-                watched += [s.descriptor for s in self._streams if not s.ended]
+                watched += [s.descriptor for s in reader.streams if not s.ended]
             live = not await readable(watched, LIVE_AFTER_S if not live else None) or live
-        if not self._broken:
+        if not reader.broken:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LAST_BREATH_S):
+                async with asyncio.timeout(EXIT_WITHIN_S):
                     await self._started.exited()
         await self._started.kill()
         last = await self._drain(True)
         if last:
             yield last
 
-    async def ended(self) -> Ended:
+    async def ended(self) -> SandboxExit:
         exit = await self._started.exited()
         if self._ended is None:
-            judged = self._keeping.judge(exit, b"")
-            self._ended = replace(judged, retired=self._retired and not self._broken)
+            judged = self._hooks.judge(exit, b"")
+            retired = self._reader.retired and not self._reader.broken
+            self._ended = replace(judged, retired=retired)
         return self._ended
 
     async def kill(self) -> None:
@@ -217,45 +296,38 @@ class Runner:
     async def remove(self) -> None:
         if self._closed:
             return
-        self._closed = self._over = True
+        self._closed = self._reader.over = True
         await self._started.kill()
         await self.ended()
-        for descriptor in (self._calls, self._answers, *(s.descriptor for s in self._streams)):
-            os.close(descriptor)
+        close_all((self._calls, *self._reader.descriptors))
         self._files.close()
-        await asyncio.to_thread(self._keeping.place.remove)
-        self._keeping.release()
-
-    # ---- how
+        await asyncio.to_thread(self._hooks.place.remove)
+        self._hooks.release()
 
     async def wait_ready(self) -> None:
-        """Until the runner has said its marker; `SandboxFailed` with what it printed when it does not."""
         await self._wait_for(READY, READY_WITHIN_S)
 
     async def warm(self, modules: Sequence[str]) -> None:
-        """Until it has imported what it can of them."""
         body = b"\0".join(name.encode() for name in modules)
         await self._write(HEAD.pack(len(body), PRELOAD) + body)
-        said = await self._wait_for(WARM, WARM_WITHIN_S)
-        self.forks = said == bytes((WARM, 1))
+        answer = await self._wait_for(WARM, WARM_WITHIN_S)
+        self.forks = answer == bytes((WARM, 1))
 
     async def _wait_for(self, kind: int, within_s: float) -> bytes:
         try:
             async with asyncio.timeout(within_s):
-                while not self._over:
-                    await readable([self._answers])
-                    for frame in self._read_answers():
+                while not self._reader.over:
+                    await readable([self._reader.answers])
+                    for frame in self._reader.frames():
                         if frame[0] == kind:
                             return frame
         except TimeoutError:
             pass
         await self._started.kill()
-        for stream in self._streams:
-            stream.read(0)
-        text = self._streams[1].rest[-2000:].decode("utf-8", "replace").strip()
-        raise SandboxFailed(f"the runner did not start: {text or 'it said nothing'}")
+        text = self._reader.failure_text()
+        raise SandboxFailed(f"the runner did not start: {text or 'it printed nothing'}")
 
-    async def _hand_over(self, path: Path) -> None:
+    async def _send_file(self, path: Path) -> None:
         with path.open("rb") as arguments:
             while True:
                 try:
@@ -264,135 +336,81 @@ class Runner:
                 except BlockingIOError:
                     await writable(self._files.fileno())
                 except OSError:
-                    return  # the sandbox is ending: the events say so
+                    return  # the sandbox is ending: `events` ends
 
     async def _write(self, data: bytes) -> None:
         async with self._writing:
             view = memoryview(data)
-            while view and not self._over:
+            while view and not self._reader.over:
                 try:
                     view = view[os.write(self._calls, view) :]
                 except BlockingIOError:
                     await writable(self._calls)
                 except BrokenPipeError:
-                    return  # the sandbox is ending: the events say so
+                    return  # the sandbox is ending: `events` ends
 
-    def _read_answers(self) -> list[bytes]:
-        """Whole frames, the kind first; notes the end of the pipe and a runner that does not keep to its words."""
-        with contextlib.suppress(BlockingIOError):
-            while len(self._buffer) < READ_BYTES:
-                data = os.read(self._answers, READ_BYTES)
-                if not data:
-                    self._over = True
-                    break
-                self._buffer += data
-        frames = []
-        start, held = 0, len(self._buffer)
-        with memoryview(self._buffer) as view:
-            while held - start >= HEAD.size:
-                length, kind = HEAD.unpack_from(view, start)
-                if length > MAX_FRAME_BYTES:
-                    self._over = self._broken = True
-                    break
-                end = start + HEAD.size + length
-                if end > held:
-                    break
-                if kind == READY and length == MARKER_BYTES and not self._streams[0].marker:
-                    for stream in self._streams:
-                        stream.marker = bytes(view[start + HEAD.size : end])
-                elif kind == RETIRE:
-                    # Only after an answer: else a call that claims it would be tried again for ever.
-                    self._over, self._retired = True, self._answered
-                elif kind in ANSWERS:
-                    self._answered = True
-                frames.append(bytes(view[start + HEAD.size - 1 : end]))
-                start = end
-        del self._buffer[:start]
-        return frames
-
-    async def _drain(self, live: bool) -> list[Answer | Output]:
-        frames = [f for f in self._read_answers() if f[0] in ANSWERS]
-        out, err = self._streams
-        if frames or live or self._over:
-            out.read(len(frames))
-            err.read(len(frames))
-        batch: list[Answer | Output] = []
+    async def _drain(self, live: bool) -> list[CallAnswer | CallOutput]:
+        reader = self._reader
+        frames = [frame for frame in reader.frames() if frame[0] in ANSWERS]
+        if frames or live or reader.over:
+            for stream in reader.streams:
+                stream.read(len(frames))
+        batch: list[CallAnswer | CallOutput] = []
         for frame in frames:
-            if frame[0] == ENDED:
-                if not self._charge(frame, batch):
-                    break
-                continue
-            if not self._waiting or len(frame) < 1 + ANSWER_HEAD.size:
-                self._over = self._broken = True
+            answer = self._ended_call(frame) if frame[0] == ENDED else self._answer(frame)
+            if answer is None:
+                reader.violation()
                 break
-            number, raised, took, length = ANSWER_HEAD.unpack_from(frame, 1)
-            if number != self._waiting[0]:
-                self._over = self._broken = True
-                break
-            self._waiting.popleft()
-            at = 1 + ANSWER_HEAD.size
-            text = frame[at : at + length].decode("utf-8", "replace") if length else ""
-            printed = self._printed()
-            if frame[0] == ANSWER:
-                value = frame[at + length :]
-                batch.append(Answer(number, bool(raised), value, text, took, printed))
-            else:
-                batch.append(await self._large(number, bool(raised), text, took, printed))
-        if live or self._over or len(out.rest) + len(err.rest) >= OUTPUT_AT_ONCE_BYTES:
-            for stream in self._streams:
-                if self._waiting and not stream.segments and stream.rest:
-                    data = stream.take_rest()
-                    if data:
-                        batch.append(Output(self._waiting[0], stream.number, data))
+            if frame[0] == ANSWER_FILE:
+                answer = await self._with_value_file(answer)
+            batch.append(answer)
+        pending = sum(len(stream.rest) for stream in reader.streams)
+        if self._waiting and (live or reader.over or pending >= OUTPUT_AT_ONCE_BYTES):
+            batch += reader.live_output(self._waiting[0])
         return batch
 
-    def _charge(self, frame: bytes, batch: list[Answer | Output]) -> bool:
-        """The child that served a call ended with it; False when the frame is none of ours."""
-        size = 1 + ENDED_BODY.size
-        if not self._waiting or len(frame) != size or not self.forks:
-            self._over = self._broken = True
-            return False
+    def _answer(self, frame: bytes) -> CallAnswer | None:
+        """Return the answer in a frame; None if the frame is malformed or not for the oldest call."""
+        at = 1 + ANSWER_HEAD.size
+        if not self._waiting or len(frame) < at:
+            return None
+        number, raised, took, length = ANSWER_HEAD.unpack_from(frame, 1)
+        if number != self._waiting[0]:
+            return None
+        self._waiting.popleft()
+        text = frame[at : at + length].decode("utf-8", "replace") if length else ""
+        value = frame[at + length :] if frame[0] == ANSWER else b""
+        printed = self._reader.call_output()
+        return CallAnswer(number, bool(raised), value, text, took, printed)
+
+    def _ended_call(self, frame: bytes) -> CallAnswer | None:
+        """Likewise for a call whose forked process ended."""
+        if not self._waiting or len(frame) != 1 + ENDED_BODY.size or not self.forks:
+            return None
         number, code, took = ENDED_BODY.unpack_from(frame, 1)
         if number != self._waiting[0]:
-            self._over = self._broken = True
-            return False
+            return None
         self._waiting.popleft()
-        ended = self._keeping.judge_child(code)
-        batch.append(Answer(number, True, b"", "", took, self._printed(), ended=ended))
-        return True
+        ended = self._hooks.judge_child(code)
+        return CallAnswer(number, True, b"", "", took, self._reader.call_output(), ended=ended)
 
-    def _printed(self) -> tuple[tuple[int, bytes], ...]:
-        """The oldest whole segments: the markers were written before the answer."""
-        found = []
-        for stream in self._streams:
-            if not stream.segments:
-                stream.read(1)
-            data = stream.segments.popleft() if stream.segments else stream.take_rest()
-            if data:
-                found.append((stream.number, data))
-        return tuple(found)
-
-    async def _large(
-        self,
-        number: int,
-        raised: bool,
-        text: str,
-        took: int,
-        printed: tuple[tuple[int, bytes], ...],
-    ) -> Answer:
-        keeping = self._keeping
+    async def _with_value_file(self, answer: CallAnswer) -> CallAnswer:
+        hooks = self._hooks
         try:
             path = await asyncio.to_thread(
-                keeping.place.take_value, str(number), keeping.values, keeping.quota_bytes
+                hooks.place.take_value, str(answer.number), hooks.values, hooks.quota_bytes
             )
         except (BadOutput, OSError) as bad:
-            told = f"the function's value cannot be taken: {bad}"
-            return Answer(number, True, pickle.dumps(RuntimeError(told)), told, took, printed)
-        return Answer(number, raised, b"", text, took, printed, path)
+            text = f"the function's value cannot be collected: {bad}"
+            value = pickle.dumps(RuntimeError(text))
+            return replace(answer, raised=True, value=value, error_text=text)
+        return replace(answer, value_file=path)
 
 
-async def open_runner(start: Start, keeping: Keeping, preload: Sequence[str] = ()) -> Runner:
-    """A runner that is ready for calls; or `SandboxFailed`, and then place and slot are given back already."""
+async def open_runner(
+    start: StartRunner, hooks: RunnerHooks, preload: Sequence[str] = ()
+) -> RunnerClient:
+    """Start a runner and wait until it accepts calls; `SandboxFailed` after releasing place and slot."""
     out, out_end = os.pipe()
     err, err_end = os.pipe()
     calls_end, calls = os.pipe()
@@ -414,13 +432,12 @@ async def open_runner(start: Start, keeping: Keeping, preload: Sequence[str] = (
     try:
         started = await start(given, (CALLS_AT, ANSWERS_AT, FILES_AT))
     except BaseException:
-        for descriptor in (out, err, calls, answers):
-            os.close(descriptor)
+        close_all((out, err, calls, answers))
         ours.close()
-        keeping.place.remove()
-        keeping.release()
+        hooks.place.remove()
+        hooks.release()
         raise
-    runner = Runner(started, (out, err, calls, answers, ours), keeping)
+    runner = RunnerClient(started, RunnerReader(out, err, answers), calls, ours, hooks)
     try:
         await runner.wait_ready()
         if preload:

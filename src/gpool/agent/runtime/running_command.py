@@ -1,4 +1,4 @@
-"""A running command, whatever isolates it: reads its pipes, waits for its end, takes its outputs."""
+"""A running command of any runtime: reads its pipes, waits for its end, collects its outputs."""
 
 from __future__ import annotations
 
@@ -7,37 +7,40 @@ import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
-from gpool.agent.runtime.bubblewrap.launcher_client import Exit, Started
+from gpool.agent.runtime.bubblewrap.launcher_client import ProcessExit, StartedProcess
 from gpool.agent.runtime.collection import take
-from gpool.agent.runtime.descriptor_wait import readable
-from gpool.agent.runtime.protocol import Ended
-from gpool.agent.runtime.work_directory import Workplace
-from gpool.core.model import OutputFile
+from gpool.agent.runtime.descriptors import readable
+from gpool.agent.runtime.disk_watchdog import WatchedDirectory
+from gpool.agent.runtime.protocol import GpuShare, SandboxExit
+from gpool.agent.runtime.work_directory import WorkDirectory
+from gpool.core.model import EndReason, OutputFile
 
 READ_BYTES = 64 * 1024
 HEAD_BYTES = 512
+NOT_FOUND, NOT_EXECUTABLE = 127, 126  # exit codes, as a shell's
+KILLED = 137
 
 
-def command_pipes() -> tuple[tuple[int, int, int], tuple[int, int]]:
-    """((stdin, stdout, stderr) for the command, (stdout, stderr) for us)."""
-    out, out_end = os.pipe()
-    err, err_end = os.pipe()
-    os.set_blocking(out, False)
-    os.set_blocking(err, False)
-    return (os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), out_end, err_end), (out, err)
+def limit_exceeded(watched: WatchedDirectory, share: GpuShare | None) -> SandboxExit | None:
+    if watched.exceeded:
+        detail = f"it wrote more than its disk limit of {watched.limit_bytes} bytes"
+        return SandboxExit(KILLED, EndReason.BAD_OUTPUT, detail)
+    if share is not None and share.exceeded:
+        return SandboxExit(KILLED, EndReason.OUT_OF_MEMORY, share.exceeded)
+    return None
 
 
-class Command:
-    """A `CommandSandbox`. `judge` turns the exit and the first bytes of stderr into how it ended."""
+class RunningCommand:
+    """A `CommandSandbox`. `judge` turns the exit and the first bytes of stderr into the sandbox's end."""
 
     def __init__(
         self,
-        started: Started,
+        started: StartedProcess,
         pipes: tuple[int, int],
-        place: Workplace,
+        place: WorkDirectory,
         *,
         disk_bytes: int,
-        judge: Callable[[Exit, bytes], Ended],
+        judge: Callable[[ProcessExit, bytes], SandboxExit],
         release: Callable[[], None],
     ) -> None:
         self._started = started
@@ -47,7 +50,7 @@ class Command:
         self._judge = judge
         self._release: Callable[[], None] | None = release
         self._head = b""
-        self._ended: Ended | None = None
+        self._ended: SandboxExit | None = None
 
     async def output(self) -> AsyncIterator[tuple[int, bytes]]:
         while self._streams:
@@ -67,13 +70,13 @@ class Command:
             if idle:
                 await readable(tuple(self._streams))
             else:
-                await asyncio.sleep(0)  # a flood must not starve the agent's beats
+                await asyncio.sleep(0)  # a flood of output must not delay the agent's heartbeats
 
     def _close(self, descriptor: int) -> None:
         if self._streams.pop(descriptor, None) is not None:
             os.close(descriptor)
 
-    async def ended(self) -> Ended:
+    async def ended(self) -> SandboxExit:
         exit = await self._started.exited()
         if self._ended is None:
             self._ended = self._judge(exit, self._head)
@@ -91,9 +94,9 @@ class Command:
         return await asyncio.to_thread(self._place.collect, tuple(wanted), into, self._disk_bytes)
 
     async def take(self, directory: str, to: Path) -> None:
-        """After the end: a directory beneath the work directory becomes `to`, the agent's own and nobody's to write.
+        """Move a directory of the ended command's work directory to `to`, owned by the agent and read-only.
 
-        Links stay links and are never followed. Raises `BadOutput` for what is missing, special or too deep.
+        Links stay links and are never followed. Raises `BadOutput` for a missing, special or too deep entry.
         """
         await self._started.exited()
         place = self._place

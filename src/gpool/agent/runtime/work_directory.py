@@ -1,4 +1,4 @@
-"""A sandbox's directory on the host: lays inputs in, takes outputs out, removes it. Follows no link of a task's, ever."""
+"""The work directory of a sandbox on the host: stages inputs, collects outputs, removes it. Never follows a task's link."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpool.agent.runtime.protocol import BadOutput, Staged
+from gpool.agent.runtime.protocol import BadOutput, StagedInput
 from gpool.core.errors import Invalid
 from gpool.core.model import OutputFile
 from gpool.core.specs.paths import checked, folded
 
 MAX_OUTPUTS = 10_000
 MAX_DEPTH = 100
-MAX_NAMES_BYTES = 3 << 20  # all of them go into one report
-NAME_COST_BYTES = 100  # hash, size and rights beside each
+MAX_NAMES_BYTES = 3 << 20  # all names go into one report
+NAME_COST_BYTES = 100  # hash, size and mode of each
 CHUNK_BYTES = 1 << 20
 SHOWN_NAMES = 8
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
-class Workplace:
-    """`root` holds `work` (the task's), and for runners `values`; all of them belong to `uid` alone.
+class WorkDirectory:
+    """`root` contains `work` (the task's directory) and for runners `values`; both belong to `uid` only.
 
-    A root that `stays` is the agent's own and used by one sandbox after another: nothing but the root is.
+    A root that `stays` belongs to the agent and is reused by one sandbox after another, emptied in between.
     """
 
     root: Path
@@ -47,19 +47,19 @@ class Workplace:
 
     def make(self, *, with_values: bool = False) -> None:
         if self.stays and self.root.exists():
-            self.remove()  # it is empty, unless somebody was stopped half-way
+            self.remove()  # empty, unless an earlier removal was interrupted
         else:
             self.root.mkdir(mode=0o711)
         for path in (self.work, self.values) if with_values else (self.work,):
             path.mkdir(mode=0o700)
-            self._give(path)
+            self._chown(path)
 
-    def _give(self, path: Path) -> None:
+    def _chown(self, path: Path) -> None:
         if self.uid != os.geteuid():
             os.chown(path, self.uid, self.uid, follow_symlinks=False)
 
-    def stage(self, inputs: Sequence[Staged]) -> None:
-        """Copies, because the task may write to them. Before the start: nothing of the task's runs yet."""
+    def stage(self, inputs: Sequence[StagedInput]) -> None:
+        """Copy the inputs, which the task may modify. Called before any process of the task runs."""
         for staged in inputs:
             target = self.work
             parts = checked(staged.path).split("/")
@@ -67,33 +67,31 @@ class Workplace:
                 target = target / name
                 if not target.exists():
                     target.mkdir(mode=0o755)
-                    self._give(target)
+                    self._chown(target)
             target = target / parts[-1]
             shutil.copyfile(staged.source, target)
             target.chmod(0o755 if staged.executable else 0o644)
-            self._give(target)
+            self._chown(target)
 
     def write_aside(self, name: str, text: str) -> None:
-        """A file beside the work directory that the task may read and not write."""
         path = self.root / name
         path.write_text(text)
         path.chmod(0o644)
 
     def collect(self, wanted: Sequence[str], into: Path, quota_bytes: int) -> list[OutputFile]:
-        """After the end of everything inside; see `CommandSandbox.collect`."""
         collector = _Collector(self.uid, into, quota_bytes)
         with opened(self.work, None) as top:
             for path in wanted:
                 try:
-                    collector.take(top, path)
+                    collector.collect(top, path)
                 except (FileNotFoundError, NotADirectoryError, PermissionError) as changed:
                     raise BadOutput(
-                        f"output '{shown(path)}' changed while it was collected; ask again when it stands still"
+                        f"output '{shown(path)}' changed while it was collected; retry when the task no longer writes it"
                     ) from changed
         return collector.found
 
     def take_value(self, name: str, into: Path, quota_bytes: int) -> Path:
-        """A large value a runner wrote, copied to a file of ours: the task may still hold the original open."""
+        """Copy a runner's large value to a file of the agent: the task may hold the original open."""
         with opened(self.values, None) as top:
             descriptor, facts = _regular(top, name, name, self.uid)
             target = into / f"value-{secrets.token_hex(8)}"
@@ -105,7 +103,7 @@ class Workplace:
         return target
 
     def remove(self) -> None:
-        """Everything, however deep or unreadable: directories are moved to the top before they are emptied."""
+        """Remove everything at any depth, readable or not: directories are moved to the top before they are emptied."""
         with contextlib.suppress(FileNotFoundError), opened(self.root, None) as top:
             empty(top)
         if not self.stays:
@@ -127,24 +125,24 @@ def shown(path: str) -> str:
 
 
 def _regular(above: int, name: str, path: str, uid: int) -> tuple[int, os.stat_result]:
-    """A readable descriptor of a plain file of the task's own. Looked at before it is opened, so nothing blocks."""
+    """Open a plain file of the task; its type is checked before the open, so that nothing blocks."""
     held = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
     try:
         facts = os.fstat(held)
         if not stat.S_ISREG(facts.st_mode):
             raise BadOutput(f"output '{shown(path)}' is {kind_of(facts.st_mode)}; {_ADVICE}")
         if facts.st_uid != uid:
-            raise BadOutput(f"output '{shown(path)}' belongs to somebody else; write it anew")
-        # Not to wait: a task that still runs may hold a lease on it, and an opener waits until it lets go.
+            raise BadOutput(f"output '{shown(path)}' belongs to another user; write it again")
+        # O_NONBLOCK: a running task may hold an fcntl lease, and a plain open waits for its release.
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             return os.open(f"/proc/self/fd/{held}", flags), facts
         except PermissionError:
-            os.chmod(f"/proc/self/fd/{held}", 0o600)  # ours: the task took its own right to read
+            os.chmod(f"/proc/self/fd/{held}", 0o600)  # the task removed its own right to read
             return os.open(f"/proc/self/fd/{held}", flags), facts
     except BlockingIOError as leased:
         raise BadOutput(
-            f"output '{shown(path)}' is under a lease (fcntl); let go of it first"
+            f"output '{shown(path)}' is under a lease (fcntl); release it first"
         ) from leased
     finally:
         os.close(held)
@@ -167,7 +165,6 @@ def kind_of(mode: int) -> str:
 
 
 def _copy(source: int, target: Path, quota_bytes: int) -> tuple[str, int]:
-    """(SHA-256, size), hashed on the way; memory stays flat."""
     digest = hashlib.sha256()
     size = 0
     made = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -196,10 +193,10 @@ class _Collector:
         self._left_bytes = quota_bytes
         self._quota_bytes = quota_bytes
         self._names_bytes = 0
-        self._names: dict[str, str] = {}  # by what a case-insensitive machine takes it for
+        self._names: dict[str, str] = {}  # by case-folded name
         self._taken: set[str] = set()
 
-    def take(self, top: int, path: str) -> None:
+    def collect(self, top: int, path: str) -> None:
         wants_directory = path.endswith("/")
         try:
             parts = checked(path, directory=wants_directory).rstrip("/").split("/")
@@ -231,7 +228,7 @@ class _Collector:
         return below
 
     def _walk(self, directory: int, path: str) -> None:
-        """Depth is bounded, for each level holds a descriptor of the agent's."""
+        # bounded depth: each level holds a descriptor
         if path.count("/") > MAX_DEPTH:
             raise BadOutput(
                 f"output '{shown(path)}' lies more than {MAX_DEPTH} folders deep; put it into an archive"
@@ -282,7 +279,7 @@ class _Collector:
                 raise BadOutput(
                     f"output '{shown(path)}' of {facts.st_size} bytes is over the disk limit of {self._quota_bytes}"
                 )
-            temporary = self._into / f"taking-{secrets.token_hex(8)}"
+            temporary = self._into / f"collecting-{secrets.token_hex(8)}"
             sha256, size = _copy(descriptor, temporary, self._left_bytes)
         finally:
             os.close(descriptor)
@@ -299,7 +296,7 @@ def _missing(above: int, path: str) -> str:
 
 
 def directory_at(above: int, name: str) -> int:
-    """A directory of the task's, opened even when the task took its own rights to it."""
+    """Open a directory of the task, even if the task removed its own rights to it."""
     try:
         return os.open(name, _DIRECTORY, dir_fd=above)
     except PermissionError:
@@ -311,16 +308,15 @@ def directory_at(above: int, name: str) -> int:
         return os.open(name, _DIRECTORY, dir_fd=above)
 
 
-def clear(places: Path, values: Path) -> None:
-    """Remove what an earlier agent left: work places, and values nobody fetched."""
-    for left in places.iterdir():
-        Workplace(left, os.geteuid()).remove()
+def clear(directories: Path, values: Path) -> None:
+    for left in directories.iterdir():
+        WorkDirectory(left, os.geteuid()).remove()
     for value in values.iterdir():
         value.unlink()
 
 
 def empty(top: int) -> None:
-    """Never deeper than one level: what lies deeper is moved up first."""
+    """Empty a directory without recursion: inner directories are moved up first."""
     moved = 0
     pending = os.listdir(top)
     while pending:

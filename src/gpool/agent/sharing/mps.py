@@ -18,7 +18,7 @@ from pathlib import Path
 
 import structlog
 
-from gpool.agent.runtime.bubblewrap.launcher_client import Launcher, Order, Started
+from gpool.agent.runtime.bubblewrap.launcher_client import Launcher, LaunchOrder, StartedProcess
 from gpool.agent.runtime.protocol import SandboxFailed
 from gpool.agent.sharing.plan import MpsLimits
 from gpool.core.model import MIB
@@ -57,7 +57,7 @@ class MpsDaemon:
         self._gpu = gpu
         self._uid = uid
         self._folder = Path()
-        self._started: Started | None = None
+        self._started: StartedProcess | None = None
 
     @property
     def socket(self) -> Path:
@@ -77,7 +77,7 @@ class MpsDaemon:
         descriptors = [nothing, os.dup(nothing), os.dup(nothing)]
         try:
             self._started = await self._means.launcher.start(
-                Order(
+                LaunchOrder(
                     mode="process",
                     argv=[*self._lead(), self._means.program, "-f", *self._options()],
                     descriptors=descriptors,
@@ -90,7 +90,7 @@ class MpsDaemon:
             await self.stop()
             raise
 
-    async def _ready(self, started: Started) -> None:
+    async def _ready(self, started: StartedProcess) -> None:
         async def appeared() -> None:
             while not _is_socket(self.socket):
                 if started.is_over:

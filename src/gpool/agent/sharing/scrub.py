@@ -8,14 +8,14 @@ from pathlib import Path
 
 import msgspec
 
-from gpool.agent.runtime.protocol import CommandJob, GpuSeat, Limits, Runtime, SandboxFailed
+from gpool.agent.runtime.protocol import CommandJob, GpuShare, Runtime, SandboxFailed, SandboxLimits
 from gpool.core.model import GIB
 
 SCRIPT = Path(__file__).with_name("scrubber.py")
 WITHIN_S = 30.0
 LEAST_PART = 0.95
 """Least part of the free memory to overwrite; the driver keeps some once a program starts."""
-LIMITS = Limits(cpu_milli=2000, memory_bytes=8 * GIB)
+LIMITS = SandboxLimits(cpu_milli=2000, memory_bytes=8 * GIB)
 MOST_SAID = 64 * 1024
 
 
@@ -49,13 +49,15 @@ def read(said: bytes) -> Scrubbed:
         return Scrubbed(refused=said.decode("utf-8", "replace").strip()[-400:] or "it said nothing")
 
 
-async def scrub(runtime: Runtime, seat: GpuSeat) -> Scrubbed:
+async def scrub(runtime: Runtime, seat: GpuShare) -> Scrubbed:
     """Overwrite all free memory of the share's GPU. Never raises for faults of the card."""
     argv = ("python3", "-I", "-c", SCRIPT.read_text())
     said = b""
     try:
         async with asyncio.timeout(WITHIN_S):
-            sandbox = await runtime.start_command(CommandJob(argv, (), (), (), LIMITS, seat=seat))
+            sandbox = await runtime.start_command(
+                CommandJob(argv, (), (), (), LIMITS, gpu_share=seat)
+            )
             try:
                 async for _, data in sandbox.output():
                     said = (said + data)[-MOST_SAID:]

@@ -14,7 +14,8 @@ import structlog
 from gpool.agent.machine.detection.nvml import NoDriver, Nvml, NvmlError
 from gpool.agent.machine.detection.real_nvml import RealNvml
 from gpool.agent.runtime.bubblewrap.launcher_client import Launcher
-from gpool.agent.runtime.bubblewrap.runtime import RUN, BubblewrapRuntime
+from gpool.agent.runtime.protocol import BuildRuntime
+from gpool.agent.runtime.slots import RUN
 from gpool.agent.sharing import mps, plan
 from gpool.agent.sharing.settings_restore import Records
 from gpool.agent.sharing.shares import GpuSeats
@@ -67,7 +68,7 @@ class GpuSharing:
 
 
 def sharing_for(
-    data_dir: Path, sandboxes: BubblewrapRuntime, modes: Sequence[Sharing] | None
+    data_dir: Path, sandboxes: BuildRuntime, modes: Sequence[Sharing] | None
 ) -> GpuSharing | None:
     """Make it; None without an NVIDIA driver."""
     nvml = RealNvml()

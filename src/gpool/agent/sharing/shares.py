@@ -19,7 +19,7 @@ import structlog
 
 from gpool.agent.machine.detection.nvml import NotPermitted, Nvml, NvmlError
 from gpool.agent.runtime.devices import CONTROL_NODES, capability_nodes, device_nodes
-from gpool.agent.runtime.protocol import GpuSeat, PartFailed, Runtime, SandboxFailed
+from gpool.agent.runtime.protocol import GpuShare, PartFailed, Runtime, SandboxFailed
 from gpool.agent.sharing import mig, plan, settings_restore
 from gpool.agent.sharing.mps import INSIDE, SOCKET, Means, MpsDaemon
 from gpool.agent.sharing.plan import Tenancy
@@ -121,7 +121,7 @@ class GpuSeats:
     # ---- interface
 
     @contextlib.asynccontextmanager
-    async def seat(self, user: int, slices: Sequence[Slice], /) -> AsyncIterator[GpuSeat | None]:
+    async def seat(self, user: int, slices: Sequence[Slice], /) -> AsyncIterator[GpuShare | None]:
         real = [
             (self._gpus[part.gpu_index], part) for part in slices if self._is_real(part.gpu_index)
         ]
@@ -266,7 +266,7 @@ class GpuSeats:
     async def _scrub(self, house: _House) -> str:
         return await self._clean(house.tenancy.gpu, self._whole_seat(house))
 
-    async def _clean(self, gpu: str, seat: GpuSeat) -> str:
+    async def _clean(self, gpu: str, seat: GpuShare) -> str:
         """Return why it is not clean; empty if it is."""
         if self._sandboxes is None:
             return ""
@@ -321,7 +321,7 @@ class GpuSeats:
 
     # ---- the share of a sandbox
 
-    def _furnish(self, houses: Sequence[_House], real: Sequence[tuple[Gpu, Slice]]) -> GpuSeat:
+    def _furnish(self, houses: Sequence[_House], real: Sequence[tuple[Gpu, Slice]]) -> GpuShare:
         nodes: list[str] = []
         visible: list[str] = []
         more: list[tuple[str, str]] = []
@@ -333,22 +333,22 @@ class GpuSeats:
             if house.daemon is not None:
                 binds.append((f"{INSIDE}/{SOCKET}", house.daemon.socket))
                 more += mps_variables(part)
-        return GpuSeat(
+        return GpuShare(
             tuple(dict.fromkeys(nodes)),
             (("CUDA_VISIBLE_DEVICES", ",".join(visible)), *more),
             tuple(binds),
         )
 
-    def _whole_seat(self, house: _House) -> GpuSeat:
+    def _whole_seat(self, house: _House) -> GpuShare:
         if house.instance is None:
             return self._card_seat(house.tenancy.gpu)
         nodes = self._card_seat(house.tenancy.gpu).nodes
         made = house.instance.made
-        return GpuSeat((*nodes, *house.instance.nodes), (("CUDA_VISIBLE_DEVICES", made.uuid),))
+        return GpuShare((*nodes, *house.instance.nodes), (("CUDA_VISIBLE_DEVICES", made.uuid),))
 
-    def _card_seat(self, uuid: str) -> GpuSeat:
+    def _card_seat(self, uuid: str) -> GpuShare:
         card = [gpu for gpu in self._gpus.values() if gpu.uuid == uuid]
-        return GpuSeat(device_nodes(card) or CONTROL_NODES, (("CUDA_VISIBLE_DEVICES", uuid),))
+        return GpuShare(device_nodes(card) or CONTROL_NODES, (("CUDA_VISIBLE_DEVICES", uuid),))
 
 
 async def undisturbed(work: Coroutine[object, object, T]) -> T:

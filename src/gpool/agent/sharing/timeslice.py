@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Collection
 import structlog
 
 from gpool.agent.machine.detection.nvml import Nvml, NvmlError
-from gpool.agent.runtime.protocol import GpuSeat
+from gpool.agent.runtime.protocol import GpuShare
 from gpool.agent.sharing.plan import overdrawn
 from gpool.core.model import GIB, MIB
 
@@ -25,7 +25,7 @@ class Watched:
 
     __slots__ = ("gpu", "limit_bytes", "seat")
 
-    def __init__(self, gpu: str, limit_bytes: int, seat: GpuSeat) -> None:
+    def __init__(self, gpu: str, limit_bytes: int, seat: GpuShare) -> None:
         self.gpu, self.limit_bytes, self.seat = gpu, limit_bytes, seat
 
 

@@ -70,8 +70,6 @@ RECLAIMED_WHY = "its owner took the GPU back"
 
 
 class ServerConnection:
-    """State of one connection: specs and secrets that the server sent, and the offer that it knows."""
-
     __slots__ = ("connected", "secrets", "sent_offer", "specs", "welcomed")
 
     def __init__(self, offer: Offer) -> None:
@@ -98,8 +96,6 @@ class ServerConnection:
 
 
 class AgentState:
-    """State of one agent from boot to exit. `handle` is the only way in."""
-
     def __init__(self, node_boot: str, offer: Offer) -> None:
         self._boot = node_boot
         self._offer = offer
@@ -136,7 +132,6 @@ class AgentState:
         }
 
     def handle(self, now: int, event: Event) -> list[Instruction]:
-        """Return the instructions for the event, in the order to carry them out."""
         out: list[Instruction] = []
         if now >= self._timer.deadline:
             self._expire(now, out)
@@ -161,7 +156,6 @@ class AgentState:
 
     @property
     def holds(self) -> tuple[Hold, ...]:
-        """Every lease it has: running, queued, or ended and not yet recorded."""
         leases = self._leases.ids()
         leases += sorted(self._outbox.ended_leases().difference(leases))
         return tuple([Hold(task, epoch) for task, epoch in leases])
@@ -172,7 +166,6 @@ class AgentState:
         return [] if lease is None else lease.story()
 
     def violations(self) -> list[str]:
-        """Return one message per violated invariant."""
         return invariant_violations(
             self._leases.held, self._dispatch.queues, self._dispatch.runners
         )
@@ -299,7 +292,6 @@ def _uses(grant: Line, gpus: Collection[int]) -> bool:
 def _running_on_gpus(
     queues: Iterable[LeaseQueue],
 ) -> dict[tuple[int, int], tuple[Slice, ...]]:
-    """Return (task, epoch) of the leases that run on GPUs, with their slices."""
     found = {}
     for queue in queues:
         lease = queue.current

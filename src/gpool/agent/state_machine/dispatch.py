@@ -40,11 +40,11 @@ RETURN_AFTER_US = 2_000_000  # waiting leases are returned when the one before t
 PHASE_AFTER_US = 200_000  # shorter phases are not reported
 IDLE_RUNNER_US = 60_000_000
 MAX_IDLE_RUNNERS = 8
+# Looked up for each call: access to a member through its enum is slow.
+SENT, READY = LeaseMove.SENT, RunnerState.READY
 
 
 class Dispatch:
-    """Every queue and runner of one agent. Instructions are appended to `out`."""
-
     def __init__(self, leases: Leases) -> None:
         self._leases = leases
         self.queues: dict[int, LeaseQueue] = {}
@@ -56,22 +56,18 @@ class Dispatch:
 
     @property
     def next_at(self) -> int:
-        """When `tick` has something to do."""
         return min((queue.next_at for queue in self.queues.values()), default=NEVER)
 
     @property
     def is_idle(self) -> bool:
-        """Whether no sandbox is left."""
         return not self.runners and all(queue.command is None for queue in self.queues.values())
 
     def limit_runs(self, longest_us: int) -> None:
-        """Preempt every run that takes longer than the owner's limit."""
         self._longest_us = longest_us
         for queue in list(self.queues.values()):
             self.settle(queue)
 
     def advance(self, now: int, queue: LeaseQueue, out: list[Instruction]) -> None:
-        """Start, fill, idle or end the queue's sandbox as its leases need it."""
         runner = queue.runner
         if runner is not None and runner.sent and runner.sent[0].is_ending:
             self.end_runner(runner, out)
@@ -82,14 +78,13 @@ class Dispatch:
                 runner = queue.runner
             elif not runner.sent and not (terms.is_function and runner.key == terms.key):
                 self.end_runner(runner, out)
-            if runner is not None and runner.state is RunnerState.READY:
+            if runner is not None and runner.state is READY:
                 self._fill(now, queue, runner, out)
-        elif runner is not None and runner.state is RunnerState.READY and not runner.sent:
+        elif runner is not None and runner.state is READY and not runner.sent:
             self._idle(now, runner, out)
         self.settle(queue)
 
     def _start(self, now: int, queue: LeaseQueue, out: list[Instruction]) -> None:
-        """Start a sandbox for the first lease, or take over an idle runner, unless another sandbox is still on its GPUs."""
         lease = queue.waiting[0]
         terms = lease.terms
         if lease.task in self._leases.outlived or self._is_blocked(terms, queue, out):
@@ -159,7 +154,6 @@ class Dispatch:
     def _fill(
         self, now: int, queue: LeaseQueue, runner: RunnerRecord, out: list[Instruction]
     ) -> None:
-        """Hand calls to the runner up to its window; in portions, once half of the window is free."""
         sent, waiting, mean = runner.sent, queue.waiting, runner.mean_us
         window = FIRST_WINDOW if mean < 0 else min(MAX_WINDOW, max(1, WINDOW_US // (mean + 1)))
         room = window - len(sent)
@@ -179,7 +173,7 @@ class Dispatch:
                 self.blocked.add(queue.number)
                 break
             waiting.popleft()
-            lease.move(now, LeaseMove.SENT)
+            lease.move(now, SENT)
             sent.append(lease)
             room -= 1
             calls.append(
@@ -226,7 +220,6 @@ class Dispatch:
             out.append(EndCommand(lease.task, lease.epoch, reason, grace_us))
 
     def settle(self, queue: LeaseQueue) -> None:
-        """Set the time of the queue's next tick; remove a spent queue."""
         if queue.is_spent:
             self.queues.pop(queue.number, None)
             self.blocked.discard(queue.number)
@@ -341,7 +334,6 @@ class Dispatch:
     def _tick_start(
         self, now: int, queue: LeaseQueue, runner: RunnerRecord, out: list[Instruction]
     ) -> None:
-        """The wait for a starting runner counts for the time-out of the first lease."""
         head = queue.waiting[0]
         if not queue.phase_reported and now >= queue.phase_since + PHASE_AFTER_US:
             self._report_phase(now, queue, head)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
-from gpool.agent.runtime.protocol import Ended
+from gpool.agent.runtime.protocol import SandboxExit
 from gpool.agent.state_machine.instructions import CallAnswered, CommandEnded, RunnerEnded
 from gpool.agent.state_machine.lease_queues import AgentLease
 from gpool.core.model import EndReason, Fault, Phase, TaskSpec
 from gpool.wire.frames import Finished
 
 MAX_ERROR_TEXT = 32 * 1024
+RAISED, RETURNED = EndReason.RAISED, EndReason.RETURNED  # for each call: slow to look up
 AGENT_STOPPED = "the owner stopped the agent"
 ACTIVITY = {
     Phase.FETCH: "its inputs were fetched",
@@ -34,7 +35,7 @@ def of_command(event: CommandEnded) -> Finished:
 
 
 def of_call(answer: CallAnswered) -> Finished:
-    reason = EndReason.RAISED if answer.raised else EndReason.RETURNED
+    reason = RAISED if answer.raised else RETURNED
     return Finished(
         answer.task,
         answer.epoch,
@@ -49,7 +50,6 @@ def of_call(answer: CallAnswered) -> Finished:
 
 
 def timed_out_in(phase: Phase, spec: TaskSpec) -> str:
-    """Return the text for a time-out in this phase."""
     limit = spec.timeout / 1_000_000
     if phase is Phase.RUN:
         return f"it ran past its time-out of {limit:g} s"
@@ -70,7 +70,6 @@ def lost(lease: AgentLease) -> Finished:
 
 
 def not_started(lease: AgentLease, event: RunnerEnded) -> Finished:
-    """The runtime's reason says whether the task itself is at fault."""
     text = f"the sandbox did not start: {event.detail}"
     if event.reason is EndReason.BAD_INPUT:
         return _end(lease, EndReason.BAD_INPUT, text, event.exit_code)
@@ -80,13 +79,12 @@ def not_started(lease: AgentLease, event: RunnerEnded) -> Finished:
 
 def died(lease: AgentLease, event: RunnerEnded) -> Finished:
     """The runner ended during this call. A function that exits has failed, even with exit code 0."""
-    ended = Ended(event.exit_code, event.reason, event.detail)
+    ended = SandboxExit(event.exit_code, event.reason, event.detail)
     reason, text = why_it_died(ended)
     return _end(lease, reason, text, event.exit_code or 1)
 
 
-def why_it_died(ended: Ended) -> tuple[EndReason, str]:
-    """Return reason and text for a function whose process, or whole sandbox, ended before it returned."""
+def why_it_died(ended: SandboxExit) -> tuple[EndReason, str]:
     match ended.reason:
         case EndReason.OUT_OF_MEMORY:
             text = f"the function ran out of memory: {ended.detail}".rstrip(": ")

@@ -48,22 +48,16 @@ class Ticked:
 
 @dataclass(frozen=True, slots=True)
 class OfferDetected:
-    """The machine was surveyed again."""
-
     offer: Offer
 
 
 @dataclass(frozen=True, slots=True)
 class ReadingsTaken:
-    """The GPUs' sensors were read; the next heartbeat reports them."""
-
     readings: tuple[GpuReading, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CommandReached:
-    """The attempt reached this phase (`CommandStarted` stands for `run`)."""
-
     task: int
     epoch: int
     phase: Phase
@@ -71,8 +65,6 @@ class CommandReached:
 
 @dataclass(frozen=True, slots=True)
 class CommandCheckpointed:
-    """The checkpoint was saved and uploaded."""
-
     task: int
     epoch: int
     files: tuple[OutputFile, ...]
@@ -123,16 +115,12 @@ class CommandEnded:
 
 @dataclass(frozen=True, slots=True)
 class RunnerReached:
-    """A starting runner reached this phase: its environment is being built, or its sandbox started."""
-
     runner: int
     phase: Phase
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerReady:
-    """The runner accepts calls."""
-
     runner: int
 
 
@@ -155,8 +143,6 @@ class CallAnswered:
 
 @dataclass(frozen=True, slots=True)
 class CallsAnswered:
-    """Answers of one runner, in order."""
-
     runner: int
     answers: tuple[CallAnswered, ...]
 
@@ -187,7 +173,7 @@ class RunnerEnded:
 
 @dataclass(frozen=True, slots=True)
 class ShutdownAsked:
-    """The owner stops the agent: return queued leases, end running ones."""
+    """The owner stops the agent."""
 
 
 Event = (
@@ -255,8 +241,6 @@ class EndCommand:
 
 @dataclass(frozen=True, slots=True)
 class StartRunner:
-    """`RunnerReady` or `RunnerEnded` follows."""
-
     runner: int  # a number that is never used again
     user: int
     owner: bool
@@ -276,22 +260,18 @@ class RunnerCall:
 
 @dataclass(frozen=True, slots=True)
 class SendCalls:
-    """Hand calls to a runner, fetching functions and large arguments first."""
-
     runner: int
     calls: tuple[RunnerCall, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class EndRunner:
-    """Kill the runner's sandbox; `RunnerEnded` follows."""
-
     runner: int
 
 
 @dataclass(frozen=True, slots=True)
 class ExitDaemon:
-    """Everything has ended: the daemon stops."""
+    """Everything has ended."""
 
 
 Instruction = Send | StartCommand | EndCommand | StartRunner | SendCalls | EndRunner | ExitDaemon

@@ -25,8 +25,6 @@ NODE_ENDED_IT = frozenset({LeaseState.SHUTTING_DOWN, LeaseState.PREEMPTING})
 
 
 class _GeneralEnd(NamedTuple):
-    """An end of everything: the move of leases in `states`, and the end reason of their sandboxes."""
-
     move: LeaseMove
     why: str
     states: frozenset[LeaseState]
@@ -115,7 +113,6 @@ class LeaseControl:
     # ---- the server ends leases
 
     def stop(self, now: int, holds: Iterable[Hold], out: list[Instruction]) -> None:
-        """End leases that the server stopped; `Released` is reported once nothing of them runs."""
         touched: dict[int, LeaseQueue] = {}
         for hold in holds:
             lease = self._leases.get(hold.task, hold.epoch)
@@ -168,7 +165,6 @@ class LeaseControl:
     def reclaim(
         self, now: int, gpus: frozenset[int] | None, why: str, out: list[Instruction]
     ) -> None:
-        """Preempt everything on these GPUs for the owner, or (None) on the whole machine."""
         queues = [queue for queue in self._dispatch.queues.values() if queue.uses(gpus)]
         for queue in queues:
             for lease in (*queue.waiting, *([queue.command] if queue.command else [])):
@@ -222,10 +218,6 @@ class LeaseControl:
         out: list[Instruction],
         most_grace_us: int = NEVER,
     ) -> None:
-        """Remove ended leases from the queues and end the sandboxes of ending ones.
-
-        `most_grace_us` limits the grace of tasks without a checkpoint.
-        """
         for queue in list(queues):
             if any(lease.is_ending for lease in queue.waiting):
                 kept = [lease for lease in queue.waiting if not lease.is_ending]

@@ -1,6 +1,6 @@
 """The records of the state machine: held leases, the lease queues of allocations, the runners that serve them.
 
-Plain mutable records; `dispatch`, `leases`, `lease_control` and `sandbox_events` change them, nobody outside.
+Plain mutable records; `dispatch`, `leases`, `lease_control` and `sandbox_events` change them; other modules do not.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from enum import Enum, IntEnum
 from gpool.agent.state_machine.instructions import NEVER
 from gpool.agent.state_machine.outbox import LogBuffer
 from gpool.agent.state_machine.transitions import (
-    LIVE,
+    STEPS,
     STORY_LENGTH,
-    TABLE,
     IllegalTransition,
     LeaseMove,
     LeaseState,
     LeaseTransition,
+    Story,
+    transitions_of,
 )
 from gpool.core.model import Allocation, InputFile, Network, Phase, Slice, TaskKind, TaskSpec, Tier
 from gpool.wire.frames import Rendezvous
@@ -30,8 +31,6 @@ REMEMBERED = 50_000
 
 
 class Ending(IntEnum):
-    """How a command's sandbox is being ended; a higher value overrides a lower one."""
-
     NO = 0
     SAVING = 1  # SIGTERM and grace, then a last checkpoint
     AT_ONCE = 2
@@ -41,15 +40,12 @@ Variables = tuple[tuple[str, str], ...]
 
 
 def digest_of(secrets: Variables) -> str:
-    """Return a hash that tells two sets of secrets apart without keeping them."""
     text = "".join(f"{len(word)}:{word}" for pair in secrets for word in pair)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerKey:
-    """Calls with equal keys may use the same runner, one after another."""
-
     user: int
     owner: bool
     environment: str
@@ -65,8 +61,6 @@ class RunnerKey:
 
 
 class GrantTerms:
-    """The part that all leases of one grant share: spec, allocation, user, secrets, gang."""
-
     __slots__ = ("allocation", "gang", "is_function", "key", "owner", "secrets", "spec", "user")
 
     def __init__(
@@ -108,6 +102,7 @@ class AgentLease:
         "_story",
         "checkpoint",
         "epoch",
+        "is_ending",
         "log",
         "payload",
         "payload_sha256",
@@ -135,36 +130,30 @@ class AgentLease:
         self.payload_sha256 = payload_sha256
         self.checkpoint = checkpoint
         self.state = LeaseState.QUEUED
+        self.is_ending = False  # ended, or about to be, by something else than its own end
         self.log: LogBuffer | None = None
-        self._story: list[tuple[int, LeaseState, LeaseMove, LeaseState, str]] = []
+        self._story: Story = ()
 
     def __repr__(self) -> str:
         return f"lease {self.task}:{self.epoch} ({self.state})"
 
     def move(self, now: int, move: LeaseMove, reason: str = "") -> None:
         """Change the state as `transitions.TABLE` says; raise `IllegalTransition` for a move it does not have."""
-        target = TABLE.get((self.state, move))
-        if target is None:
+        step = STEPS.get((self.state, move))
+        if step is None:
             steps = "; ".join(map(str, self.story())) or "granted, no transition yet"
             raise IllegalTransition(f"{self!r} cannot be {move} at {now}; its story: {steps}")
-        if len(self._story) == STORY_LENGTH:
-            del self._story[0]
-        self._story.append((now, self.state, move, target, reason))
-        self.state = target
+        row, self.state, self.is_ending = step
+        if len(self._story) == 3 * STORY_LENGTH:
+            self._story = self._story[3:]
+        self._story += (now, row, reason)
 
     def story(self) -> list[LeaseTransition]:
-        """Return its last transitions, oldest first."""
-        return [LeaseTransition(*step) for step in self._story]
+        return transitions_of(self._story)
 
     @property
     def reason(self) -> str:
-        """Reason of the last transition."""
-        return self._story[-1][4] if self._story else ""
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether something else than its own end has ended it, or is about to."""
-        return self.state not in LIVE
+        return str(self._story[-1]) if self._story else ""
 
 
 class RunnerState(Enum):
@@ -195,7 +184,7 @@ class RunnerRecord:
         self.queue = queue
         self.state = RunnerState.STARTING
         self.sent: deque[AgentLease] = deque()
-        self.head_since = 0  # when the first call was handed over
+        self.head_since = 0  # when the first call was sent
         self.head_begun = 0  # ... or the runner was started for it: its time-out counts from here
         self.announced = False  # the first call's `Started` was reported
         self.idle_since = NEVER
@@ -206,7 +195,6 @@ class RunnerRecord:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether it has calls, or the next lease in its queue is a call for it."""
         waiting = self.queue.waiting
         return bool(self.sent) or (bool(waiting) and self.serves(waiting[0].terms))
 
@@ -259,13 +247,11 @@ class LeaseQueue:
 
     @property
     def current(self) -> AgentLease | None:
-        """The lease that runs: the command, or the runner's first call."""
         if self.command is None and self.runner is not None and self.runner.sent:
             return self.runner.sent[0]
         return self.command
 
     def uses(self, gpus: frozenset[int] | None) -> bool:
-        """Whether its allocation has one of the GPUs (None: any queue)."""
         if gpus is None:
             return True
         lease = self.command or next(iter(self.waiting), None)
@@ -299,7 +285,6 @@ def invariant_violations(
     queues: Mapping[int, LeaseQueue],
     runners: Mapping[int, RunnerRecord],
 ) -> list[str]:
-    """Return one message per violated invariant of the records."""
     found: list[str] = []
     positions: dict[int, int] = {}
     for queue in queues.values():

@@ -1,7 +1,7 @@
 """Lease time on the agent: heartbeats sent and confirmed, and the deadline by which the agent ends its sandboxes.
 
 Invariant 3 of DESIGN: the agent ends a lease before the server may grant it to another node. Otherwise one task could
-run twice at the same time. The two sides count the same `ttl` on different clocks, without comparing them:
+run twice at the same time. docs/leases.md describes both sides. They count the same `ttl` without comparing clocks:
 
 - The server extends a node's leases to `ttl` after it *received* the node's last heartbeat, and never reassigns one
   sooner.
@@ -38,8 +38,6 @@ from gpool.agent.state_machine.instructions import NEVER
 
 
 class LeaseTimer:
-    """Heartbeat numbers, their sending times, and the deadline of all leases of the node."""
-
     __slots__ = (
         "_number",
         "_unconfirmed",
@@ -60,7 +58,6 @@ class LeaseTimer:
         self.deadline = NEVER
 
     def next_heartbeat(self, now: int) -> int:
-        """Return the number of the heartbeat that is sent now."""
         self._number += 1
         self._unconfirmed[self._number] = now
         self.heartbeat_at = now + self.heartbeat_every
@@ -86,5 +83,4 @@ class LeaseTimer:
         self.heartbeat_at = now
 
     def is_valid(self, now: int) -> bool:
-        """Whether a lease granted now may run."""
         return self.confirmed_at is not None and now < self.deadline

@@ -11,12 +11,11 @@ from gpool.agent.state_machine.transitions import LeaseMove, LeaseState
 from gpool.core.model import OutputFile, Phase
 from gpool.wire.frames import Checkpointed, Finished, HandedBack, Released
 
+FINISHED = LeaseMove.FINISHED  # for each call: a member of an enum is slow to look up
 OUTPUT_BYTES = 100  # of an output in a report, without its name
 
 
 class Leases:
-    """Every lease of one agent; each end is reported once, into the outbox."""
-
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
         self.held: dict[int, AgentLease] = {}  # by task
@@ -24,7 +23,6 @@ class Leases:
         self.ended = EndedLeases()
 
     def ids(self) -> list[tuple[int, int]]:
-        """Return (task, epoch) of every held lease."""
         return [(lease.task, lease.epoch) for lease in self.held.values()]
 
     def get(self, task: int, epoch: int) -> AgentLease | None:
@@ -34,7 +32,6 @@ class Leases:
     # ---- progress
 
     def announce(self, now: int, lease: AgentLease) -> None:
-        """Report that it runs."""
         self._outbox.add_started(now, lease.task, lease.epoch)
 
     def reached(self, now: int, lease: AgentLease, phase: Phase) -> None:
@@ -44,7 +41,6 @@ class Leases:
         self._outbox.add(now, Checkpointed(lease.task, lease.epoch, files), _names_bytes(files))
 
     def print(self, now: int, lease: AgentLease, stream: int, data: bytes) -> None:
-        """Gather output."""
         if lease.log is None:
             lease.log = LogBuffer(lease.task, lease.epoch)
         lease.log.append(now, stream, data)
@@ -57,10 +53,9 @@ class Leases:
     # ---- ends
 
     def finish(self, now: int, lease: AgentLease, finished: Finished) -> None:
-        """Report the end of the attempt, after its output."""
         if lease.log is not None:
             self.flush_log(now, lease)
-        lease.move(now, LeaseMove.FINISHED, finished.reason)
+        lease.move(now, FINISHED, finished.reason)
         self._remove(lease)
         data = len(finished.value) + len(finished.error_text.encode("utf-8", "replace"))
         if finished.outputs:
@@ -68,13 +63,11 @@ class Leases:
         self._outbox.add(now, finished, data)
 
     def release(self, now: int, lease: AgentLease) -> None:
-        """Report that nothing of a stopped lease runs."""
         lease.move(now, LeaseMove.RELEASED)
         self._remove(lease)
         self._outbox.add(now, Released(lease.task, lease.epoch))
 
     def return_unstarted(self, now: int, leases: Iterable[AgentLease], why: str = "") -> None:
-        """Return leases that never began to the server."""
         for lease in leases:
             lease.move(now, LeaseMove.RETURNED, why)
             self._remove(lease)

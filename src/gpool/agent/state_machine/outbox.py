@@ -69,7 +69,6 @@ class LogBuffer:
             self.due_at = now + LOG_EVERY_US
 
     def take(self) -> list[LogChunk]:
-        """Return everything gathered as chunks, numbered on from the last ones."""
         chunks = []
         for stream, data in self._parts:
             for start in range(0, len(data), LOG_CHUNK_BYTES):
@@ -99,7 +98,6 @@ class Outbox:
         self._sequence = 0
 
     def __bool__(self) -> bool:
-        """Whether anything is not yet recorded."""
         return bool(self._items or self._batches or self._started or self._reached)
 
     def add(self, now: int, item: ReportItem, data_bytes: int = 0) -> None:
@@ -143,7 +141,6 @@ class Outbox:
             del self._batches[number]
 
     def resend(self, now: int) -> None:
-        """Queue unrecorded batches again, ahead of newer reports; for a new connection."""
         if not self._batches:
             return
         items: list[ReportItem] = []
@@ -158,8 +155,6 @@ class Outbox:
             self._since = min(self._since, now)
 
     def drop(self, gone: set[tuple[int, int]]) -> None:
-        """Drop every report of these leases, (task, epoch)."""
-
         def is_gone(item: ReportItem) -> bool:
             return (item.task, item.epoch) in gone
 
@@ -181,7 +176,6 @@ class Outbox:
 
     @property
     def flush_at(self) -> int:
-        """When `flush` has something to send although nothing else happens."""
         if self._since == NEVER or len(self._batches) >= MAX_IN_FLIGHT:
             return NEVER
         return self._since + LINGER_US

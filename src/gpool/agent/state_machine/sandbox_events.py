@@ -42,7 +42,6 @@ class SandboxEvents:
     # ---- commands
 
     def _queue_of(self, task: int, epoch: int) -> LeaseQueue | None:
-        """Return the queue whose command this is."""
         lease = self._leases.get(task, epoch)
         if lease is not None and lease.queue.command is lease:
             return lease.queue
@@ -120,7 +119,7 @@ class SandboxEvents:
         for answer in event.answers:
             if sent and sent[0].task == answer.task and sent[0].epoch == answer.epoch:
                 lease = sent.popleft()
-            else:  # a call that could not be handed over is answered out of order
+            else:  # a call whose inputs are missing is answered out of order
                 for lease in sent:
                     if lease.task == answer.task and lease.epoch == answer.epoch:
                         break

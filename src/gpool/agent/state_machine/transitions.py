@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 
 class LeaseState(StrEnum):
-    """State of one lease (task and epoch) on the agent; `MEANINGS` explains each."""
-
     QUEUED = "queued"
     SENT = "sent"
     RUNNING = "running"
@@ -29,8 +27,6 @@ class LeaseState(StrEnum):
 
 
 class LeaseMove(StrEnum):
-    """Event in the life of a lease."""
-
     SENT = "sent"  # the call was handed to a runner
     STARTED = "started"  # the command's sandbox is being prepared
     REQUEUED = "requeued"  # the runner ended before the call began
@@ -98,13 +94,21 @@ TABLE: dict[tuple[LeaseState, LeaseMove], LeaseState] = {
     (S.DROPPED, M.CLEARED): S.FORGOTTEN,
 }
 
+STEPS: dict[tuple[LeaseState, LeaseMove], tuple[int, LeaseState, bool]] = {
+    step: (row, target, target not in LIVE) for row, (step, target) in enumerate(TABLE.items())
+}
+"""The table with its row numbers, and whether the target is an ending state. A story holds rows, not objects: every call
+of a task makes two moves, and numbers cost the garbage collector nothing."""
+_ROWS = tuple(TABLE.items())
+
 STORY_LENGTH = 32
 """Transitions kept for each lease, the latest ones: a call can be requeued any number of times."""
 
+Story = tuple[int | str, ...]
+"""Time, row of the table and reason of each transition, in one flat tuple."""
+
 
 class LeaseTransition(NamedTuple):
-    """One step of a lease's story."""
-
     at: int  # boot clock, microseconds
     source: LeaseState
     move: LeaseMove
@@ -116,12 +120,21 @@ class LeaseTransition(NamedTuple):
         return f"{self.at}: {self.source} -{self.move}-> {self.target}{why}"
 
 
+def transitions_of(story: Story) -> list[LeaseTransition]:
+    found = []
+    for at, row, reason in zip(story[::3], story[1::3], story[2::3], strict=True):
+        assert isinstance(at, int)
+        assert isinstance(row, int)
+        (source, move), target = _ROWS[row]
+        found.append(LeaseTransition(at, source, move, target, str(reason)))
+    return found
+
+
 class IllegalTransition(AssertionError):
     """A move that the table does not have: a bug in the state machine, never a mistake of the server or a task."""
 
 
 def as_markdown() -> str:
-    """Return docs/agent-lifecycle.md."""
     lines = [
         "# The lifecycle of a lease on the agent",
         "",

@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
-from gpool.agent.runtime.protocol import Limits
+from gpool.agent.runtime.protocol import SandboxLimits
 from gpool.core.model import GIB, Recipe, Slice
 
 HALF_LIFE_US = 120 * 1_000_000
@@ -35,14 +35,12 @@ LONGEST_PAUSE_US = 600 * 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class WarmKey:
-    """Everything a warm sandbox is prepared for; a task with an equal key can use it."""
-
     runtime: str
     environment: tuple[str, Recipe | None] | None  # None: the agent's own Python
     python: str
     preload: tuple[str, ...]
     slices: tuple[Slice, ...]  # its device nodes; it has no context on them
-    limits: Limits
+    limits: SandboxLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +52,6 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """End the sandbox; `gone` follows."""
-
     number: int
 
 
@@ -98,7 +94,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
+class _WarmCandidate:
     weight: float
     key: WarmKey
     number: int | None  # of an existing entry
@@ -153,7 +149,6 @@ class WarmPool:
         return sum(entry.bytes_held for entry in self.entries.values())
 
     def settle(self, now: int, room_bytes: int) -> list[Prepare | Discard]:
-        """Return the instructions that bring the pool to what is wanted and fits into `room_bytes`."""
         self._forget(now)
         kept, missing = self._choose(now, room_bytes)
         orders: list[Prepare | Discard] = []
@@ -164,9 +159,8 @@ class WarmPool:
         preparing = sum(entry.stage is Stage.PREPARING for entry in self.entries.values())
         while missing and preparing < AT_ONCE:
             next_one = missing.popleft()
-            room_left = (
-                room_bytes - self.bytes_held
-            )  # discarded ones hold their memory until they are gone
+            # Discarded sandboxes hold their memory until they are gone.
+            room_left = room_bytes - self.bytes_held
             if next_one.bytes_held > room_left or len(self.entries) >= MOST_ENTRIES:
                 break
             self.last_number += 1
@@ -175,10 +169,9 @@ class WarmPool:
             preparing += 1
         return orders
 
-    def _choose(self, now: int, room_bytes: int) -> tuple[set[int], deque[_Candidate]]:
-        """Return the heaviest candidates that fit together: numbers of existing ones, and those to prepare."""
+    def _choose(self, now: int, room_bytes: int) -> tuple[set[int], deque[_WarmCandidate]]:
         kept: set[int] = set()
-        missing: deque[_Candidate] = deque()
+        missing: deque[_WarmCandidate] = deque()
         left = room_bytes
         for one in sorted(self._candidates(now), key=lambda one: -one.weight):
             if one.bytes_held > left or len(kept) + len(missing) >= MOST_ENTRIES:
@@ -190,7 +183,7 @@ class WarmPool:
                 missing.append(one)
         return kept, missing
 
-    def _candidates(self, now: int) -> list[_Candidate]:
+    def _candidates(self, now: int) -> list[_WarmCandidate]:
         there: dict[WarmKey, list[int]] = {}
         for number, entry in self.entries.items():
             if entry.stage is not Stage.LEAVING:
@@ -205,13 +198,12 @@ class WarmPool:
                 if at < len(numbers):
                     number = numbers[at]
                     held = self.entries[number].bytes_held
-                    found.append(_Candidate(weight * KEPT_WEIGHT, key, number, held))
+                    found.append(_WarmCandidate(weight * KEPT_WEIGHT, key, number, held))
                 elif now >= demand.not_before:
-                    found.append(_Candidate(weight, key, None, _guess(key, demand)))
+                    found.append(_WarmCandidate(weight, key, None, _guess(key, demand)))
         return found
 
     def _forget(self, now: int) -> None:
-        """Forget keys without demand, and those with the least if there are too many."""
         faded = [key for key, demand in self.demands.items() if demand.now(now) < LEAST_DEMAND]
         for key in faded:
             del self.demands[key]

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from gpool.cli.command import as_json, client_of, listed, listing
+from gpool.cli.command import as_json, client_of, examples, listed, listing
 from gpool.cli.main import FAILED
 from gpool.cli.output.printing import emit_json, fields, table
 
@@ -24,7 +24,7 @@ def keys() -> None:
 @click.pass_context
 def keys_ls(ctx: click.Context, as_json: bool) -> None:
     """List encryption keys and the progress of a rotation."""
-    _show(client_of(ctx).door.get_json("/v1/admin/keys"), as_json)
+    _show(client_of(ctx).api.get_json("/v1/admin/keys"), as_json)
 
 
 @keys.command("rotate")
@@ -34,15 +34,15 @@ def keys_ls(ctx: click.Context, as_json: bool) -> None:
 @click.pass_context
 def keys_rotate(ctx: click.Context, master: bool, detach: bool, as_json: bool) -> None:
     """Encrypt all secrets with a new key; the server stays available."""
-    door = client_of(ctx).door
-    progress = door.send_json("POST", "/v1/admin/keys/rotate", {"master": master})
+    api = client_of(ctx).api
+    progress = api.send_json("POST", "/v1/admin/keys/rotate", {"master": master})
     pause = threading.Event()
     while progress["left"] and not detach:
         if not as_json:
             done = progress["fields"] - progress["left"]
             click.echo(f"  {done} of {progress['fields']} fields encrypted", err=True)
         pause.wait(LOOK_EVERY_S)
-        progress = door.get_json("/v1/admin/keys")
+        progress = api.get_json("/v1/admin/keys")
     _show(progress, as_json)
 
 
@@ -53,7 +53,9 @@ def _show(progress: dict[str, Any], as_json: bool) -> None:
         fields(progress, ("data_keys", "retired", "fields", "left", "masters"))
 
 
-@click.command()
+@click.command(
+    epilog=examples("gpool admin audit --limit 20", "gpool admin audit --verify --anchor 1234:HASH")
+)
 @listing
 @click.option("--verify", is_flag=True, help="Verify the hash chain of the record.")
 @click.option(
@@ -72,17 +74,11 @@ def audit(
     verify: bool,
     anchors: tuple[str, ...],
 ) -> None:
-    """List audit entries, newest first, or verify them.
-
-    \b
-    Examples:
-      gpool admin audit --limit 20
-      gpool admin audit --verify --anchor 1234:HASH
-    """
+    """List audit entries, newest first, or verify them."""
     client = client_of(ctx)
     if verify:
         query = "".join(f"&anchor={anchor}" for anchor in anchors)
-        found = client.door.get_json(f"/v1/audit?verify=true{query}")
+        found = client.api.get_json(f"/v1/audit?verify=true{query}")
         if as_json:
             emit_json(found)
         elif found["whole"]:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpool.cli.command import VerbGroup, as_json, client_of
+from gpool.cli.command import VerbGroup, as_json, client_of, examples
 from gpool.cli.output.printing import emit_json, fields, local_time, plain, table
 from gpool.cli.references import names_of, node_id, principal_names, quoted, team_id, user_id
-from gpool.client.moments import moment, now
+from gpool.client.times import moment, now
 from gpool.core.errors import Invalid, NotFound
 
 if TYPE_CHECKING:
@@ -22,7 +22,13 @@ _POLICY = ("order", "orders", "ageing_s", "patience_s", "weights", "changed", "p
 NOT_LEARNT = "not learnt yet: needs 200 tasks with GPUs, of which 50 per batch count"
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "gpool admin policy",
+        "gpool admin policy --order round_robin --dry-run",
+        "gpool admin policy --weight lab=2 --ageing configured",
+    )
+)
 @click.option("--order", metavar="NAME", help="Queue order.")
 @click.option("--ageing", metavar="TIME", help="Waiting time worth one point of priority.")
 @click.option("--patience", metavar="TIME", help="Waiting time after which a node is kept clear.")
@@ -50,12 +56,6 @@ def policy(
     """Show or change the scheduling policy.
 
     The value `configured` restores the setting of the server.
-
-    \b
-    Examples:
-      gpool admin policy
-      gpool admin policy --order round_robin --dry-run
-      gpool admin policy --weight lab=2 --ageing configured
     """
     wanted: dict[str, Any] = {}
     if order is not None:
@@ -64,16 +64,16 @@ def policy(
         if value is not None:
             wanted[name] = None if value == "configured" else _seconds(value)
     client = client_of(ctx)
-    door = client.door
+    api = client.api
     if weights:
         wanted["weights"] = dict(_weight(client, text) for text in weights)
     if learn:
-        door.send("POST", "/v1/admin/policy/learn")
+        api.send("POST", "/v1/admin/policy/learn")
         click.echo("learning started; `gpool admin policy` shows the result", err=True)
     if wanted or dry_run:
-        answer = door.send_json("PATCH", "/v1/admin/policy", {**wanted, "dry_run": dry_run})
+        answer = api.send_json("PATCH", "/v1/admin/policy", {**wanted, "dry_run": dry_run})
     else:
-        answer = door.get_json("/v1/admin/policy")
+        answer = api.get_json("/v1/admin/policy")
     if as_json:
         emit_json(answer)
         return
@@ -121,7 +121,7 @@ def drain(ctx: click.Context, node: str, why: str, as_json: bool) -> None:
 def uncordon(ctx: click.Context, node: str) -> None:
     """Remove the cordon of a node."""
     client = client_of(ctx)
-    client.door.send("DELETE", f"/v1/admin/cordons/{node_id(client, node)}")
+    client.api.send("DELETE", f"/v1/admin/cordons/{node_id(client, node)}")
     click.echo(f"{plain(node)} is no longer cordoned; it takes tasks if its owner's policy allows")
 
 
@@ -151,7 +151,7 @@ def reservations() -> None:
 def reservations_ls(ctx: click.Context, as_json: bool) -> None:
     """List reservations."""
     client = client_of(ctx)
-    items = client.door.get_json("/v1/admin/reservations")["items"]
+    items = client.api.get_json("/v1/admin/reservations")["items"]
     if as_json:
         emit_json(items)
         return
@@ -171,7 +171,12 @@ def reservations_ls(ctx: click.Context, as_json: bool) -> None:
     table(("id", "", "from", "to", "nodes", "for", "why"), rows, "No reservations.")
 
 
-@reservations.command("create")
+@reservations.command(
+    "create",
+    epilog=examples(
+        "gpool admin reservations create lab1 lab2 --team class --from 09:00 --to 11:30"
+    ),
+)
 @click.argument("nodes", metavar="NODE...", nargs=-1, required=True)
 @click.option(
     "--team", "teams", multiple=True, metavar="TEAM", help="Team to reserve for (repeatable)."
@@ -205,12 +210,7 @@ def reservations_create(
     why: str,
     as_json: bool,
 ) -> None:
-    """Reserve nodes for teams or users between two times.
-
-    \b
-    Example:
-      gpool admin reservations create lab1 lab2 --team class --from 09:00 --to 11:30
-    """
+    """Reserve nodes for teams or users between two times."""
     if not teams and not users:
         raise Invalid("a reservation needs a team or a user; give --team TEAM or --user USER")
     begins = now() if first is None else moment(first)
@@ -228,7 +228,7 @@ def reservations_create(
         "last": ends.isoformat(),
         "why": why,
     }
-    made = client.door.send_json("POST", "/v1/admin/reservations", wanted)
+    made = client.api.send_json("POST", "/v1/admin/reservations", wanted)
     if as_json:
         emit_json(made)
     else:
@@ -241,13 +241,13 @@ def reservations_create(
 @click.pass_context
 def reservations_delete(ctx: click.Context, reservation: str) -> None:
     """Delete a reservation; its nodes are free for all users again."""
-    client_of(ctx).door.send("DELETE", f"/v1/admin/reservations/{quoted(reservation)}")
+    client_of(ctx).api.send("DELETE", f"/v1/admin/reservations/{quoted(reservation)}")
     click.echo(f"{plain(reservation)} deleted")
 
 
 def _cordon(ctx: click.Context, node: str, wanted: dict[str, Any], as_json: bool) -> None:
     client = client_of(ctx)
-    answer = client.door.send_json("PUT", f"/v1/admin/cordons/{node_id(client, node)}", wanted)
+    answer = client.api.send_json("PUT", f"/v1/admin/cordons/{node_id(client, node)}", wanted)
     if as_json:
         emit_json(answer)
         return
@@ -280,13 +280,12 @@ def _weight(client: Client, text: str) -> tuple[str, float | None]:
 
 
 def _seconds(text: str) -> float:
-    from gpool.client.durations import seconds
+    from gpool.client.times import seconds
 
     return float(seconds(text))
 
 
 def _minute(at: str) -> str:
-    """Date and local time, to the minute."""
     return local_time(at)[:-3]
 
 

@@ -12,6 +12,7 @@ from gpool.cli.command import (
     SectionedCommand,
     as_json,
     client_of,
+    examples,
     listed,
     listing,
     option_section,
@@ -56,7 +57,6 @@ def quota_of(
     queued: str | None,
     storage: str | None,
 ) -> dict[str, Any]:
-    """The present quota at `path`, changed by the given options."""
     parsed = {
         "running_gpus": _limit("--gpus", gpus, float, "4, or 0.5"),
         "guaranteed_gpus": _limit("--guaranteed", guaranteed, float, "8, or 0"),
@@ -65,7 +65,7 @@ def quota_of(
     }
     given = {"running_gpus": gpus, "guaranteed_gpus": guaranteed}
     given |= {"queued_tasks": queued, "storage_bytes": storage}
-    before = client.door.get_json(path).get("quota") or {}
+    before = client.api.get_json(path).get("quota") or {}
     return {**before, **{name: parsed[name] for name, text in given.items() if text is not None}}
 
 
@@ -84,7 +84,6 @@ def _limit(
 
 
 def with_quota_text(document: dict[str, Any]) -> dict[str, Any]:
-    """The document with its quota as text."""
     from gpool.client.files.local_files import shown_size
 
     quota = document.get("quota") or {}
@@ -128,24 +127,23 @@ def teams_ls(ctx: click.Context, as_json: bool, everything: bool, limit: int) ->
 def teams_show(ctx: click.Context, team_: str, as_json: bool) -> None:
     """Show one team and its quota."""
     client = client_of(ctx)
-    show_quota(client.door.get_json(f"/v1/teams/{team_id(client, team_)}"), as_json, _FIELDS)
+    show_quota(client.api.get_json(f"/v1/teams/{team_id(client, team_)}"), as_json, _FIELDS)
 
 
-@teams.command("set", cls=SectionedCommand)
+@teams.command(
+    "set",
+    cls=SectionedCommand,
+    epilog=examples("gpool admin teams set lab --guaranteed 8 --gpus 32"),
+)
 @click.argument("team_", metavar="TEAM")
 @quota_options
 @as_json
 @click.pass_context
 def teams_set(ctx: click.Context, /, team_: str, as_json: bool, **quota: Any) -> None:
-    """Set the quota of a team.
-
-    \b
-    Example:
-      gpool admin teams set lab --guaranteed 8 --gpus 32
-    """
+    """Set the quota of a team."""
     if all(value is None for value in quota.values()):
         raise Invalid("nothing to change; give --gpus, --guaranteed, --queued or --storage")
     client = client_of(ctx)
     path = f"/v1/teams/{team_id(client, team_)}"
     wanted = {"quota": quota_of(client, path, **quota)}
-    show_quota(client.door.send_json("PATCH", path, wanted), as_json, _FIELDS)
+    show_quota(client.api.send_json("PATCH", path, wanted), as_json, _FIELDS)

@@ -11,6 +11,7 @@ from gpool.cli.command import (
     SectionedCommand,
     as_json,
     client_of,
+    examples,
     listed,
     listing,
     option_section,
@@ -58,10 +59,17 @@ def users_ls(ctx: click.Context, as_json: bool, everything: bool, limit: int) ->
 def users_show(ctx: click.Context, user: str, as_json: bool) -> None:
     """Show one user."""
     client = client_of(ctx)
-    show_quota(client.door.get_json(f"/v1/users/{user_id(client, user)}"), as_json, _FIELDS)
+    show_quota(client.api.get_json(f"/v1/users/{user_id(client, user)}"), as_json, _FIELDS)
 
 
-@users.command("set", cls=SectionedCommand)
+@users.command(
+    "set",
+    cls=SectionedCommand,
+    epilog=examples(
+        "gpool admin users set ada --permission consumer --permission provider",
+        "gpool admin users set ada --gpus 2 --queued configured",
+    ),
+)
 @the_user
 @option_section("Permissions")(
     "--permission",
@@ -81,13 +89,7 @@ def users_set(
     as_json: bool,
     **quota: Any,
 ) -> None:
-    """Set permissions and quota of a user.
-
-    \b
-    Examples:
-      gpool admin users set ada --permission consumer --permission provider
-      gpool admin users set ada --gpus 2 --queued configured
-    """
+    """Set permissions and quota of a user."""
     client = client_of(ctx)
     path = f"/v1/users/{user_id(client, user)}"
     wanted: dict[str, Any] = {}
@@ -99,7 +101,7 @@ def users_set(
         raise Invalid(
             "nothing to change; give --permission, --gpus, --guaranteed, --queued or --storage"
         )
-    show_quota(client.door.send_json("PATCH", path, wanted), as_json, _FIELDS)
+    show_quota(client.api.send_json("PATCH", path, wanted), as_json, _FIELDS)
 
 
 @users.command("disable")
@@ -123,7 +125,7 @@ def users_enable(ctx: click.Context, user: str, as_json: bool) -> None:
 def _disable(ctx: click.Context, user: str, disabled: bool, as_json: bool) -> None:
     client = client_of(ctx)
     path = f"/v1/users/{user_id(client, user)}"
-    show_quota(client.door.send_json("PATCH", path, {"disabled": disabled}), as_json, _FIELDS)
+    show_quota(client.api.send_json("PATCH", path, {"disabled": disabled}), as_json, _FIELDS)
 
 
 @click.command()
@@ -141,17 +143,17 @@ def _disable(ctx: click.Context, user: str, disabled: bool, as_json: bool) -> No
 @click.pass_context
 def invite(ctx: click.Context, permissions: tuple[str, ...], expires: str, as_json: bool) -> None:
     """Create an invite with which one person can register."""
-    from gpool.client.durations import seconds
+    from gpool.client.times import seconds
 
     wanted: dict[str, Any] = {"expires_in_s": int(seconds(expires))}
     if permissions:
         wanted["permissions"] = list(permissions)
     client = client_of(ctx)
-    made = client.door.send_json("POST", "/v1/users/invites", wanted)
+    made = client.api.send_json("POST", "/v1/users/invites", wanted)
     if as_json:
         emit_json(made)
     else:
-        pinned = client.door.address.fingerprint
+        pinned = client.api.address.fingerprint
         prefix = "" if pinned is None else f"GPOOL_FINGERPRINT={pinned} "
         click.echo(f"{prefix}gpool --url {client.url} register NAME --invite {made['token']}")
         click.echo(f"  Valid for one person, once, until {made['expires_at']}.", err=True)

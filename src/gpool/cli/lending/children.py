@@ -38,8 +38,6 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Module and environment of a child, and its log file."""
-
     name: str
     module: str
     env: Mapping[str, str]
@@ -56,8 +54,6 @@ def exec_module(module: str, env: Mapping[str, str]) -> None:
 
 
 class ChildProcess:
-    """A program that is kept running."""
-
     def __init__(self, program: Program) -> None:
         self.program = program
         self._process: subprocess.Popen[bytes] | None = None
@@ -91,7 +87,6 @@ class ChildProcess:
         self._started_at = time.monotonic()
 
     def exit_code(self) -> int | None:
-        """Its exit code, or None while it runs."""
         return self._process.poll() if self._process is not None else None
 
     def keep_alive(self) -> str | None:
@@ -133,13 +128,11 @@ class ChildProcess:
             self._process.wait()
 
     def _reason(self) -> str:
-        """Its last error line without the prefix, else its last line; advice may follow an error line."""
         lines = self.last_words().splitlines()
         errors = [line for line in lines if line.startswith(_ERROR_PREFIX)]
         return (errors or lines or [""])[-1].removeprefix(_ERROR_PREFIX)
 
     def last_words(self, lines: int = 5) -> str:
-        """The last lines of its log since its start."""
         try:
             text = self.program.log.read_bytes()[self._log_start :].decode(errors="replace")
         except FileNotFoundError:
@@ -152,7 +145,6 @@ def _die_with_parent() -> None:
 
 
 def stop_signals() -> threading.Event:
-    """An event set by SIGINT, SIGTERM and SIGHUP."""
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.set())

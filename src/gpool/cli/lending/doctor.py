@@ -29,7 +29,6 @@ SITE, ADDRESS, PORT = "GPOOL_AGENT_SITE", "GPOOL_AGENT_GANG_ADDRESS", "GPOOL_AGE
 
 
 def examine(client: Client, data: Path, now: datetime | None = None) -> list[Finding]:
-    """Check this machine, then the pool it would join."""
     at = now if now is not None else wall_clock()
     named = os.environ.get(POLICY)
     file = Path(named) if named else None
@@ -85,7 +84,7 @@ def gangs_finding(gangs: GangRules, data: Path, server: str) -> Finding:
 
 def _pool(client: Client, now: datetime) -> list[Finding]:
     try:
-        reply = client.door.send("GET", "/readyz")
+        reply = client.api.send("GET", "/readyz")
     except GpoolError as error:
         return [Finding("server", Level.PROBLEM, error.detail, "gpool up, or set GPOOL_URL")]
     reached = [
@@ -93,7 +92,7 @@ def _pool(client: Client, now: datetime) -> list[Finding]:
         clock_finding(now, date_of(reply.headers.get("date"))),
     ]
     try:
-        who = client.door.get_json("/v1/me")
+        who = client.api.get_json("/v1/me")
     except GpoolError as error:
         return [
             *reached,

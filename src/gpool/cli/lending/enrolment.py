@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from gpool.client.connection.config import write_private
-from gpool.client.connection.transport import Door
+from gpool.client.connection.transport import ApiTransport
 from gpool.core.errors import Conflict, Invalid, Unreachable
 from gpool.transfer.node_proofs import ChallengeStatement, NodeKey, Purpose, public_text
 from gpool.transfer.pinning import parse_fingerprint
@@ -22,8 +22,6 @@ _EXAMPLE = "gpool://HOST:PORT/join/TOKEN#sha256=FINGERPRINT"
 
 @dataclass(frozen=True, slots=True)
 class JoinLink:
-    """A parsed join link."""
-
     address: Address
     token: str = field(repr=False)
 
@@ -85,11 +83,11 @@ def load_identity(file: Path) -> EnrolledNode | None:
         ) from exc
 
 
-def enrol(door: Door, file: Path, *, name: str | None, token: str | None) -> EnrolledNode:
-    """Create a key, register it under a name and save both; authorised by the token, or by the door's API key."""
+def enrol(api: ApiTransport, file: Path, *, name: str | None, token: str | None) -> EnrolledNode:
+    """Create a key, register it under a name and save both; authorised by the token, or by the api's API key."""
     key = NodeKey.from_file(key_file(file))
-    answer = _joined(door, key, name or platform.node() or "node", token, choose=name is None)
-    address = door.address
+    answer = _joined(api, key, name or platform.node() or "node", token, choose=name is None)
+    address = api.address
     content = {
         "url": address.url,
         "fingerprint": address.fingerprint,
@@ -105,7 +103,7 @@ def enrol(door: Door, file: Path, *, name: str | None, token: str | None) -> Enr
 
 
 def _joined(
-    door: Door, key: NodeKey, name: str, token: str | None, *, choose: bool
+    api: ApiTransport, key: NodeKey, name: str, token: str | None, *, choose: bool
 ) -> dict[str, str]:
     """Register; a host name in use gets a number, a name chosen by the owner (`choose` false) raises `Conflict`."""
     number = 1
@@ -114,29 +112,29 @@ def _joined(
         if token is not None:
             wanted["token"] = token
         try:
-            return _proving(door, key, wanted)
+            return _proving(api, key, wanted)
         except Conflict:
             if not choose or number >= _MOST_NAMESAKES:
                 raise
             number += 1
 
 
-def _proving(door: Door, key: NodeKey, wanted: dict[str, object]) -> dict[str, str]:
+def _proving(api: ApiTransport, key: NodeKey, wanted: dict[str, object]) -> dict[str, str]:
     """Register with a new challenge per attempt: a proof is valid once. Retries are idempotent by the node's key."""
     pauses = None
     while True:
-        challenge = door.send_json("POST", "/v1/nodes/challenges", {})
+        challenge = api.send_json("POST", "/v1/nodes/challenges", {})
         statement = ChallengeStatement(
             Purpose.JOIN, challenge["server"], "", key.public, challenge["nonce"]
         )
         proof = {"nonce": challenge["nonce"], "signature": key.sign(statement)}
         request = {**wanted, "public_key": public_text(key.public), "proof": proof}
         try:
-            answer: dict[str, str] = door.send_json_once("POST", "/v1/nodes", request)
+            answer: dict[str, str] = api.send_json_once("POST", "/v1/nodes", request)
         except Unreachable:
-            pauses = door.pauses() if pauses is None else pauses
+            pauses = api.pauses() if pauses is None else pauses
             pause = next(pauses, None)
-            if pause is None or door.wait(pause):
+            if pause is None or api.wait(pause):
                 raise
         else:
             return answer

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from gpool.cli.command import SectionedCommand
+from gpool.cli.command import SectionedCommand, examples
 from gpool.cli.lending.children import AGENT_MODULE, exec_module
 from gpool.cli.lending.terms import LendingTerms, agent_variables, lending
 from gpool.core.errors import Forbidden
@@ -15,10 +15,10 @@ from gpool.transfer.requests import Address
 
 @click.command(
     cls=SectionedCommand,
-    epilog="""\b
-Examples:
-  gpool join gpool://pool.example:8642/join/TOKEN#sha256=FINGERPRINT
-  gpool join LINK --policy rules.toml --label ssd --price 0.31/h""",
+    epilog=examples(
+        "gpool join gpool://pool.example:8642/join/TOKEN#sha256=FINGERPRINT",
+        "gpool join LINK --policy rules.toml --label ssd --price 0.31/h",
+    ),
 )
 @click.argument("link")
 @click.option("--name", metavar="NAME", help="Name of the node (default: the host name).")
@@ -33,7 +33,7 @@ def join(link: str, name: str | None, plain_http: bool, terms: LendingTerms) -> 
     """Join this machine to a pool and run its agent."""
     from gpool.cli.lending.enrolment import enrol, identity_file, load_identity, parse_link
     from gpool.client.connection.config import home
-    from gpool.client.connection.transport import Door
+    from gpool.client.connection.transport import ApiTransport
 
     wanted = parse_link(link, plain=plain_http)
     url = wanted.address.url
@@ -47,9 +47,9 @@ def join(link: str, name: str | None, plain_http: bool, terms: LendingTerms) -> 
             click.echo(
                 "This machine joined with a version without node keys; joining again.", err=True
             )
-        door = Door(wanted.address, "")
-        identity = enrol(door, file, name=name, token=wanted.token)
-        door.close()
+        api = ApiTransport(wanted.address, "")
+        identity = enrol(api, file, name=name, token=wanted.token)
+        api.close()
         click.echo(f"Joined {url} as {identity.name} ({identity.id}).", err=True)
     click.echo("The agent runs until Ctrl-C.", err=True)
     exec_module(AGENT_MODULE, agent_variables(identity, file.with_suffix(""), terms))

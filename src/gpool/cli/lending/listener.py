@@ -81,8 +81,6 @@ _TLS = (
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """Addresses and TLS options of the server."""
-
     host: str
     port: int
     tls: bool | None = None
@@ -116,8 +114,8 @@ class Transport:
         from pydantic import ValidationError
 
         from gpool.server.clock import SystemClock
+        from gpool.server.identity.certificates import certificate_of
         from gpool.server.settings import Settings
-        from gpool.server.tls import certificate_of
 
         variables = self.variables(folder)
         try:

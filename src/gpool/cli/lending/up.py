@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import click
 
-from gpool.cli.command import SectionedCommand
+from gpool.cli.command import SectionedCommand, examples
 from gpool.cli.lending.children import (
     AGENT_MODULE,
     SERVER_MODULE,
@@ -40,11 +40,11 @@ _LOOK_S = 0.05
 
 @click.command(
     cls=SectionedCommand,
-    epilog="""\b
-Examples:
-  gpool up
-  gpool up --host 0.0.0.0 --public-url https://pool.example:8642
-  gpool up --simulate-gpus H100:2,RTX4090""",
+    epilog=examples(
+        "gpool up",
+        "gpool up --host 0.0.0.0 --public-url https://pool.example:8642",
+        "gpool up --simulate-gpus H100:2,RTX4090",
+    ),
 )
 @data_option
 @listening
@@ -94,7 +94,7 @@ def up(data: Path | None, transport: Transport, no_agent: bool, terms: LendingTe
 
 
 def _check_terms(terms: LendingTerms) -> None:
-    """Report an error in the options before anything starts and before the profile is written."""
+    """Report an invalid option before anything starts and before the profile is written."""
     if terms.policy is not None:
         from gpool.agent.machine.monitor import PolicyFile
 
@@ -107,26 +107,26 @@ def _check_terms(terms: LendingTerms) -> None:
 
 def _agent(folder: Path, address: Address, key_file: Path, terms: LendingTerms) -> ChildProcess:
     from gpool.cli.lending.enrolment import enrol, load_identity
-    from gpool.client.connection.transport import Door
+    from gpool.client.connection.transport import ApiTransport
 
     file = folder / "node.json"
     identity = load_identity(file)
     if identity is None:
-        door = Door(address, key_file.read_text(encoding="ascii").strip())
-        identity = enrol(door, file, name=None, token=None)
-        door.close()
+        api = ApiTransport(address, key_file.read_text(encoding="ascii").strip())
+        identity = enrol(api, file, name=None, token=None)
+        api.close()
     identity = replace(identity, address=address)  # our own server; its address may have changed
     variables = agent_variables(identity, folder / "agent", terms)
     return ChildProcess(Program("agent", AGENT_MODULE, variables, folder / "agent.log"))
 
 
 def await_ready(server: ChildProcess, address: Address, stop: threading.Event) -> None:
-    """Wait until the server can take tasks; `InternalFault` with the end of its log if it ends instead."""
+    """Wait until the server can take tasks; `InternalFault` with its log if it ends instead."""
     import time
 
-    from gpool.client.connection.transport import Door
+    from gpool.client.connection.transport import ApiTransport
 
-    door = Door(address, "")
+    api = ApiTransport(address, "")
     ends = time.monotonic() + _READY_S
     try:
         while not stop.is_set():
@@ -135,14 +135,14 @@ def await_ready(server: ChildProcess, address: Address, stop: threading.Event) -
                     f"the server did not start; its log ends with:\n{server.last_words()}"
                 )
             try:
-                door.send_once("GET", "/readyz")
+                api.send_once("GET", "/readyz")
                 return
             except Unreachable:
                 if time.monotonic() > ends:
                     raise
             stop.wait(_LOOK_S)
     finally:
-        door.close()
+        api.close()
 
 
 def _announce(address: Address, key_file: Path, profile: Path) -> None:
@@ -159,7 +159,7 @@ def _announce(address: Address, key_file: Path, profile: Path) -> None:
 
 
 def command_name(this: Path, found: str | None, here: Path) -> str:
-    """The command for the program at `this`: `gpool` if the shell finds it (`found`), else its path from `here`."""
+    """`gpool` if the shell finds the program `this` under that name (`found`), else its path from `here`."""
     if this.name != "gpool" or (found is not None and Path(found).samefile(this)):
         return "gpool"
     if this.parent == here:
@@ -168,7 +168,7 @@ def command_name(this: Path, found: str | None, here: Path) -> str:
 
 
 def loopback_note(link: str) -> str:
-    """A note for a link to a loopback address, which other machines cannot use; else empty."""
+    """A note for a link that other machines cannot use; else empty."""
     if not is_loopback(urlsplit(link).hostname or ""):
         return ""
     return (
@@ -177,16 +177,16 @@ def loopback_note(link: str) -> str:
 
 
 def _join_link(address: Address, key_file: Path) -> str:
-    from gpool.client.connection.transport import Door
+    from gpool.client.connection.transport import ApiTransport
 
-    door = Door(address, key_file.read_text(encoding="ascii").strip())
+    api = ApiTransport(address, key_file.read_text(encoding="ascii").strip())
     try:
-        return str(door.send_json("POST", "/v1/nodes/invites", {"expires_in_s": 86400})["link"])
+        return str(api.send_json("POST", "/v1/nodes/invites", {"expires_in_s": 86400})["link"])
     except GpoolError as error:
         click.echo(f"gpool: could not create a join link: {error.detail}", err=True)
         return ""
     finally:
-        door.close()
+        api.close()
 
 
 def _watch(children: list[ChildProcess], stop: threading.Event) -> None:
@@ -199,7 +199,6 @@ def _watch(children: list[ChildProcess], stop: threading.Event) -> None:
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Lock the data directory; `Conflict` if another pool uses it."""
     with (folder / "up.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -211,7 +210,6 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 
 def data_folder(chosen: Path | None) -> Path:
-    """The data directory, created if it is missing."""
     from gpool.client.connection.config import data_home
 
     folder = (chosen or data_home()).expanduser().absolute()
@@ -240,9 +238,7 @@ def require_free_port(host: str, port: int) -> None:
 
 @click.command(
     cls=SectionedCommand,
-    epilog="""\b
-Example:
-  gpool server --host 0.0.0.0 --public-url https://pool.example:8642""",
+    epilog=examples("gpool server --host 0.0.0.0 --public-url https://pool.example:8642"),
 )
 @data_option
 @listening

@@ -65,8 +65,6 @@ def _shown(match: re.Match[str]) -> str:
 
 
 class LogPrinter:
-    """Writes a task's standard output and error to ours."""
-
     def __init__(self, *, all_to_stderr: bool = False) -> None:
         out = "stderr" if all_to_stderr else "stdout"
         self._writers: dict[str, Callable[[Printed | None], None]] = {
@@ -106,7 +104,6 @@ def emit_json(document: object) -> None:
 
 
 def emit_json_list(documents: Iterable[object]) -> None:
-    """Print a JSON list like `emit_json`, each member as it arrives."""
     before = "["
     for document in documents:
         click.echo(f"{before}\n{indent(_json(document), '  ')}", nl=False)
@@ -120,7 +117,7 @@ def _json(document: object) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], empty: str) -> None:
-    """Print a table on standard output, or `empty` on standard error if there are no rows."""
+    """Print a table, or `empty` on standard error."""
     cells = [[_cell(value) for value in row] for row in rows]
     if not cells:
         click.echo(empty, err=True)
@@ -136,7 +133,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], empty: str) 
 
 
 def _width(text: str) -> int:
-    """Columns on a terminal: two for a wide character (Chinese, Japanese, Korean), none for a combining one."""
+    """Columns on a terminal: two for a wide character, none for a combining one."""
     if text.isascii():
         return len(text)
     wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
@@ -144,7 +141,6 @@ def _width(text: str) -> int:
 
 
 def fields(document: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Print one `name  value` per line; empty values are left out."""
     shown = [(name, document.get(name)) for name in names]
     shown = [(name, value) for name, value in shown if value not in (None, "", [], {})]
     width = max((len(name) for name, _ in shown), default=0)
@@ -153,7 +149,6 @@ def fields(document: Mapping[str, Any], names: Sequence[str]) -> None:
 
 
 def show(document: Mapping[str, Any], as_json: bool, names: str) -> None:
-    """Print the document as JSON, or the members listed in `names`."""
     if as_json:
         emit_json(document)
     else:
@@ -170,7 +165,7 @@ def _cell(value: object) -> str:
 
 
 def styled(text: str, *, bold: bool = False, colour: str | None = None) -> str:
-    """Styled text, plain if NO_COLOR is set; click removes styles where there is no terminal."""
+    """Styled text, plain if NO_COLOR is set; click removes styles without a terminal."""
     import os
 
     if os.environ.get("NO_COLOR"):
@@ -179,7 +174,6 @@ def styled(text: str, *, bold: bool = False, colour: str | None = None) -> str:
 
 
 def age(created_at: str, server_date: str | None) -> str:
-    """Age by the server's clock: `42s`, `3m`, `5h`, `2d`."""
     if server_date is None:
         return created_at
     now = parsedate_to_datetime(server_date)
@@ -191,7 +185,7 @@ def age(created_at: str, server_date: str | None) -> str:
 
 
 def local_time(at: str, server_date: str | None = None) -> str:
-    """Local time: without the date for today, with seconds within ten minutes of now."""
+    """Local time: without today's date, with seconds within ten minutes of now."""
     then = datetime.fromisoformat(at).astimezone()
     if server_date is None:
         return then.strftime("%Y-%m-%d %H:%M:%S")

@@ -12,8 +12,8 @@ import click
 from gpool.core.errors import GpoolError
 
 if TYPE_CHECKING:
-    from gpool.client.files.artifacts import Progress as UploadProgress
-    from gpool.client.logs import Printed, Progress
+    from gpool.client.files.artifacts import TransferProgress
+    from gpool.client.logs import Printed, TaskProgress
     from gpool.client.results import Result
     from gpool.client.runs import Run
 
@@ -47,11 +47,11 @@ class ProgressLine:
         phases: bool = True,
     ) -> None:
         self._print, self._run, self._phases = print_line, run, phases
-        self._seen: Progress | None = None
+        self._seen: TaskProgress | None = None
         self._last = ""
         self._is_explained = False
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: TaskProgress) -> None:
         from gpool.cli.output.printing import styled
 
         if progress == self._seen:  # unchanged
@@ -90,7 +90,7 @@ def show(pieces: Iterator[Printed | str], *, quiet: bool) -> None:
 
 
 def show_documents(pieces: Iterator[dict[str, Any] | str]) -> None:
-    """Print log documents as one JSON list as they arrive; the list is closed even after Ctrl-C."""
+    """Print documents as one JSON list as they arrive; it is closed even after Ctrl-C."""
     from gpool.cli.output.printing import emit_json_list
 
     emit_json_list(_without_messages(pieces))
@@ -105,7 +105,7 @@ def _without_messages(pieces: Iterator[T | str]) -> Iterator[T]:
 
 
 def print_outcome(result: Result, *, code_too: bool = False) -> None:
-    """Print the reason unless the task succeeded or exited by itself; `code_too`: also for an exit code."""
+    """Print the reason of a failure; that of an exit code only with `code_too`."""
     from gpool.cli.output.printing import plain
     from gpool.client.results import failure
 
@@ -114,7 +114,7 @@ def print_outcome(result: Result, *, code_too: bool = False) -> None:
 
 
 @contextmanager
-def progress_bar() -> Iterator[UploadProgress | None]:
+def progress_bar() -> Iterator[TransferProgress | None]:
     """Progress bars of file transfers, on a terminal only."""
     if not sys.stderr.isatty():
         yield None

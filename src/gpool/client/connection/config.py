@@ -1,6 +1,6 @@
-"""Where the pool is and which key opens it: flag, then variable, then ./gpool.toml, then the profile in the user's home.
+"""Client configuration: server URL and credentials from argument, environment, ./gpool.toml or a profile, in this order.
 
-It reads and writes configuration files only; it never talks to a server.
+Reads and writes files only; contacts no server.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from gpool.core.errors import Invalid, NotSignedIn
 from gpool.transfer.requests import Address
 
 LOCAL_URL = "http://127.0.0.1:8642"
-"""Where `gpool up` listens unless told otherwise."""
+"""Default address of `gpool up`."""
 
 LOCAL_PROFILE = "local"
 _KEYS = {"url", "key", "key_file", "session_file", "fingerprint", "plain_http"}
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """What a client needs to know, and where it found it."""
+class ConnectionSettings:
+    """Server and credentials of a client; `origin`: where they were found."""
 
     url: str
     key: str = field(repr=False)
     origin: str = "defaults"
-    fingerprint: str | None = None  # of the server's certificate; None: an authority vouches for it
+    fingerprint: str | None = None  # pinned server certificate; None: verified by an authority
     plain_http: bool = False  # keys may travel unencrypted
-    session_file: Path | None = None  # a sign-in's tokens; a key wins over it
+    session_file: Path | None = None  # tokens of a sign-in; a key takes precedence
 
     @property
     def address(self) -> Address:
@@ -40,7 +40,7 @@ class Settings:
 
 
 def home(environ: Mapping[str, str] | None = None) -> Path:
-    """The folder of configuration and profiles: `GPOOL_HOME`, else the platform's (`~/.config/gpool`)."""
+    """Configuration folder: `GPOOL_HOME`, else the platform's (`~/.config/gpool`)."""
     chosen = (os.environ if environ is None else environ).get("GPOOL_HOME", "")
     if chosen:
         return Path(chosen).expanduser().absolute()
@@ -50,7 +50,6 @@ def home(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def data_home(environ: Mapping[str, str] | None = None) -> Path:
-    """Where `gpool up` keeps its data unless told otherwise."""
     if (os.environ if environ is None else environ).get("GPOOL_HOME"):
         return home(environ) / "data"
     import platformdirs  # noqa: PLC0415 - only needed without GPOOL_HOME, and not free
@@ -65,10 +64,10 @@ def load(
     environ: Mapping[str, str] | None = None,
     directory: Path | None = None,
     profile: str | None = None,
-) -> Settings:
-    """The settings that hold here. A key found in a file is only used with that file's address.
+) -> ConnectionSettings:
+    """Load the settings. A key from a file is used only with that file's URL.
 
-    Otherwise `--url http://elsewhere` would hand the local pool's key to a stranger.
+    Otherwise `--url http://elsewhere` would send the local pool's key to a stranger.
     """
     environ = os.environ if environ is None else environ
     project_file = (directory or Path()) / "gpool.toml"
@@ -92,7 +91,7 @@ def load(
         found_url = table.get("url")
         if not found_url or (given_url and not _same_place(given_url, str(found_url))):
             continue
-        return Settings(
+        return ConnectionSettings(
             _checked_url(given_url or str(found_url)),
             _checked_key(given_key or _key_of(table, file)),
             str(file),
@@ -100,7 +99,7 @@ def load(
             plain or table.get("plain_http") is True,
             session_file=None if given_key else _session_of(table, file),
         )
-    return Settings(
+    return ConnectionSettings(
         _checked_url(given_url or LOCAL_URL),
         _checked_key(given_key or ""),
         "environment",
@@ -115,7 +114,7 @@ def _print_of(value: object, file: Path) -> str | None:
     from gpool.transfer.pinning import parse_fingerprint  # noqa: PLC0415 - only where one is pinned
 
     if not isinstance(value, str):
-        raise Invalid(f"{file}: 'fingerprint' is a text of 64 hexadecimal digits")
+        raise Invalid(f"{file}: 'fingerprint' must be a text of 64 hexadecimal digits")
     return parse_fingerprint(value)
 
 
@@ -127,7 +126,7 @@ def save_profile(
     folder: Path | None = None,
     fingerprint: str | None = None,
 ) -> Path:
-    """Write (or replace) a profile and make it the chosen one when none is; the file is for its owner only."""
+    """Write a profile with a key file; select it if none is selected."""
     members = {"url": url, "key_file": str(key_file), "fingerprint": fingerprint}
     return _save(name, members, folder, is_chosen=False)
 
@@ -140,7 +139,7 @@ def save_sign_in(
     folder: Path | None = None,
     fingerprint: str | None = None,
 ) -> Path:
-    """A profile of a sign-in, chosen from now on, with the certificate it met. What else it had for this pool stays."""
+    """Write a profile with a session file and select it. Other members of a profile with this URL stay."""
     file = (folder or home()) / "config.toml"
     before = _table(_table(_read(file).get("profiles", {}), file).get(name, {}), file)
     kept = {key: value for key, value in before.items() if key not in ("key", "key_file")}
@@ -170,7 +169,7 @@ def _save(
 
 
 def write_private(file: Path, content: bytes) -> None:
-    """Replace a file whole, readable by its owner only from the first byte on."""
+    """Replace a file atomically with mode 0600."""
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     fresh = file.with_name(f".{file.name}.{os.getpid()}")
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -221,7 +220,7 @@ def _session_of(table: Mapping[str, object], file: Path) -> Path | None:
 
 
 def forget_sign_in(session_file: Path, *, folder: Path | None = None) -> None:
-    """The profiles of a sign-in that is over go; the local one is chosen again where there is one."""
+    """Delete the profiles of an ended sign-in; select the local profile again if it exists."""
     import tomli_w  # noqa: PLC0415 - only `gpool up` and `login` write
 
     file = (folder or home()) / "config.toml"
@@ -253,13 +252,13 @@ def _checked_url(url: str) -> str:
     except ValueError:  # of its port or its brackets
         is_whole = False
     if not is_whole:
-        raise Invalid(f"{url!r} is not an address of a pool; one looks like {LOCAL_URL}")
+        raise Invalid(f"{url!r} is not the URL of a pool; write it like {LOCAL_URL}")
     return url.rstrip("/")
 
 
 def _checked_key(key: str) -> str:
-    """Without the blanks that copying leaves around it. A bad one is not shown."""
+    """Strip white space around the key; an invalid key is not shown in the error."""
     found = key.strip()
     if not found.isascii() or not found.isprintable() or " " in found:
-        raise Invalid("the key (GPOOL_KEY, --key or the file's) holds a letter that no key has")
+        raise Invalid("the key (GPOOL_KEY, --key or from a file) holds a character no key has")
     return found

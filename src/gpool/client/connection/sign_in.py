@@ -1,8 +1,8 @@
-"""A sign-in on disk: its tokens, for their owner only, renewed when the server says they are over.
+"""Tokens of a sign-in session in a file of mode 0600, refreshed when the server rejects the access token.
 
-Threads and processes that share a sign-in renew it one at a time: who comes second finds the new tokens in the file. The
-new pair is on disk before it is used, and a refresh whose answer got lost is sent again with the same token, to which
-the server gives the same answer; so an honest client is not signed out by a broken line.
+Threads and processes that share the file refresh one at a time; the second finds the new tokens in the file. The new
+pair is written before its use, and a refresh with a lost response is repeated with the same token, for which the server
+returns the same successor (`server.identity.tokens.refresh`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from gpool.core.errors import Invalid, NotSignedIn
 from gpool.transfer.private_files import read_private, write_private
 
-OVER = "your sign-in is over; sign in again with: gpool login"
+EXPIRED = "your session has ended; sign in again with: gpool login"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +29,18 @@ class Tokens:
 
     @classmethod
     def of(cls, document: Any) -> Tokens:
-        """From a sign-in's answer."""
+        """Read the response to a sign-in."""
         try:
             return cls(str(document["access_token"]), str(document["refresh_token"]))
         except (KeyError, TypeError) as exc:
-            raise Invalid("the server's answer to the sign-in holds no tokens") from exc
+            raise Invalid("the server's response to the sign-in holds no tokens") from exc
 
 
 Renew = Callable[[str], Tokens]
-"""The next pair for a refresh token; `NotSignedIn` when it is no longer good."""
+"""Exchange a refresh token for the next pair; `NotSignedIn` if it is not valid."""
 
 
 class SessionFile:
-    """Where a sign-in is kept."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -64,36 +62,36 @@ class SessionFile:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Nobody else renews meanwhile, on this machine."""
+        """Hold the lock against other processes on this machine."""
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with self.path.with_name(self.path.name + ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
 
-class SignedIn:
-    """The tokens in use. Safe to share between threads."""
+class SignInSession:
+    """Tokens of a sign-in session; thread-safe."""
 
     def __init__(self, file: SessionFile) -> None:
         self.file = file
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self._tokens = file.read()
 
     @property
     def token(self) -> str | None:
         return None if self._tokens is None else self._tokens.access_token
 
-    def renewed(self, refused: str, renew: Renew) -> str:
-        """Another access token than the one that was refused; `NotSignedIn` when there is none to be had."""
-        with self._turn:
-            if self._tokens is not None and self._tokens.access_token != refused:
+    def renewed(self, rejected: str, renew: Renew) -> str:
+        """Return an access token other than the rejected one; `NotSignedIn` if the session has ended."""
+        with self._lock:
+            if self._tokens is not None and self._tokens.access_token != rejected:
                 return self._tokens.access_token  # another thread was faster
             with self.file.locked():
                 found = self.file.read()
                 if found is None:
                     self._tokens = None
-                    raise NotSignedIn(OVER)
-                if found.access_token == refused:
+                    raise NotSignedIn(EXPIRED)
+                if found.access_token == rejected:
                     found = renew(found.refresh_token)
                     self.file.write(found)
             self._tokens = found

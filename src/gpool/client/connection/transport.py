@@ -1,7 +1,7 @@
-"""The one door to the server: every request of the SDK and the command line goes through it.
+"""Requests of the SDK and the command line to the server's API, over `gpool.transfer`.
 
-It raises the errors that problem documents stand for and retries `Unreachable`, nothing else. Mutations carry an
-Idempotency-Key, so that a repeated one has its effect once. The sending itself is `gpool.transfer`.
+Problem documents become errors of `core.errors`; only `Unreachable` is retried. POST, PATCH and DELETE carry an
+Idempotency-Key, so a repeated request takes effect once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx2
 
-from gpool.client.connection.sign_in import OVER, SignedIn, Tokens
+from gpool.client.connection.sign_in import EXPIRED, SignInSession, Tokens
 from gpool.core.errors import Invalid, NotSignedIn, Unreachable
 from gpool.transfer.artifacts import Steps
 from gpool.transfer.requests import Address, Patience, Reply, Request, error_from
@@ -25,8 +25,8 @@ from gpool.transfer.senders import READ_S, Sender
 _NO_HEADERS: Mapping[str, str] = {}
 
 
-class Door:
-    """Sends requests over an httpx2 transport; safe to use from several threads."""
+class ApiTransport:
+    """Sends requests over an httpx2 transport with retries; thread-safe."""
 
     def __init__(
         self,
@@ -35,9 +35,9 @@ class Door:
         transport: httpx2.BaseTransport | None = None,
         *,
         patience_s: float = 60.0,
-        session: SignedIn | None = None,
+        session: SignInSession | None = None,
     ) -> None:
-        """With a key, or with a session, which is renewed when the server says it is over; with neither: as nobody."""
+        """Authenticate with an API key or a sign-in session (its tokens are refreshed); with neither, anonymously."""
         self.address = Address(address) if isinstance(address, str) else address
         self.url = self.address.url
         self._transport, self._patience_s = transport, patience_s
@@ -51,16 +51,17 @@ class Door:
 
     @property
     def date(self) -> str | None:
-        """The server's clock at its last answer, as HTTP writes it."""
         return self._sender.date
 
-    def as_nobody(self) -> Door:
-        """The same pool without credentials: for signing in. To be closed like this one."""
-        return Door(self.address, "", _borrowed(self._transport), patience_s=self._patience_s)
+    def without_credentials(self) -> ApiTransport:
+        """Another transport to the same server without credentials, for signing in. The caller closes it."""
+        return ApiTransport(
+            self.address, "", _borrowed(self._transport), patience_s=self._patience_s
+        )
 
-    def as_somebody(self, session: SignedIn) -> Door:
-        """The same pool, signed in. To be closed like this one."""
-        return Door(
+    def with_session(self, session: SignInSession) -> ApiTransport:
+        """Another transport to the same server in a sign-in session. The caller closes it."""
+        return ApiTransport(
             self.address,
             "",
             _borrowed(self._transport),
@@ -69,7 +70,7 @@ class Door:
         )
 
     def close(self) -> None:
-        """Connections are closed; a retry that waits gives up."""
+        """Close connections; a waiting retry gives up."""
         self._sender.close()
 
     def send(
@@ -81,7 +82,7 @@ class Door:
         headers: Mapping[str, str] = _NO_HEADERS,
         read_s: float = READ_S,
     ) -> Reply:
-        """One request, repeated while the server is away; raises our error classes. `path` starts with `/`."""
+        """Send one request, retried while the server is unreachable; `path` starts with `/`."""
         request = _keyed(Request(method, path, headers, body))
         pauses: Iterator[float] | None = None
         while True:
@@ -94,11 +95,9 @@ class Door:
                     raise
 
     def send_once(self, method: str, path: str) -> Reply:
-        """One request, not repeated."""
         return self._once(_keyed(Request(method, path)), READ_S)
 
     def carry_out(self, begin: Callable[[], Steps]) -> None:
-        """A transfer, patiently."""
         self._sender.carry_out(begin)
 
     def get_json(self, path: str, *, read_s: float = READ_S) -> Any:
@@ -110,7 +109,7 @@ class Door:
         return reply.json() if reply.body else None
 
     def send_json_once(self, method: str, path: str, document: object) -> Any:
-        """Not repeated: for what may be asked only once as it is."""
+        """Send without retries: for a body that is valid once, such as an answer to a challenge."""
         content = json_of(document)
         headers = {"content-type": "application/json"}
         return self._once(_keyed(Request(method, path, headers, content)), READ_S).json()
@@ -119,18 +118,18 @@ class Door:
     def open(
         self, path: str, *, headers: Mapping[str, str] = _NO_HEADERS, read_s: float = READ_S
     ) -> Iterator[httpx2.Response]:
-        """A streamed GET, not repeated: whoever reads it knows where to go on. Breaks raise `Unreachable`."""
+        """Stream a GET without retries: the reader knows where to resume. A broken stream raises `Unreachable`."""
         with self._sender.open(Request("GET", path, headers), read_s) as response:
             if response.status_code >= 400:
                 raise error_from(Reply(response.status_code, response.headers, response.read()))
             yield response
 
     def pauses(self) -> Iterator[float]:
-        """How long to wait before each further try of a stream; at its end, give up."""
+        """Seconds to wait before each retry of a stream; exhausted: give up."""
         return self._sender.pauses()
 
     def wait(self, seconds: float) -> bool:
-        """Pause between tries; True when the door was closed meanwhile."""
+        """Wait between retries; True if the transport was closed meanwhile."""
         return self._sender.wait(seconds)
 
     def _once(self, request: Request, read_s: float) -> Reply:
@@ -141,13 +140,15 @@ class Door:
 
 
 def json_of(document: object) -> bytes:
-    """A document as it is sent; `Invalid` names the member that is no text, and shows nothing of it."""
+    """Encode a document as UTF-8 JSON; `Invalid` names the member with unencodable text, not its value."""
     try:
         return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
     except UnicodeEncodeError as exc:
         members = document.items() if isinstance(document, dict) else ()
-        name = next((name for name, value in members if not _is_text(value)), "what is sent")
-        raise Invalid(f"'{name}' holds what is no UTF-8 text; only text can be sent") from exc
+        name = next((name for name, value in members if not _is_text(value)), "the document")
+        raise Invalid(
+            f"'{name}' holds text that UTF-8 cannot encode; remove those characters"
+        ) from exc
 
 
 def _is_text(value: object) -> bool:
@@ -159,7 +160,7 @@ def _is_text(value: object) -> bool:
 
 
 class _Borrowed(httpx2.BaseTransport):
-    """Somebody else's transport: closing it is theirs."""
+    """A transport shared with another owner, who closes it."""
 
     def __init__(self, transport: httpx2.BaseTransport) -> None:
         self._transport = transport
@@ -173,11 +174,11 @@ def _borrowed(transport: httpx2.BaseTransport | None) -> httpx2.BaseTransport | 
 
 
 class _SignedSender(Sender):
-    """Sends as whoever is signed in: a refused access token is renewed once, then the request goes out again."""
+    """Sends with the session's access token; after a 401, refreshes the token and sends once more."""
 
     def __init__(
         self,
-        session: SignedIn,
+        session: SignInSession,
         address: Address,
         patience: Patience,
         transport: httpx2.BaseTransport | None,
@@ -189,7 +190,7 @@ class _SignedSender(Sender):
     def open(self, request: Request, read_s: float = READ_S) -> Iterator[httpx2.Response]:
         token = self._session.token
         if token is None:
-            raise NotSignedIn(OVER)
+            raise NotSignedIn(EXPIRED)
         with super().open(_as(request, token), read_s) as answer:
             if answer.status_code != 401:
                 yield answer
@@ -199,7 +200,7 @@ class _SignedSender(Sender):
             yield answer
 
     def _renew(self, refresh_token: str) -> Tokens:
-        """Sent again while the answer does not come: the server gives the same successor for the same token."""
+        """Retried when the response is lost: the server returns the same successor for the same token."""
         content = json.dumps({"refresh_token": refresh_token}).encode()
         request = Request("POST", "/v1/auth/refresh", {"content-type": "application/json"}, content)
         pauses = self.pauses()
@@ -208,7 +209,7 @@ class _SignedSender(Sender):
                 with super().open(request, READ_S) as answer:
                     reply = Reply(answer.status_code, answer.headers, answer.read())
                 if reply.status == 401:
-                    raise NotSignedIn(OVER)
+                    raise NotSignedIn(EXPIRED)
                 if reply.status >= 400:
                     raise error_from(reply)
                 return Tokens.of(reply.json())

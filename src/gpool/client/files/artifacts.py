@@ -1,4 +1,4 @@
-"""Files in and out: named by their SHA-256, streamed, uploaded once. Refuses to write outside the folder it was given."""
+"""Upload of inputs and download of outputs by SHA-256, streamed. Writes nothing outside the given folder."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpool.client.connection.transport import Door
-from gpool.client.results import Output
+from gpool.client.connection.transport import ApiTransport
+from gpool.client.results import OutputArtifact
 from gpool.core.errors import Conflict, GpoolError, Invalid
 from gpool.core.specs.paths import checked, folded
 from gpool.transfer.artifacts import Steps, download, hash_of, path_of, upload
@@ -21,8 +21,8 @@ from gpool.transfer.requests import FilePart, Landing
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[str, int, int], None]
-"""Called with (path, bytes done, bytes in all)."""
+TransferProgress = Callable[[str, int, int], None]
+"""Called with (path, bytes done, total bytes)."""
 
 
 def _silent(_path: str, _done: int, _total: int) -> None:
@@ -31,8 +31,6 @@ def _silent(_path: str, _done: int, _total: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LocalFile:
-    """A file to be sent, with the name it gets in the work directory."""
-
     path: str
     source: Path
     size_bytes: int
@@ -43,10 +41,7 @@ Input = str | os.PathLike[str] | LocalFile
 
 
 def gather(inputs: Iterable[Input], root: Path | None = None) -> list[LocalFile]:
-    """The files behind the given names, folders with all that is in them; names stay relative to `root`.
-
-    What is a `LocalFile` already (of `gpool.local_files`) has its name.
-    """
+    """Files of the given paths, folders recursively, named relative to `root`; a `LocalFile` keeps its path."""
     base = (root or Path()).absolute()
     found: dict[str, LocalFile] = {}
     for given in inputs:
@@ -56,8 +51,8 @@ def gather(inputs: Iterable[Input], root: Path | None = None) -> list[LocalFile]
         source = Path(os.path.normpath(base / given))
         if not source.is_relative_to(base):
             raise Invalid(
-                f"input '{given}' lies outside {base}; run gpool from a folder that holds it, "
-                "or copy it here: inputs keep their relative names"
+                f"input '{given}' lies outside {base}; run gpool from a folder above it, "
+                "or copy it here: inputs keep their relative paths"
             )
         files = list(_walk(source, given))
         for file in files:
@@ -67,7 +62,7 @@ def gather(inputs: Iterable[Input], root: Path | None = None) -> list[LocalFile]
             _add(found, LocalFile(name, file, about.st_size, executable))
         if not files:
             log.warning(
-                "input '%s' holds no file, so nothing of it is sent; where it is needed empty, let the command make it",
+                "input '%s' holds no file and is not sent; if the task needs the empty folder, let the command create it",
                 given,
             )
     seen: dict[str, str] = {}
@@ -82,7 +77,7 @@ def _add(found: dict[str, LocalFile], file: LocalFile) -> None:
     other = found.setdefault(file.path, file)
     if other.source.resolve() != file.source.resolve():
         raise Invalid(
-            f"'{other.source}' and '{file.source}' would both be '{file.path}' there; leave out one"
+            f"'{other.source}' and '{file.source}' would both become '{file.path}'; leave one out"
         )
 
 
@@ -105,7 +100,7 @@ def _walk(source: Path, given: str | os.PathLike[str]) -> Iterator[Path]:
 def _files_in(
     folder: Path, where: str, real_top: Path, entered: tuple[Path, ...]
 ) -> Iterator[Path]:
-    """What lies beneath `folder`; no link leads out of `real_top`. `entered`: where we are, without links."""
+    """Files beneath `folder`; a link out of `real_top` is refused. `entered`: real paths above, to detect cycles."""
     for name in sorted(os.listdir(folder)):
         file = folder / name
         if file.is_symlink() and not file.exists():
@@ -113,7 +108,7 @@ def _files_in(
         real = file.resolve()
         if not real.is_relative_to(real_top):
             raise Invalid(
-                f"'{file}' ({where}) is a link out of it, to {real}; copy what it names, or remove it"
+                f"'{file}' ({where}) is a link out of it, to {real}; copy the target, or remove the link"
             )
         if file.is_dir():
             if real in entered:
@@ -126,48 +121,48 @@ def _files_in(
 
 
 class Artifacts:
-    """Up- and downloads through the client's door; remembers what the server has."""
+    """Uploads and downloads; remembers which artifacts the server has."""
 
-    def __init__(self, door: Door) -> None:
-        self._door = door
-        self._there: set[str] = set()
+    def __init__(self, api: ApiTransport) -> None:
+        self._api = api
+        self._uploaded: set[str] = set()
 
     def put(self, content: bytes) -> str:
-        """Upload bytes unless the server has them; the hash."""
+        """Upload bytes unless the server has them; return their hash."""
         sha256 = hashlib.sha256(content).hexdigest()
-        if sha256 not in self._there:
-            self._door.carry_out(lambda: upload(content, sha256, len(content)))
-            self._there.add(sha256)
+        if sha256 not in self._uploaded:
+            self._api.carry_out(lambda: upload(content, sha256, len(content)))
+            self._uploaded.add(sha256)
         return sha256
 
     def forget(self, sha256s: Iterable[object]) -> bool:
-        """The server has these no longer; whether any of them was thought to be there."""
-        gone = self._there.intersection(sha256s)
-        self._there -= gone
+        """Drop hashes the server has no more; True if any was believed present."""
+        gone = self._uploaded.intersection(sha256s)
+        self._uploaded -= gone
         return bool(gone)
 
-    def put_file(self, file: LocalFile, progress: Progress = _silent) -> str:
-        """Upload a file in parts, memory flat; the hash. A broken upload goes on where the server says."""
+    def put_file(self, file: LocalFile, progress: TransferProgress = _silent) -> str:
+        """Upload a file in parts with constant memory, resuming after a break; return its hash."""
         try:
             sha256, size_bytes = hash_of(file.source)
         except OSError as exc:
             raise Invalid(f"input '{file.path}' cannot be read: {exc.strerror}") from exc
-        if sha256 not in self._there:
-            self._door.carry_out(
-                lambda: _told(upload(file.source, sha256, size_bytes), file, progress)
+        if sha256 not in self._uploaded:
+            self._api.carry_out(
+                lambda: _reporting(upload(file.source, sha256, size_bytes), file, progress)
             )
-            self._there.add(sha256)
+            self._uploaded.add(sha256)
         progress(file.path, size_bytes, size_bytes)
         return sha256
 
     def get(self, sha256: str) -> bytes:
-        """A whole artifact in memory: for values, not for files."""
-        return self._door.send("GET", path_of(sha256)).body
+        """Download a whole artifact into memory: for values, not for files."""
+        return self._api.send("GET", path_of(sha256)).body
 
     def fetch(
-        self, outputs: Sequence[Output], into: Path, progress: Progress = _silent
+        self, outputs: Sequence[OutputArtifact], into: Path, progress: TransferProgress = _silent
     ) -> list[Path]:
-        """Write the outputs beneath `into`, replacing what is there, and nothing outside it."""
+        """Write the outputs beneath `into`, replacing existing files; return their paths."""
         try:
             into.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
@@ -183,14 +178,16 @@ class Artifacts:
                 os.close(folder)
         return written
 
-    def _fetch_one(self, output: Output, folder: int, name: str, progress: Progress) -> None:
+    def _fetch_one(
+        self, output: OutputArtifact, folder: int, name: str, progress: TransferProgress
+    ) -> None:
         short = name.encode()[:100].decode(errors="ignore")
         partial = f".{short}.{output.sha256[:16]}.part"
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             with os.fdopen(os.open(partial, flags, 0o600, dir_fd=folder), "r+b") as file:
                 landing = Landing(file, lambda done: progress(output.path, done, output.size_bytes))
-                self._door.carry_out(lambda: download(output.sha256, landing))
+                self._api.carry_out(lambda: download(output.sha256, landing))
                 mask = os.umask(0)
                 os.umask(mask)
                 os.fchmod(file.fileno(), (0o777 if output.executable else 0o666) & ~mask)
@@ -203,13 +200,12 @@ class Artifacts:
         except OSError as exc:
             raise Conflict(f"output '{output.path}' cannot be written: {exc.strerror}") from exc
         except GpoolError:
-            if not os.stat(partial, dir_fd=folder).st_size:  # nothing to go on from
+            if not os.stat(partial, dir_fd=folder).st_size:  # nothing to resume from
                 os.unlink(partial, dir_fd=folder)
             raise
 
 
-def _told(steps: Steps, file: LocalFile, progress: Progress) -> Steps:
-    """The same steps, with each part's start told as progress."""
+def _reporting(steps: Steps, file: LocalFile, progress: TransferProgress) -> Steps:
     request = next(steps)
     while True:
         if isinstance(request.body, FilePart):
@@ -222,7 +218,7 @@ def _told(steps: Steps, file: LocalFile, progress: Progress) -> Steps:
 
 
 def _folder_beneath(root: Path, names: Sequence[str]) -> int:
-    """A descriptor of the folder beneath `root`, made where missing; a link on the way is refused."""
+    """Open a folder beneath `root`, creating missing ones; a link on the way is refused."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     try:
         current = os.open(root, flags)

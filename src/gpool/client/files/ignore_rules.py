@@ -1,7 +1,7 @@
-"""Ignore files in git's language: which names their lines leave out. Opens nothing; it is given lines and asked paths.
+"""Ignore rules with git's syntax and semantics, matched against relative paths with '/'. Opens no file.
 
-The last line that fits decides; a deeper file's lines come after those above it; what lies in a folder that is left
-out cannot be taken back in. Paths are relative, joined by '/'.
+The last matching line decides; lines of a deeper file come after those above it; a file in an ignored folder cannot be
+included again.
 """
 
 from __future__ import annotations
@@ -27,43 +27,43 @@ _CLASSES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """One line: what it fits, and whether it leaves that out or takes it back in."""
+class IgnoreRule:
+    """One line. `keeps`: a line with `!`, which includes the path again."""
 
-    fits: re.Pattern[str]
+    pattern: re.Pattern[str]
     keeps: bool
     only_folders: bool
-    by_name: bool  # a line without a slash is about names at any depth
+    by_name: bool  # a line without a slash matches names at any depth
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
-    """The lines that lie in one folder: `base` is its path ("" for the top); `lead` stands before a path when the
-    folder lies above the top ("project/src/")."""
+class IgnoreRules:
+    """Rules of one folder. `base`: its path ("" for the top); `lead`: prefix of paths if it lies above the top
+    ("project/src/")."""
 
-    rules: tuple[Rule, ...]
+    rules: tuple[IgnoreRule, ...]
     base: str = ""
     lead: str = ""
 
     def leaves_out(self, path: str, *, folder: bool) -> bool | None:
-        """None: no line here says anything about it."""
+        """Whether the path is ignored; None if no line matches."""
         below = _bytewise(self.lead + (path[len(self.base) + 1 :] if self.base else path))
         name = below.rpartition("/")[2]
         for rule in reversed(self.rules):
             if rule.only_folders and not folder:
                 continue
-            if rule.fits.fullmatch(name if rule.by_name else below):
+            if rule.pattern.fullmatch(name if rule.by_name else below):
                 return not rule.keeps
         return None
 
 
-def rules_of(lines: Iterable[str], base: str = "", lead: str = "") -> Rules:
+def rules_of(lines: Iterable[str], base: str = "", lead: str = "") -> IgnoreRules:
     parsed = (_rule(line) for line in lines)
-    return Rules(tuple(rule for rule in parsed if rule is not None), base, lead)
+    return IgnoreRules(tuple(rule for rule in parsed if rule is not None), base, lead)
 
 
-def left_out(stack: Iterable[Rules], path: str, *, folder: bool) -> bool:
-    """What the rules of all folders above say, the deepest first in `stack`; nothing said keeps it."""
+def left_out(stack: Iterable[IgnoreRules], path: str, *, folder: bool) -> bool:
+    """Whether the first of `stack` with a matching line (deepest folder first) ignores the path."""
     for rules in stack:
         verdict = rules.leaves_out(path, folder=folder)
         if verdict is not None:
@@ -72,11 +72,11 @@ def left_out(stack: Iterable[Rules], path: str, *, folder: bool) -> bool:
 
 
 def _bytewise(text: str) -> str:
-    """One letter a byte: git compares bytes, so its ? is half an é."""
+    """One character per byte: git matches bytes, so `?` is half an é."""
     return text.encode("utf-8", "surrogateescape").decode("latin-1")
 
 
-def _rule(line: str) -> Rule | None:
+def _rule(line: str) -> IgnoreRule | None:
     text = _trimmed(_bytewise(line.removesuffix("\r")))
     if not text or text.startswith("#"):
         return None
@@ -87,11 +87,10 @@ def _rule(line: str) -> Rule | None:
     by_name = "/" not in text
     text = text.removeprefix("/")
     expression = _expression(text) if text else None
-    return None if expression is None else Rule(expression, keeps, only_folders, by_name)
+    return None if expression is None else IgnoreRule(expression, keeps, only_folders, by_name)
 
 
 def _trimmed(text: str) -> str:
-    """Without the blanks at its end, but for one that is escaped."""
     end = len(text)
     while end and text[end - 1] == " ":
         slashes = end - 1
@@ -104,15 +103,16 @@ def _trimmed(text: str) -> str:
 
 
 def _expression(text: str) -> re.Pattern[str] | None:
-    """None for what can fit nothing: an open bracket, a last backslash."""
+    """Translate to a regular expression; None if nothing can match (open bracket, trailing backslash)."""
     out, at = [], 0
+    literal = next((n for n, char in enumerate(text) if char in "*?[\\"), len(text))
     while at < len(text):
         char = text[at]
         if char == "*":
             end = at
             while end < len(text) and text[end] == "*":
                 end += 1
-            piece, at = _stars(text, at, end)
+            piece, at = _stars(text, at, end, literal)
             out.append(piece)
         elif char == "?":
             out.append("[^/]")
@@ -134,11 +134,15 @@ def _expression(text: str) -> re.Pattern[str] | None:
     return re.compile("".join(out), re.DOTALL)
 
 
-def _stars(text: str, start: int, end: int) -> tuple[str, int]:
-    """Two stars between slashes stand for any number of folders; all others stay within a name."""
-    opens = start == 0 or text[start - 1] == "/"
+def _stars(text: str, start: int, end: int, literal: int) -> tuple[str, int]:
+    """Translate `text[start:end]`: two stars that fill a path segment match any number of folders, others one name.
+
+    Git compares the rule's first `literal` characters itself and matches only the rest as a pattern. Stars right
+    behind them therefore start a segment: `.**/*` matches `.a/b/c`, and `.a` too.
+    """
+    opens = start in (0, literal) or text[start - 1] == "/"
     if end - start >= 2 and opens:
-        if end == len(text):
+        if end == len(text) or text.startswith("\\/", end):
             return ".*", end
         if text[end] == "/":
             return "(?:.*/)?", end + 1

@@ -1,21 +1,24 @@
-"""A folder's files to be shipped with a task, without what its ignore files leave out. Follows no link out of the folder.
+"""Files of a folder to ship with a task, except ignored ones. Follows no link out of the folder.
 
-`.gitignore` counts as git reads it, from the top of the repository down; `.gpoolignore` has the same language and the
-last word in its folder. Version control, caches and virtual environments are never shipped.
+`.gitignore` files apply as in git, from the top of the repository down; a `.gpoolignore` has the same syntax and wins
+in its folder. Version control, caches and virtual environments are never shipped.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpool.client.files.artifacts import LocalFile
-from gpool.client.files.ignore_rules import Rules, left_out, rules_of
+from gpool.client.files.artifacts import Input, LocalFile
+from gpool.client.files.ignore_rules import IgnoreRules, left_out, rules_of
 from gpool.core.errors import Invalid
 from gpool.core.specs.paths import checked, folded
+
+log = logging.getLogger(__name__)
 
 MAX_FILES = 10_000
 IGNORE_FILES = (".gitignore", ".gpoolignore")
@@ -38,20 +41,20 @@ NEVER = frozenset(
         ".DS_Store",
     }
 )
-__all__ = ["MAX_FILES", "LocalFile", "local_files", "shown_size"]
+__all__ = ["MAX_FILES", "LocalFile", "local_files", "shipment", "shown_size"]
 ADVICE = "remove it, or name it in .gpoolignore"
 
 
 def local_files(
     root: Path | str = ".", *, to: str = "", ignore: Sequence[str] = ()
 ) -> tuple[LocalFile, ...]:
-    """What lies beneath `root`, in order of its names; it goes to the folder `to` of the work directory.
+    """Files beneath `root`, sorted by name, to be placed in the folder `to` of the work directory.
 
-    `ignore` has lines as in an ignore file, and they win. `Invalid` says what cannot be shipped and what to do.
+    `ignore`: lines of an ignore file that win over the others. `Invalid` names a file that cannot be shipped.
     """
     top = Path(root).absolute()
     if not top.is_dir():
-        raise Invalid(f"'{root}' is not a folder; name the one to be shipped")
+        raise Invalid(f"'{root}' is not a folder; name the folder to ship")
     prefix = f"{checked(to.rstrip('/'))}/" if to else ""
     above = _rules_above(top)
     walk = _Walk(top.resolve(), rules_of(ignore))
@@ -76,8 +79,24 @@ def local_files(
     return tuple(sorted(found, key=lambda file: file.path))
 
 
+def shipment(
+    workdir: str | os.PathLike[str] | None, ignore: Sequence[str], inputs: Iterable[Input]
+) -> list[Input]:
+    """Files of `workdir` (if given) followed by the inputs."""
+    if workdir is None:
+        if ignore:
+            raise Invalid("'ignore' needs 'workdir', the folder to ship")
+        return list(inputs)
+    found = local_files(Path(workdir), ignore=ignore)
+    if not found:
+        log.warning(
+            "no file of '%s' is sent: it is empty, or .gitignore, .gpoolignore and 'ignore' exclude all files",
+            workdir,
+        )
+    return [*found, *inputs]
+
+
 def shown_size(size_bytes: int) -> str:
-    """For people: `12.3 MB`."""
     size = float(size_bytes)
     for unit in ("bytes", "kB", "MB", "GB"):
         if size < 1000:
@@ -89,12 +108,12 @@ def shown_size(size_bytes: int) -> str:
 @dataclass(frozen=True, slots=True)
 class _Walk:
     real_top: Path
-    given: Rules  # the caller's own lines
+    given: IgnoreRules  # of the `ignore` argument
 
     def files(
-        self, folder: Path, path: str, above: tuple[Rules, ...], entered: tuple[Path, ...]
+        self, folder: Path, path: str, above: tuple[IgnoreRules, ...], entered: tuple[Path, ...]
     ) -> Iterator[LocalFile]:
-        """`above`: the rules of the folders above, the deepest first; `entered`: where we are, without links."""
+        """`above`: rules of the parent folders, deepest first; `entered`: their real paths, to detect cycles."""
         rules = (_rules_in(folder, path), *above)
         for name in _names_in(folder):
             source = folder / name
@@ -103,7 +122,7 @@ class _Walk:
                 continue
             try:
                 facts = source.lstat()
-            except FileNotFoundError:  # gone meanwhile, as an editor's own files go
+            except FileNotFoundError:  # deleted meanwhile, e.g. an editor's swap file
                 continue
             is_folder = stat.S_ISDIR(facts.st_mode)
             if left_out((self.given, *rules), below, folder=is_folder):
@@ -143,7 +162,7 @@ def _names_in(folder: Path) -> list[str]:
         raise Invalid(f"'{folder}' cannot be read ({exc.strerror}); {ADVICE}") from exc
 
 
-def _rules_in(folder: Path, base: str = "", lead: str = "") -> Rules:
+def _rules_in(folder: Path, base: str = "", lead: str = "") -> IgnoreRules:
     lines: list[str] = []
     for name in IGNORE_FILES:
         file = folder / name
@@ -157,11 +176,11 @@ def _rules_in(folder: Path, base: str = "", lead: str = "") -> Rules:
     return rules_of(lines, base, lead)
 
 
-def _rules_above(top: Path) -> tuple[Rules, ...]:
-    """Those of the folders above, up to the top of the repository it lies in; none outside of one."""
+def _rules_above(top: Path) -> tuple[IgnoreRules, ...]:
+    """Rules of the parent folders up to the top of the repository; none outside a repository."""
     if (top / ".git").exists():
         return ()
-    found: list[Rules] = []
+    found: list[IgnoreRules] = []
     for folder in top.parents:
         found.append(_rules_in(folder, lead=f"{top.relative_to(folder).as_posix()}/"))
         if (folder / ".git").exists():

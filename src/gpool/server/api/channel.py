@@ -20,8 +20,14 @@ from gpool.server.api.endpoints import EndpointRouter
 from gpool.server.api.problems import problem
 from gpool.server.identity.node_proofs.verifier import JOIN_AGAIN
 from gpool.server.identity.throttle import RouteClass
-from gpool.server.nodes.connection import Channel
-from gpool.server.nodes.frame_budget import FLOODING, MOST_AHEAD, MOST_AHEAD_BYTES, Pace, cost_of
+from gpool.server.nodes.connection import NodeChannel
+from gpool.server.nodes.frame_budget import (
+    FLOODING,
+    MAX_AHEAD,
+    MAX_AHEAD_BYTES,
+    FrameBudget,
+    cost_of,
+)
 from gpool.server.nodes.handshake import Handshake
 from gpool.wire.frames import (
     CHANNEL_PATH,
@@ -76,7 +82,7 @@ class _Outbox:
 class _Inbox:
     """Messages from one agent, at the rate its node may send."""
 
-    def __init__(self, socket: WebSocket, pace: Pace) -> None:
+    def __init__(self, socket: WebSocket, pace: FrameBudget) -> None:
         self._socket, self._pace = socket, pace
         self._ahead: deque[Message] = deque()
         self._ahead_bytes = 0
@@ -97,12 +103,12 @@ class _Inbox:
         """Wait, reading ahead; False if the node floods."""
         if await self._read_ahead(self._time() + wait_s):
             return True
-        self._pace.shut(self._time())
+        self._pace.block(self._time())
         return False
 
     async def _read_ahead(self, ends_s: float) -> bool:
         """Read ahead far enough to detect a flood, within a memory limit; False if there is one."""
-        while self._ahead_bytes <= MOST_AHEAD_BYTES:
+        while self._ahead_bytes <= MAX_AHEAD_BYTES:
             if self._ahead and self._ahead[-1]["type"] == "websocket.disconnect":
                 return True  # the last message
             try:
@@ -112,7 +118,7 @@ class _Inbox:
                 return True
             self._ahead.append(message)
             self._ahead_bytes += _size(message)
-            if len(self._ahead) > MOST_AHEAD:
+            if len(self._ahead) > MAX_AHEAD:
                 return False
         await asyncio.sleep(max(0.0, ends_s - self._time()))
         return True
@@ -137,7 +143,7 @@ async def agent_channel(socket: WebSocket) -> None:
     await socket.accept()
     outbox = _Outbox(socket)
     handshake = Handshake(server.gate, who, server.clock.now, outbox.put)
-    channel = Channel(server, who, outbox.put)
+    channel = NodeChannel(server, who, outbox.put)
     sender = asyncio.create_task(outbox.send_all(), name=f"gpool-channel-{who.node}")
     try:
         handshake.begin()
@@ -152,8 +158,8 @@ async def agent_channel(socket: WebSocket) -> None:
         await asyncio.gather(sender, return_exceptions=True)
 
 
-def _refuse_flooder(pace: Pace) -> None:
-    shut_s = pace.shut_for_s(asyncio.get_running_loop().time())
+def _refuse_flooder(pace: FrameBudget) -> None:
+    shut_s = pace.blocked_for_s(asyncio.get_running_loop().time())
     if shut_s:
         raise TooMany(
             f"this node sent frames much faster than allowed; reconnect in {shut_s:.0f} seconds"
@@ -173,7 +179,7 @@ def _claimed_node(socket: WebSocket) -> NodeId:
         raise NotSignedIn(JOIN_AGAIN) from error
 
 
-async def _listen(inbox: _Inbox, handshake: Handshake, channel: Channel) -> None:
+async def _listen(inbox: _Inbox, handshake: Handshake, channel: NodeChannel) -> None:
     while not channel.closed and not handshake.is_proven:
         try:
             async with asyncio.timeout(PROVE_WITHIN_S):
@@ -187,7 +193,7 @@ async def _listen(inbox: _Inbox, handshake: Handshake, channel: Channel) -> None
 
 
 async def _receive(
-    message: Message, most: int, inbox: _Inbox, handshake: Handshake, channel: Channel
+    message: Message, most: int, inbox: _Inbox, handshake: Handshake, channel: NodeChannel
 ) -> None:
     if message["type"] == "websocket.disconnect":
         raise WebSocketDisconnect(message.get("code", 1005))

@@ -20,7 +20,7 @@ from gpool.core.ids import decode
 from gpool.server.api.callers import server_of
 from gpool.server.api.endpoints import JSON
 from gpool.server.api.problems import invalid
-from gpool.server.blobs import Part
+from gpool.server.blobs import UploadPart
 from gpool.server.server import Once
 from gpool.transfer.artifacts import LEASE_HEADER
 from gpool.wire.documents import MAX_SMALL_BODY_BYTES
@@ -115,14 +115,14 @@ def lease_of(request: Request) -> Hold | None:
     return Hold(decode("task", task), int(epoch))
 
 
-def part_of(request: Request) -> Part | None:
+def part_of(request: Request) -> UploadPart | None:
     header = request.headers.get("content-range")
     if header is None:
         return None
     match = _CONTENT_RANGE.fullmatch(header)
     if match is None:
         raise Invalid(f"'Content-Range: {header[:60]}' is not 'bytes FIRST-LAST/TOTAL'")
-    part = Part(*(int(group) for group in match.groups()))
+    part = UploadPart(*(int(group) for group in match.groups()))
     if not part.first <= part.last < part.total:
         raise Invalid(f"'Content-Range: {header[:60]}' does not lie within its total")
     return part

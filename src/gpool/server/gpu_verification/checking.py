@@ -1,4 +1,4 @@
-"""Checks the opened tiles of a proof of GPU. Trusts no size and no order; keeps nothing."""
+"""Checks the opened tiles of a GPU verification. Trusts no size and no order; pure functions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gpool.server.gpu_verification.streams import Floats, SomeRows, Sums, digest
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """What a node has committed itself to before tiles were named."""
+    """A node's commitment, made before tiles were chosen."""
 
     size: Size
     keys: VerificationKeys
@@ -36,7 +36,7 @@ class Claimed:
 def check_openings(
     claimed: Claimed, asked: Sequence[int], openings: Sequence[Opening], dice: bytes
 ) -> GpuVerdict:
-    """`dice` is fresh and secret: the vectors of Freivalds' check come from it."""
+    """Judge the opened tiles. `dice` is a fresh secret from which the vectors of Freivalds' check are drawn."""
     if tuple(asked) != tuple(opening.tile for opening in openings):
         return GpuVerdict.MALFORMED
     size, roots = claimed.size, (claimed.root, *claimed.answer)

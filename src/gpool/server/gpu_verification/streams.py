@@ -1,4 +1,4 @@
-"""The numbers of a proof of GPU, in numpy: the keyed stream, X from C, digests of tiles. The kernels' reference."""
+"""Arithmetic of GPU verification in numpy: keyed stream, X from C, tile digests. Reference for the CUDA kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BY30, _BY27, _BY31 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 def mix(words: Words, shifted: Words | None = None) -> Words:
-    """SplitMix64's finalizer, in place; `shifted` is room to work in."""
+    """SplitMix64's finalizer, in place; `shifted` is scratch memory."""
     shifted = np.right_shift(words, _BY30, out=shifted)
     words ^= shifted
     words *= _FIRST
@@ -51,7 +51,7 @@ def _row_keys(key: tuple[int, int], side: int, block: int, first: int, rows: int
 
 
 class SomeRows:
-    """A few rows at a time in the same memory: fresh pages cost more than the arithmetic."""
+    """Computes `AT_ONCE` rows in the same memory: fresh pages cost more than the arithmetic."""
 
     AT_ONCE = 16
 
@@ -62,7 +62,7 @@ class SomeRows:
         self._floats = np.empty((self.AT_ONCE, length), dtype=np.float64)
 
     def floats(self, key: tuple[int, int], side: int, block: int, first: int) -> Floats:
-        """Good until the next call."""
+        """Rows from `first` on; valid until the next call."""
         keys = _row_keys(key, side, block, first, self.AT_ONCE)
         np.add(keys[:, None], self._steps, out=self._words)
         self._floats[...] = mix(self._words, self._shifted).view(np.int8)
@@ -70,7 +70,7 @@ class SomeRows:
 
 
 def kept(product: Sums) -> Words:
-    """X of a tile: bits 8..11 of each element, two to a byte, as the words that digests are made of."""
+    """X of a tile: bits 8..11 of each element, two to a byte, as the words of its digest."""
     nibbles = ((product >> 8) & 15).astype(np.uint8).reshape(-1, 2)
     return (nibbles[:, 0] | nibbles[:, 1] << 4).view(np.uint64)
 
@@ -80,7 +80,7 @@ def digest_of(words: Words, key: tuple[int, int], tile: int) -> int:
 
 
 def digests_of(tiles: Words, key: tuple[int, int], first: int) -> Words:
-    """Of tiles that follow one another from `first` on: one row of words each."""
+    """Digests of consecutive tiles from `first` on; each is one row of words."""
     keys = mix(steps(len(tiles), first + 1) + np.uint64(key[0])) ^ np.uint64(key[1])
     places = mix(keys[:, None] + steps(TILE_BYTES // 8)[None, :])
     places ^= tiles

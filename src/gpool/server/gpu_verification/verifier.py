@@ -1,7 +1,8 @@
-"""Holds trials of GPUs: begins them, keeps their time, asks, judges. The theory and the rules are `core.gpuproof`.
+"""Runs GPU verification: starts batches, keeps time limits, sends challenges, stores verdicts. Rules: `core.trust.gpu_verification`.
 
-GPUs that could be one device under two names sit together. A GPU under trial is kept back from the scheduler, before its first
-trial too; one that is late may try again, one that was wrong stays out until it joins again or an operator lets it in.
+GPUs that could be one device under two names are verified in one batch, at the same time. A GPU is withheld from the
+planner until it has passed. After a timeout it may try again; after a wrong answer it stays withheld until its node
+joins again or an operator admits it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random, SystemRandom
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -33,9 +34,10 @@ from gpool.core.trust.gpu_verification import (
     terms_for,
 )
 from gpool.server.gpu_verification.checking import Claimed, check_openings
+from gpool.server.scheduling.picture import StatePicture
 from gpool.server.settings import Settings, span
 from gpool.server.store.operations.nodes import gpu_verification
-from gpool.server.store.operations.nodes.gpu_verification import Record
+from gpool.server.store.operations.nodes.gpu_verification import GpuVerificationRecord
 from gpool.server.store.protocol import Operation, Store
 from gpool.server.store.values import NodeRow
 from gpool.server.wakeups import Wake
@@ -54,23 +56,21 @@ from gpool.wire.frames import (
     ToGpu,
 )
 
-if TYPE_CHECKING:
-    from gpool.server.scheduling.scheduler import Scheduler
-
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 WAITS = "it has not proved yet what it claims; its trial comes"
+"""Stored as the reason why a GPU is withheld: `_candidates` selects by it."""
 TRIES = 3
 AGAIN_AFTER = Span(600_000_000)
-"""A GPU that failed may be tried again when its node joins again, not sooner."""
-LOOK_EVERY = Span(5_000_000)
+"""Time after which a GPU that failed is verified again, when its node connects."""
+SELECT_EVERY = Span(5_000_000)
 MEASURED_WITHIN = Span(60_000_000)
-"""A trial waits no longer for a measurement."""
+"""A verification waits no longer for a measurement."""
 
 
 def terms_of(gpu: Gpu) -> VerificationTerms | None:
-    """What a GPU is asked; None: of this make there is nothing to ask."""
+    """Size and time limits of a GPU's verification; None if this model cannot be verified."""
     makes = [name for name in MAKES if is_model(name, gpu.model)]
     if gpu.vendor != "nvidia" or not makes:
         return None
@@ -78,26 +78,24 @@ def terms_of(gpu: Gpu) -> VerificationTerms | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Examining:
-    """What the operator wants."""
-
+class VerificationSettings:
     examine: bool
     measure: bool
     again_every: Span
     terms: Callable[[Gpu], VerificationTerms | None] = terms_of
 
     @classmethod
-    def of(cls, settings: Settings) -> Examining:
+    def of(cls, settings: Settings) -> VerificationSettings:
         return cls(settings.examine_gpus, settings.measure_gpus, span(settings.reexamine_s))
 
 
 @dataclass(slots=True)
-class _Trial:
+class _Verification:
     number: int
     node: NodeId
     uuid: str
     keys: VerificationKeys
-    seat: VerifiedGpu
+    progress: VerifiedGpu
     nonce: bytes = b""
     tiles: tuple[int, ...] = ()
     checking: bool = False
@@ -105,37 +103,37 @@ class _Trial:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    record: Record
+    record: GpuVerificationRecord
     place: DeviceIdentity
     terms: VerificationTerms
 
 
-class Examiner:
+class GpuVerifier:
     def __init__(
         self,
         store: Store,
-        scheduler: Scheduler,
+        picture: StatePicture,
         now: Callable[[], Instant],
-        wanted: Examining,
-        dice: Random | None = None,
+        wanted: VerificationSettings,
+        random: Random | None = None,
     ) -> None:
         self.wake = Wake()
-        self._store, self._scheduler, self._now, self._wanted = store, scheduler, now, wanted
-        self._dice = dice if dice is not None else SystemRandom()
-        self._sittings: list[dict[int, _Trial]] = []
+        self._store, self._picture, self._now, self._wanted = store, picture, now, wanted
+        self._random = random if random is not None else SystemRandom()
+        self._batches: list[dict[int, _Verification]] = []
         self._number = 0
         self._late: dict[tuple[NodeId, str], int] = {}
         self._measuring: dict[tuple[NodeId, str], Instant] = {}  # since when
         self._measured: set[tuple[NodeId, str]] = set()  # or unable; asked once in a connection
-        self._looked_at = Instant(0)
+        self._selected_at = Instant(0)
 
     @property
-    def examines(self) -> bool:
-        """Whether `admit` takes time."""
+    def verifies(self) -> bool:
+        """Whether `admit` awaits anything."""
         return self._wanted.examine
 
     async def admit(self, row: NodeRow) -> NodeRow:
-        """A node said what it lends: what is to be examined is kept back before anything can be placed there."""
+        """Withhold GPUs of a new offer that must be verified, before anything can be placed there."""
         node = row.node.id
         self._measuring = {key: at for key, at in self._measuring.items() if key[0] != node}
         self._measured = {key for key in self._measured if key[0] != node}
@@ -148,7 +146,7 @@ class Examiner:
             if gpu is not None and gpu.simulated and record.verdict is not GpuVerdict.SIMULATED:
                 done = gpu_verification.judge(row.node.id, record.uuid, GpuVerdict.SIMULATED, now)
                 row = await self._written(done, row)
-            elif gpu is not None and _is_to_wait(record, now) and self._wanted.terms(gpu):
+            elif gpu is not None and _must_wait(record, now) and self._wanted.terms(gpu):
                 kept = gpu_verification.keep_back(row.node.id, [record.uuid], WAITS)
                 row = await self._written(kept, row)
         self.wake.call()
@@ -159,181 +157,186 @@ class Examiner:
         return before if after is None else after
 
     async def _write(self, operation: Operation[T]) -> T:
-        """Whether a write that fails was made we cannot know: the scheduler looks again."""
-        try:
+        with self._picture.commit():
             return await self._store.write(operation)
-        except BaseException:
-            self._scheduler.doubt()
-            raise
 
     async def take(self, node: NodeId, frame: FromGpu) -> None:
-        """A frame about a GPU of that node."""
         now = self._now()
         if isinstance(frame, GpuMeasured):
-            await self._note(node, frame)
+            await self._store_measurement(node, frame)
             return
         if isinstance(frame, GpuUnable):
-            log.warning("node %s cannot try its GPU %.60r: %.300s", node, frame.uuid, frame.why)
+            log.warning("node %s cannot verify its GPU %.60r: %.300s", node, frame.uuid, frame.why)
             if frame.trial == 0:
                 self._end_measuring((node, frame.uuid))
                 return
-        trial = self._trial(node, frame.trial)
-        if trial is None:
+        run = self._verification(node, frame.trial)
+        if run is None:
             return
         match frame:
             case GpuCommitted():
-                trial.seat = trial.seat.committed(frame.root, now)
+                run.progress = run.progress.committed(frame.root, now)
             case GpuAnswered():
-                trial.seat = trial.seat.answered(frame.roots, now)
-                if trial.seat.verdict is None:
-                    self._open(trial)
+                run.progress = run.progress.answered(frame.roots, now)
+                if run.progress.verdict is None:
+                    self._open(run)
             case GpuOpened():
-                await self._check(trial, frame.openings)
+                await self._check(run, frame.openings)
             case GpuUnable():
-                trial.seat = trial.seat.judged(GpuVerdict.UNABLE)
-        await self._go_on(now)
+                run.progress = run.progress.judged(GpuVerdict.UNABLE)
+        await self._advance(now)
 
     async def run_once(self, now: Instant) -> None:
-        await self._go_on(now)
-        if now - self._looked_at >= LOOK_EVERY or self._looked_at > now:
-            self._looked_at = now
-            await self._look(now)
+        await self._advance(now)
+        if now - self._selected_at >= SELECT_EVERY or self._selected_at > now:
+            self._selected_at = now
+            await self._select(now)
 
-    # ---- trials
+    # ---- verifications in progress
 
-    def _trial(self, node: NodeId, number: int) -> _Trial | None:
-        for sitting in self._sittings:
-            if number in sitting and sitting[number].node == node:
-                return sitting[number]
+    def _verification(self, node: NodeId, number: int) -> _Verification | None:
+        for batch in self._batches:
+            if number in batch and batch[number].node == node:
+                return batch[number]
         return None
 
-    async def _go_on(self, now: Instant) -> None:
-        """Times up, nonces out, verdicts written."""
-        for sitting in list(self._sittings):
-            for trial in sitting.values():
-                if not trial.checking:
-                    trial.seat = trial.seat.at(now)
-            if may_ask(trial.seat for trial in sitting.values()):
-                for trial in sitting.values():
-                    self._ask(trial)
-            for trial in [each for each in sitting.values() if each.seat.verdict is not None]:
-                if sitting.pop(trial.number, None) is not None:  # not judged meanwhile
-                    await self._judge(trial, now)
-        self._sittings = [sitting for sitting in self._sittings if sitting]
+    async def _advance(self, now: Instant) -> None:
+        """End verifications past their time limit, send nonces, store verdicts."""
+        for batch in list(self._batches):
+            for run in batch.values():
+                if not run.checking:
+                    run.progress = run.progress.at(now)
+            if may_ask(run.progress for run in batch.values()):
+                for run in batch.values():
+                    self._ask(run)
+            for run in [each for each in batch.values() if each.progress.verdict is not None]:
+                if batch.pop(run.number, None) is not None:  # not judged meanwhile
+                    await self._judge(run, now)
+        self._batches = [batch for batch in self._batches if batch]
 
-    def _ask(self, trial: _Trial) -> None:
-        if trial.seat.verdict is None and trial.seat.asked_at is None:
-            trial.nonce = secrets.token_bytes(32)
-            trial.seat = trial.seat.asked(self._now())
-            self._tell(trial.node, AnswerNow(trial.number, trial.nonce))
+    def _ask(self, run: _Verification) -> None:
+        if run.progress.verdict is None and run.progress.asked_at is None:
+            run.nonce = secrets.token_bytes(32)
+            run.progress = run.progress.asked(self._now())
+            self._send(run.node, AnswerNow(run.number, run.nonce))
 
-    def _open(self, trial: _Trial) -> None:
-        terms = trial.seat.terms
+    def _open(self, run: _Verification) -> None:
+        terms = run.progress.terms
         count = min(terms.opened, terms.size.tiles)
-        trial.tiles = tuple(self._dice.sample(range(terms.size.tiles), count))
-        self._tell(trial.node, OpenTiles(trial.number, trial.tiles))
+        run.tiles = tuple(self._random.sample(range(terms.size.tiles), count))
+        self._send(run.node, OpenTiles(run.number, run.tiles))
 
-    async def _check(self, trial: _Trial, openings: Sequence[Opening]) -> None:
-        seat = trial.seat = trial.seat.at(self._now())
-        if trial.checking or seat.verdict is not None:
+    async def _check(self, run: _Verification, openings: Sequence[Opening]) -> None:
+        progress = run.progress = run.progress.at(self._now())
+        if run.checking or progress.verdict is not None:
             return
-        if seat.root is None or seat.answer is None or not trial.tiles:
-            trial.seat = seat.judged(GpuVerdict.MALFORMED)
+        if progress.root is None or progress.answer is None or not run.tiles:
+            run.progress = progress.judged(GpuVerdict.MALFORMED)
             return
-        trial.checking = True
-        claimed = Claimed(seat.terms.size, trial.keys, trial.nonce, seat.root, seat.answer)
+        run.checking = True
+        claimed = Claimed(
+            progress.terms.size,
+            run.keys,
+            run.nonce,
+            progress.root,
+            progress.answer,
+        )
         dice = secrets.token_bytes(16)
-        verdict = await asyncio.to_thread(check_openings, claimed, trial.tiles, openings, dice)
-        trial.seat = trial.seat.judged(verdict)
+        verdict = await asyncio.to_thread(check_openings, claimed, run.tiles, openings, dice)
+        run.progress = run.progress.judged(verdict)
 
-    async def _judge(self, trial: _Trial, now: Instant) -> None:
-        verdict, key = trial.seat.verdict, (trial.node, trial.uuid)
+    async def _judge(self, run: _Verification, now: Instant) -> None:
+        verdict, key = run.progress.verdict, (run.node, run.uuid)
         assert verdict is not None
-        log.info("GPU %s of node %s: %s", trial.uuid, trial.node, verdict.value)
-        self._tell(trial.node, GpuJudged(trial.number, verdict, verdict.text))
+        log.info("GPU %s of node %s: %s", run.uuid, run.node, verdict.value)
+        self._send(run.node, GpuJudged(run.number, verdict, verdict.text))
         if verdict.is_late:
             self._late[key] = self._late.get(key, 0) + 1
             if self._late[key] < TRIES:
-                return  # it waits, still kept back, for the next look
+                return  # still withheld; selected again
         self._late.pop(key, None)
         row = await self._write(gpu_verification.judge(*key, verdict, now))
         if row is not None:
-            self._scheduler.node_changed(row.node)
+            self._picture.node_changed(row.node)
 
-    def _tell(self, node: NodeId, frame: ToGpu) -> None:
-        channel = self._scheduler.channels.get(node)
-        if channel is not None:
-            channel.tell_gpu(frame)
+    def _send(self, node: NodeId, frame: ToGpu) -> None:
+        connection = self._picture.nodes.connection(node)
+        if connection is not None:
+            connection.tell_gpu(frame)
 
-    # ---- who is next
+    # ---- selection
 
-    async def _look(self, now: Instant) -> None:
-        if not (self._wanted.examine or self._wanted.measure) or not self._scheduler.channels:
+    async def _select(self, now: Instant) -> None:
+        if (
+            not (self._wanted.examine or self._wanted.measure)
+            or not self._picture.nodes.connections
+        ):
             return
         records = await self._store.read(gpu_verification.records())
         if self._wanted.measure:
             self._measure(records, now)
         if self._wanted.examine:
-            await self._keep_some_back(records)
-            for group in _together(self._candidates(records, now)):
+            await self._withhold_some(records)
+            for group in _grouped(self._candidates(records, now)):
                 self._begin(group, now)
 
-    def _measure(self, records: Iterable[Record], now: Instant) -> None:
-        under_trial = self._under_trial()
+    def _measure(self, records: Iterable[GpuVerificationRecord], now: Instant) -> None:
+        under_verification = self._under_verification()
         for record in records:
             key = (record.node, record.uuid)
             gpu = self._idle(record)
-            if gpu is None or record.measured is not None or key in under_trial:
+            if gpu is None or record.measured is not None or key in under_verification:
                 continue
             if gpu.simulated or gpu.vendor != "nvidia":
                 continue
             if key not in self._measuring and key not in self._measured:
                 self._measuring[key] = now
-                self._tell(record.node, MeasureGpu(record.uuid))
+                self._send(record.node, MeasureGpu(record.uuid))
 
     def _end_measuring(self, key: tuple[NodeId, str]) -> bool:
-        """Whether it was being measured; a trial may follow at once."""
-        self._looked_at = Instant(0)
+        self._selected_at = Instant(0)
         self.wake.call()
         self._measured.add(key)
         return self._measuring.pop(key, None) is not None
 
-    async def _note(self, node: NodeId, frame: GpuMeasured) -> None:
+    async def _store_measurement(self, node: NodeId, frame: GpuMeasured) -> None:
         key = (node, frame.uuid)
         if self._end_measuring(key):
             text = msgspec.json.encode(frame.measured).decode()
             await self._write(gpu_verification.note_measured(node, frame.uuid, text))
 
-    async def _keep_some_back(self, records: Iterable[Record]) -> None:
-        """At moments nobody knows, a GPU that passed is tried again."""
-        chance = LOOK_EVERY / self._wanted.again_every
+    async def _withhold_some(self, records: Iterable[GpuVerificationRecord]) -> None:
+        """Withhold GPUs that passed at random instants, to verify them again."""
+        chance = SELECT_EVERY / self._wanted.again_every
         for record in records:
-            if record.verdict is not GpuVerdict.PASSED or self._dice.random() >= chance:
+            if record.verdict is not GpuVerdict.PASSED or self._random.random() >= chance:
                 continue
             if self._idle(record) is not None:
                 kept = gpu_verification.keep_back(record.node, [record.uuid], WAITS)
                 row = await self._write(kept)
                 if row is not None:
-                    self._scheduler.node_changed(row.node)
+                    self._picture.node_changed(row.node)
 
-    def _under_trial(self) -> set[tuple[NodeId, str]]:
-        return {(t.node, t.uuid) for sitting in self._sittings for t in sitting.values()}
+    def _under_verification(self) -> set[tuple[NodeId, str]]:
+        return {(t.node, t.uuid) for batch in self._batches for t in batch.values()}
 
-    def _candidates(self, records: Iterable[Record], now: Instant) -> list[_Candidate]:
-        """Neither under trial nor being measured: the one would slow the other down."""
-        under_trial = self._under_trial()
+    def _candidates(
+        self, records: Iterable[GpuVerificationRecord], now: Instant
+    ) -> list[_Candidate]:
+        """GPUs to verify that are neither being verified nor measured: one would slow the other down."""
+        under_verification = self._under_verification()
         found = []
         for record in records:
             key = (record.node, record.uuid)
             since = self._measuring.get(key)
-            if record.unproven != WAITS or key in under_trial:
+            if record.unproven != WAITS or key in under_verification:
                 continue
             if since is not None and now - since < MEASURED_WITHIN:
                 continue
             gpu = self._idle(record)
             terms = self._wanted.terms(gpu) if gpu is not None else None
             if terms is not None:
-                here = self._scheduler.state.nodes[record.node].node
+                here = self._picture.state.nodes[record.node].node
                 place = DeviceIdentity(
                     record.owner,
                     here.offer.hostname if here is not None else "",
@@ -344,26 +347,26 @@ class Examiner:
         return found
 
     def _begin(self, group: Sequence[_Candidate], now: Instant) -> None:
-        sitting: dict[int, _Trial] = {}
+        batch: dict[int, _Verification] = {}
         for each in group:
-            self._number = max(
-                self._number + 1, now
-            )  # a number is never used twice, after a restart either
+            self._number = max(self._number + 1, now)  # unique after a restart too
             record, size = each.record, each.terms.size
             seed = secrets.token_bytes(32)
             keys = keys_of(seed, record.node, record.uuid, self._number)
-            seat = VerifiedGpu(each.terms, now)
-            sitting[self._number] = _Trial(self._number, record.node, record.uuid, keys, seat)
-            self._tell(
+            progress = VerifiedGpu(each.terms, now)
+            batch[self._number] = _Verification(
+                self._number, record.node, record.uuid, keys, progress
+            )
+            self._send(
                 record.node,
                 ExamineGpu(self._number, record.node, record.uuid, seed, size, each.terms.rounds),
             )
-        self._sittings.append(sitting)
+        self._batches.append(batch)
 
-    def _idle(self, record: Record) -> Gpu | None:
-        """The device, when its node is here and nothing runs on it."""
-        entry = self._scheduler.state.nodes.get(record.node)
-        if entry is None or entry.node is None or record.node not in self._scheduler.channels:
+    def _idle(self, record: GpuVerificationRecord) -> Gpu | None:
+        """The GPU, if its node is connected and nothing runs on it."""
+        entry = self._picture.state.nodes.get(record.node)
+        if entry is None or entry.node is None or not self._picture.nodes.is_connected(record.node):
             return None
         room = entry.room.gpus.get(record.position)
         if room is not None and room.free_share < 1000:
@@ -374,15 +377,15 @@ class Examiner:
         return None
 
 
-def _is_to_wait(record: Record, now: Instant) -> bool:
+def _must_wait(record: GpuVerificationRecord, now: Instant) -> bool:
     if record.verdict is None:
         return record.unproven != WAITS
     failed = record.verdict is not GpuVerdict.PASSED and record.unproven is not None
     return failed and now - (record.judged_at or 0) >= AGAIN_AFTER
 
 
-def _together(candidates: Sequence[_Candidate]) -> list[list[_Candidate]]:
-    """Those who could be one device, and whoever could be one with any of them."""
+def _grouped(candidates: Sequence[_Candidate]) -> list[list[_Candidate]]:
+    """Groups of GPUs of which each could be one device with another of its group."""
     groups: list[list[_Candidate]] = []
     for candidate in candidates:
         near = [

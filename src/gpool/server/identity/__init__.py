@@ -1,1 +1,1 @@
-"""Who somebody is, and how it is proved: passwords, tokens, keys, proofs, and the record of their use."""
+"""Authentication and authorization: passwords, tokens, keys, node proofs, sealed secrets, throttling, audit chain."""

@@ -1,11 +1,8 @@
-"""The audit log's chain: every entry carries a hash over the one before it, so none can be changed or taken out unseen.
+"""Hash chain of the audit log: every entry's hash covers the previous one, so changes and deletions show. Pure.
 
-Pure. Appending is the store's: one row per entry with `sequence` as its primary key, the hash linked to the row before
-it inside the same transaction, so two replicas that append at once collide on `sequence` and the later one tries again.
-
-The chain alone shows changes to somebody who knows its head. Whoever can rewrite the whole table could also link it
-anew, or cut off its end; so heads are put where that person cannot reach (`Anchor`: the log, a notice to operators,
-the nightly backup) and a check takes the anchors along.
+The store appends: `sequence` is the primary key and the hash is linked in the same transaction, so of two replicas
+that append at once one fails and retries. Someone who can rewrite the whole table can also relink or truncate it;
+therefore heads are copied where that person cannot write (`AuditAnchor`: logs, notices, backups) and checked too.
 """
 
 from __future__ import annotations
@@ -19,16 +16,16 @@ from gpool.core.model import Instant
 
 LABEL = b"gpool audit 1\n"
 GENESIS = hashlib.sha256(LABEL).digest()
-"""What the first entry is linked to."""
+"""Hash before the first entry."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """Who did what, when, from where, and whether it was allowed. `facts` hold no secrets: names, ids, scopes."""
+class AuditEntry:
+    """An action with actor, object, time, address and outcome. `facts` (names, ids, scopes) hold no secrets."""
 
     sequence: int  # 1, 2, … without a gap
     at: Instant
-    actor: str  # `u-…`, `n-…` or "" for nobody
+    actor: str  # `u-…`, `n-…`, or "" for an anonymous caller
     action: str
     thing: str
     outcome: str
@@ -37,41 +34,38 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    entry: Entry
+class AuditLink:
+    entry: AuditEntry
     hash: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Anchor:
-    """A head that was put out of reach."""
+class AuditAnchor:
+    """Sequence and hash of an entry, kept outside the store."""
 
     sequence: int
     hash: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """Nothing is wrong up to here."""
-
-    head: Anchor
+class ChainIntact:
+    head: AuditAnchor
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
-    """The first place that is wrong; everything before it is as it was written."""
+class ChainBroken:
+    """The first wrong entry; all entries before it are unchanged."""
 
     sequence: int
     why: str
 
 
 def facts(given: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Facts in the order entries keep them."""
     return tuple(sorted(given.items()))
 
 
-def canonical(entry: Entry) -> bytes:
-    """One spelling per entry and no other: an array in fixed order, ASCII, no blanks."""
+def canonical(entry: AuditEntry) -> bytes:
+    """Canonical bytes of an entry: a JSON array in fixed order, ASCII, no white space."""
     fields = [
         entry.sequence,
         int(entry.at),
@@ -85,13 +79,13 @@ def canonical(entry: Entry) -> bytes:
     return json.dumps(fields, ensure_ascii=True, separators=(",", ":")).encode()
 
 
-def link(previous_hash: bytes, entry: Entry) -> bytes:
-    """The entry's hash. Fixed-length parts come first, so nothing can slide from one part into the next."""
+def link(previous_hash: bytes, entry: AuditEntry) -> bytes:
+    """Hash of the entry. The fixed-length parts come first, so the input is unambiguous."""
     return hashlib.sha256(LABEL + previous_hash + canonical(entry)).digest()
 
 
-def appended(head: Anchor | None, entry: Entry) -> Link:
-    """The entry linked to the head; raises when it is not the next one."""
+def appended(head: AuditAnchor | None, entry: AuditEntry) -> AuditLink:
+    """Link the next entry to the head; any other sequence is a bug."""
     sequence, previous = (head.sequence, head.hash) if head else (0, GENESIS)
     if entry.sequence != sequence + 1:
         raise AssertionError(f"entry {entry.sequence} cannot follow {sequence}")
@@ -99,29 +93,31 @@ def appended(head: Anchor | None, entry: Entry) -> Link:
         raise AssertionError(
             f"the facts of entry {entry.sequence} are not sorted, or name one twice"
         )
-    return Link(entry, link(previous, entry))
+    return AuditLink(entry, link(previous, entry))
 
 
 def check(
-    links: Iterable[Link], start: Anchor | None = None, anchors: Iterable[Anchor] = ()
-) -> Whole | Broken:
-    """Walks the links in order, from the beginning or from a head known to be good; finds the first that is wrong."""
+    links: Iterable[AuditLink],
+    start: AuditAnchor | None = None,
+    anchors: Iterable[AuditAnchor] = (),
+) -> ChainIntact | ChainBroken:
+    """Check links in order, from the beginning or a trusted head, against the anchors."""
     pinned = {anchor.sequence: anchor.hash for anchor in anchors}
     sequence, previous = (start.sequence, start.hash) if start else (0, GENESIS)
     for found in links:
         entry = found.entry
         if entry.sequence != sequence + 1:
-            return Broken(
+            return ChainBroken(
                 sequence + 1, f"entry {sequence + 1} is missing; {entry.sequence} follows"
             )
         if found.hash != link(previous, entry):
-            return Broken(entry.sequence, f"entry {entry.sequence} is not what was written")
+            return ChainBroken(entry.sequence, f"entry {entry.sequence} was changed")
         if pinned.get(entry.sequence, found.hash) != found.hash:
-            return Broken(
-                entry.sequence, f"entry {entry.sequence} is not the one that was anchored"
-            )
+            return ChainBroken(entry.sequence, f"entry {entry.sequence} differs from its anchor")
         sequence, previous = entry.sequence, found.hash
     beyond = [number for number in pinned if number > sequence]
     if beyond:
-        return Broken(sequence + 1, f"the log ends at {sequence}; entry {min(beyond)} was anchored")
-    return Whole(Anchor(sequence, previous))
+        return ChainBroken(
+            sequence + 1, f"the log ends at {sequence}, but entry {min(beyond)} was anchored"
+        )
+    return ChainIntact(AuditAnchor(sequence, previous))

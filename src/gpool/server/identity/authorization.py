@@ -1,6 +1,6 @@
-"""Who asks, and the one way to ask `core.permissions`: every action comes through `permit`, with the facts of its object.
+"""Authorization: every action calls `permit` with its object's facts; the rules are in `core.permissions`.
 
-A stranger's object and a missing one raise the same `NotFound`: what it says depends on nothing but what was asked for.
+Another account's object and a missing one raise the same `NotFound`, so a caller cannot probe for existence.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from gpool.server.store.identity_values import Caller
 from gpool.server.store.values import Batch, NodeCredentials, NodeRow, TaskStory, TaskView
 
 Who = Caller | NodeCredentials | None
-"""A user, a node, or nobody who is signed in."""
+"""A user, a node, or an anonymous caller."""
 
 SIGN_IN = (
     "sign in (`gpool login`), or send an API key as 'Authorization: Bearer gpk_…'; "
     "`gpool up` wrote one for you"
 )
 _TEAM_KEY_TOO = frozenset({Action.ME_READ, Action.ARTIFACT_UPLOAD})
-"""What a key for one team may do although it is not the team's: the way to submit in its name leads through it."""
+"""Actions outside its team that a team key may take: submitting needs them."""
 
 
 def actor_of(who: Who) -> Actor:
@@ -51,7 +51,7 @@ def actor_of(who: Who) -> Actor:
 
 
 def permit(who: Who, action: Action, thing: Thing, what: str = "") -> None:
-    """Returns when `who` may; raises otherwise. `what` names the object as the asker did."""
+    """Return if `who` may take the action, else raise. `what`: the object as the caller named it."""
     if isinstance(who, Caller) and who.key_team is not None and _is_beyond(who, action, thing):
         thing = missing(thing.kind)
     decision = may(actor_of(who), action, thing)
@@ -67,7 +67,7 @@ def permit(who: Who, action: Action, thing: Thing, what: str = "") -> None:
 
 
 def gate(who: Who, action: Action) -> None:
-    """As much as can be decided before the object is known: raises for whoever may do this to no object at all."""
+    """Check before the object is read: raise if `who` may do this to no object at all."""
     kind = RULES[action].kind
     if kind is ObjectKind.SERVER:
         permit(who, action, POOL)

@@ -1,17 +1,19 @@
-"""The server's TLS certificate: one it makes itself on first start, or one it is given. Contacts no authority.
+"""The server's TLS certificate: a configured one, or a self-signed one created at first start. Contacts no authority.
 
-A made one is ECDSA P-256 rather than Ed25519, because browsers take no other; it lives long, because clients know it by
-its fingerprint and a new one means new links for everybody.
+The own certificate is ECDSA P-256, because browsers support no Ed25519, and lives ten years, because clients pin its
+fingerprint and a new one means new links for everybody.
 """
 
 from __future__ import annotations
 
 import datetime
 import ipaddress
-import ssl
+import platform
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -21,34 +23,57 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from gpool.core.errors import Invalid
 from gpool.core.model import SECOND, Instant
+from gpool.server.settings import Settings
 from gpool.transfer.pinning import fingerprint_of
 from gpool.transfer.private_files import read_private, write_private
 
 LIFE_DAYS = 3650
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
+_EVERYWHERE = frozenset({"0.0.0.0", "::", ""})
 CLOCK_SLACK_DAYS = 1
-"""A client whose clock is behind must not find the certificate to be from the future."""
+"""For clients whose clock is behind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """A certificate with its key, in files, and the fingerprint clients pin."""
+    """A certificate and its key in files, with the fingerprint clients pin."""
 
     file: Path
     key_file: Path
     fingerprint: str
     names: tuple[str, ...]
     expires_at: Instant
-    own: bool = False  # made here: nobody vouches for it, so it is known by its fingerprint alone
+    own: bool = False  # self-signed by `own`: clients trust its fingerprint only
+
+
+def certificate_of(settings: Settings, now: Instant) -> Certificate | None:
+    """The configured certificate, else the server's own; None: plain HTTP. `Invalid` names the fault of a given one."""
+    if not settings.uses_tls:
+        return None
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        return load(settings.tls_cert, settings.tls_key)
+    return own(settings.data, _names_for(settings), now)
+
+
+def _names_for(settings: Settings) -> list[str]:
+    """Names for the server's own certificate. Clients pin it and check no name, but browsers do."""
+    named = (settings.host, urlsplit(settings.public_url or "").hostname or "", platform.node())
+    found = [name for name in named if name not in _EVERYWHERE and _is_name(name)]
+    return list(dict.fromkeys((*found, "localhost", "127.0.0.1", "::1")))
+
+
+def _is_name(text: str) -> bool:
+    return ":" in text or _HOST.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class CertificatePem:
     certificate_pem: bytes
     key_pem: bytes = field(repr=False)
 
 
-def make(names: Sequence[str], now: Instant) -> Made:
-    """Self-made, for these host names and addresses."""
+def make(names: Sequence[str], now: Instant) -> CertificatePem:
+    """Create a self-signed certificate for these host names and addresses."""
     if not names:
         raise Invalid("a certificate needs at least one host name or address")
     key = ec.generate_private_key(ec.SECP256R1())
@@ -67,7 +92,7 @@ def make(names: Sequence[str], now: Instant) -> Made:
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
     )
     signed = builder.sign(key, hashes.SHA256())
-    return Made(
+    return CertificatePem(
         signed.public_bytes(serialization.Encoding.PEM),
         key.private_bytes(
             serialization.Encoding.PEM,
@@ -78,9 +103,9 @@ def make(names: Sequence[str], now: Instant) -> Made:
 
 
 def own(folder: Path, names: Sequence[str], now: Instant) -> Certificate:
-    """The one in the folder; made there, with a key for its owner only, when there is none.
+    """The certificate in the folder, created there if missing.
 
-    Key and certificate are one file while being made, so that a crash never leaves half a pair.
+    Key and certificate share one file, so a crash never leaves half a pair.
     """
     both = folder / "server.pem"
     if not both.exists():
@@ -91,7 +116,7 @@ def own(folder: Path, names: Sequence[str], now: Instant) -> Certificate:
 
 
 def load(file: Path, key_file: Path) -> Certificate:
-    """A given certificate (the server's first, then any chain) and its key; `Invalid` says what is wrong with them."""
+    """Load a certificate chain, the server's first, and its key; `Invalid` names the fault."""
     try:
         pem, key_pem = file.read_bytes(), key_file.read_bytes()
     except OSError as error:
@@ -114,13 +139,6 @@ def load(file: Path, key_file: Path) -> Certificate:
         _names(found),
         Instant(int(found.not_valid_after_utc.timestamp()) * SECOND),
     )
-
-
-def server_context(certificate: Certificate) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.load_cert_chain(certificate.file, certificate.key_file)
-    return context
 
 
 def _name(text: str) -> x509.GeneralName:

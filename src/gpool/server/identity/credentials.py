@@ -1,4 +1,4 @@
-"""Keys, tokens and secrets: who stands behind them. Hashed before they are stored, remembered for a few seconds."""
+"""Authentication of users by API key or access token. Keys are stored as hashes; results are cached for seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from gpool.core.ids import encode
 from gpool.core.model import Instant, Span
 from gpool.server.identity.tokens.access import Claims, TokenType
-from gpool.server.identity.tokens.signing_keys import Signing
+from gpool.server.identity.tokens.signing_keys import TokenSigner
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operation import operation
 from gpool.server.store.operations.identity import sessions, users
@@ -31,7 +31,7 @@ def fresh(prefix: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Remembered:
+class _CachedCaller:
     who: Caller
     until: Instant
 
@@ -43,18 +43,18 @@ class Credentials:
         now: Callable[[], Instant],
         remember: Span,
         root_key: bytes,
-        signing: Signing | None = None,
+        signing: TokenSigner | None = None,
     ) -> None:
         self._store = store
         self._now = now
         self._remember = remember
         self._root_key = root_key
         self._signing = signing
-        self._known: dict[str, _Remembered] = {}
+        self._known: dict[str, _CachedCaller] = {}
         self._used: dict[int, Instant] = {}
 
     async def who(self, secret: str) -> Caller | None:
-        """Whom an API key or an access token belongs to; None for one that opens nothing."""
+        """Owner of an API key or access token; None if it is not valid."""
         if not secret.startswith(USER_PREFIX):
             return await self._by_token(secret)
         digest = hashed(secret)
@@ -70,7 +70,7 @@ class Credentials:
         return found
 
     async def _by_token(self, token: str) -> Caller | None:
-        """The token says which session; whether that is still on is asked of the store, every few seconds."""
+        """The token names its session; the store tells, every few seconds, whether the session has ended."""
         if self._signing is None:
             return None
         now = self._now()
@@ -91,26 +91,25 @@ class Credentials:
         if len(self._known) >= MAX_REMEMBERED:
             self._known.clear()
         if found is not None:
-            self._known[name] = _Remembered(found, Instant(now + self._remember))
+            self._known[name] = _CachedCaller(found, Instant(now + self._remember))
 
     def used_keys(self) -> list[tuple[int, Instant]]:
-        """API keys used since this was last asked."""
         used, self._used = self._used, {}
         return list(used.items())
 
     def remembers(self, secret: str) -> bool:
-        """Whether `who` answers without looking into the store."""
+        """Whether `who` needs no read of the store for an unknown secret."""
         if not secret.startswith(USER_PREFIX):
-            return True  # a token: its signature is looked at first
+            return True  # a token: its signature is checked first
         known = self._known.get(hashed(secret))
         return known is not None and known.until > self._now()
 
     def forget(self) -> None:
-        """Somebody was removed, or may do other things now: the next look-up asks the store."""
+        """Drop the cache, after an account, a key or a permission changed."""
         self._known.clear()
 
     def derived(self, prefix: str, *context: str) -> str:
-        """A secret that can be told again for the same request, and is never stored."""
+        """Derive a secret from the root key: the same for the same context, so it need not be stored."""
         message = "\0".join(context).encode()
         digest = hmac.new(self._root_key, message, hashlib.sha256).digest()
         return prefix + base64.urlsafe_b64encode(digest).decode().rstrip("=")
@@ -118,7 +117,6 @@ class Credentials:
 
 @operation
 def _in_session(id_: str, at: Instant) -> Operation[Caller | None]:
-    """Whoever signed in, if that is not over."""
     session = yield from sessions.session(id_)
     if session is None or session.ended_at is not None or session.expires_at <= at:
         return None

@@ -1,25 +1,23 @@
-"""OpenID Connect, the pure parts: reading a provider's discovery document and keys, and judging its ID tokens.
+"""OpenID Connect without I/O: discovery documents, provider keys, ID tokens (read by joserfc, claims checked here).
 
-Only signatures by a key that the provider itself publishes count, under the algorithm that belongs to that key's type:
-a token cannot choose how it is checked.
+A token does not choose how it is checked: the key comes from the provider's published set and the key's type
+determines the only accepted algorithm (RSA: RS256, P-256: ES256, Ed25519: EdDSA).
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric import ec, padding, rsa
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
-from cryptography.hazmat.primitives.hashes import SHA256
+from joserfc import jwk, jwt
+from joserfc.errors import InvalidPayloadError, JoseError, UnsupportedAlgorithmError
+from joserfc.jws import JWSRegistry
+from joserfc.util import urlsafe_b64decode
 
 from gpool.core.errors import NotSignedIn, Unreachable
 from gpool.core.model import SECOND, Instant
@@ -31,9 +29,7 @@ _ALGORITHM = {"RSA": "RS256", "EC": "ES256", "OKP": "EdDSA"}
 
 
 @dataclass(frozen=True, slots=True)
-class Provider:
-    """Where its doors are."""
-
+class ProviderEndpoints:
     issuer: str
     authorization_endpoint: str
     token_endpoint: str
@@ -41,50 +37,55 @@ class Provider:
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedClaims:
     issuer: str
     client_id: str
     nonce: str
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class ProviderIdentity:
+    """An account at a provider: `subject` is unique within `issuer`."""
+
     issuer: str
     subject: str
 
 
-# ---- the way there
+# ---- discovery and redirect
 
 
 def discovery_url(issuer: str) -> str:
     return issuer.rstrip("/") + "/.well-known/openid-configuration"
 
 
-def read_discovery(document: object, issuer: str) -> Provider:
-    """`Unreachable` when it is not this issuer's: everything after it would be somebody else's."""
+def read_discovery(document: object, issuer: str) -> ProviderEndpoints:
+    """Check the discovery document; `Unreachable` if it names another issuer or lacks an endpoint.
+
+    An `https` issuer must have `https` endpoints.
+    """
     if not isinstance(document, dict) or document.get("issuer") != issuer:
-        raise Unreachable(f"what {issuer} publishes is not its own discovery document")
+        raise Unreachable(f"the discovery document of {issuer} names another issuer")
     found = []
     for name in ("authorization_endpoint", "token_endpoint", "jwks_uri"):
         value = document.get(name)
         if not isinstance(value, str) or not _is_as_safe(value, issuer):
             raise Unreachable(f"the discovery document of {issuer} has no usable {name}")
         found.append(value)
-    return Provider(issuer, *found)
+    return ProviderEndpoints(issuer, *found)
 
 
 def _is_as_safe(url: str, issuer: str) -> bool:
-    """Over TLS whenever the issuer is."""
     scheme = urlsplit(url).scheme
     return scheme == "https" or (scheme == "http" and urlsplit(issuer).scheme == "http")
 
 
 def challenge_of(verifier: str) -> str:
-    """PKCE (RFC 7636), method S256."""
-    return _b64(hashlib.sha256(verifier.encode()).digest())
+    """PKCE code challenge of a verifier (RFC 7636, method S256)."""
+    digest = hashlib.sha256(verifier.encode()).digest()
+    return base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
 
-def authorization_url(provider: Provider, parameters: Mapping[str, str]) -> str:
+def authorization_url(provider: ProviderEndpoints, parameters: Mapping[str, str]) -> str:
     joint = "&" if "?" in provider.authorization_endpoint else "?"
     return provider.authorization_endpoint + joint + urlencode(parameters)
 
@@ -92,125 +93,115 @@ def authorization_url(provider: Provider, parameters: Mapping[str, str]) -> str:
 # ---- the ID token
 
 
-def verify(token: object, keys: object, expected: Expected, now: Instant) -> Identity:
-    """Whom the provider says it is; `NotSignedIn` says what is wrong with the token."""
+class _StrictJson(json.JSONDecoder):
+    """JSON without repeated names: joserfc would take the last of them."""
+
+    def __init__(self) -> None:
+        super().__init__(object_pairs_hook=_unique)
+
+
+class _ProviderAlgorithms(JWSRegistry):
+    """The algorithms of `_ALGORITHM`; `JWSRegistry` would warn about the name EdDSA, which providers use."""
+
+    max_header_length = max_signature_length = MAX_TOKEN_LETTERS
+
+    def get_alg(self, name: str) -> Any:
+        if name not in _ALGORITHM.values():
+            raise UnsupportedAlgorithmError(f"algorithm {name!r}")
+        return self.algorithms[name]
+
+
+_ALGORITHMS = _ProviderAlgorithms(strict_check_header=False)
+
+
+def verify(token: object, keys: object, expected: ExpectedClaims, now: Instant) -> ProviderIdentity:
+    """Return the account an ID token names; `keys` is the provider's JWKS. `NotSignedIn` names the failed check."""
     if not isinstance(token, str) or len(token) > MAX_TOKEN_LETTERS or token.count(".") != 2:
-        raise _no("the provider sent no ID token")
-    head, payload, signature = token.split(".")
+        raise _refused("the provider sent no ID token")
     try:
-        header, claims = _object(_unb64(head)), _object(_unb64(payload))
-        signed = _unb64(signature)
-    except ValueError as error:
-        raise _no(f"the ID token cannot be read: {error}") from None
+        first = token.partition(".")[0].encode("ascii")
+        header = json.loads(urlsafe_b64decode(first), cls=_StrictJson)
+    except (ValueError, RecursionError) as error:
+        raise _refused(f"the ID token's header cannot be read: {error}") from None
+    if not isinstance(header, dict):
+        raise _refused("the ID token's header is not a JSON object")
     if "crit" in header:
-        raise _no("the ID token asks for what is not understood here")
-    message = f"{head}.{payload}".encode("ascii")
-    if not any(_is_by(key, header, message, signed) for key in _keys(keys, header.get("kid"))):
-        raise _no("the ID token is not signed by the provider")
-    return _judged(claims, expected, now // SECOND)
+        raise _refused("the ID token requires header extensions (crit), none is supported")
+    for key in _keys(keys, header):
+        try:
+            claims = jwt.decode(token, key, registry=_ALGORITHMS, decoder_cls=_StrictJson).claims
+        except (InvalidPayloadError, RecursionError):
+            raise _refused(
+                "the ID token's claims are not a JSON object with unique names"
+            ) from None
+        except (JoseError, ValueError):
+            continue
+        return _checked(claims, expected, now // SECOND)
+    raise _refused("the ID token is not signed by a key of the provider")
 
 
-def _judged(claims: Mapping[str, Any], expected: Expected, seconds: int) -> Identity:
+def _checked(claims: Mapping[str, Any], expected: ExpectedClaims, seconds: int) -> ProviderIdentity:
     if claims.get("iss") != expected.issuer:
-        raise _no("the ID token is another issuer's")
+        raise _refused("the ID token is from another issuer")
     audience = claims.get("aud")
     audiences = audience if isinstance(audience, list) else [audience]
     if expected.client_id not in audiences:
-        raise _no("the ID token is for somebody else")
+        raise _refused("the ID token is for another audience")
     party = claims.get("azp")
     if (len(audiences) > 1 or party is not None) and party != expected.client_id:
-        raise _no("the ID token was given to somebody else")
+        raise _refused("the ID token was issued to another client (azp)")
     if claims.get("nonce") != expected.nonce:
-        raise _no("the ID token belongs to another sign-in")
+        raise _refused("the ID token has the nonce of another sign-in")
     expires, issued = claims.get("exp"), claims.get("iat")
-    if type(expires) is not int or type(issued) is not int:
-        raise _no("the ID token has no times")
+    if type(expires) is not int or type(issued) is not int:  # True and 1.0 equal 1
+        raise _refused("the ID token has no exp and iat in whole seconds")
     if expires <= seconds - SKEW_S or issued > seconds + SKEW_S:
-        raise _no("the ID token has expired, or is not valid yet; are the clocks right?")
+        raise _refused("the ID token has expired or is not valid yet; check both clocks")
     not_before = claims.get("nbf")
     if not_before is not None and (type(not_before) is not int or not_before > seconds + SKEW_S):
-        raise _no("the ID token is not valid yet; are the clocks right?")
+        raise _refused("the ID token is not valid yet; check both clocks")
     subject = claims.get("sub")
     if not isinstance(subject, str) or not 0 < len(subject) <= 255 or "\0" in subject:
-        raise _no("the ID token names nobody")
-    return Identity(expected.issuer, subject)
+        raise _refused("the ID token has no usable subject")
+    return ProviderIdentity(expected.issuer, subject)
 
 
-def _keys(document: object, kid: object) -> list[Mapping[str, Any]]:
+def _keys(document: object, header: Mapping[str, Any]) -> Iterator[jwk.Key]:
+    """Public signature keys the header's `kid` and `alg` select; without `kid`, the set's only key."""
     found = document.get("keys") if isinstance(document, dict) else None
     listed: Sequence[Any] = found if isinstance(found, list) else []
-    usable: list[Mapping[str, Any]] = [
+    usable = [
         key
         for key in listed
         if isinstance(key, dict) and key.get("use", "sig") == "sig" and "d" not in key
     ]
-    if kid is None:
-        return usable if len(usable) == 1 else []
-    return [key for key in usable if key.get("kid") == kid]
-
-
-def _is_by(
-    key: Mapping[str, Any], header: Mapping[str, Any], message: bytes, signature: bytes
-) -> bool:
-    algorithm = _ALGORITHM.get(str(key.get("kty")))
-    if algorithm is None or header.get("alg") != algorithm:
-        return False
-    if key.get("alg", algorithm) != algorithm:
-        return False
-    try:
-        if algorithm == "RS256":
-            public = rsa.RSAPublicNumbers(_number(key["e"]), _number(key["n"])).public_key()
-            if public.key_size < MIN_RSA_BITS:
-                return False
-            public.verify(signature, message, padding.PKCS1v15(), SHA256())
-        elif algorithm == "ES256":
-            if key.get("crv") != "P-256" or len(signature) != 64:
-                return False
-            point = ec.EllipticCurvePublicNumbers(
-                _number(key["x"]), _number(key["y"]), ec.SECP256R1()
-            ).public_key()
-            r, s = (int.from_bytes(half, "big") for half in (signature[:32], signature[32:]))
-            point.verify(encode_dss_signature(r, s), message, ec.ECDSA(SHA256()))
-        else:
-            if key.get("crv") != "Ed25519":
-                return False
-            Ed25519PublicKey.from_public_bytes(_unb64(key["x"])).verify(signature, message)
-    except (InvalidSignature, ValueError, KeyError, TypeError):
-        return False
-    return True
-
-
-def _number(text: str) -> int:
-    return int.from_bytes(_unb64(text), "big")
-
-
-def _b64(raw: bytes) -> str:
-    return base64.urlsafe_b64encode(raw).decode().rstrip("=")
-
-
-def _unb64(text: str) -> bytes:
-    try:
-        return base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ValueError("not base64url") from error
-
-
-def _object(raw: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
-    except RecursionError:
-        raise ValueError("nested too deep") from None
-    if not isinstance(value, dict):
-        raise ValueError("not a JSON object")  # noqa: TRY004 - a stranger's text, not a caller's bug
-    return value
+    kid, algorithm = header.get("kid"), header.get("alg")
+    if kid is not None:
+        usable = [key for key in usable if key.get("kid") == kid]
+    elif len(usable) != 1:
+        return
+    for key in usable:
+        if (
+            _ALGORITHM.get(str(key.get("kty"))) != algorithm
+            or key.get("alg", algorithm) != algorithm
+        ):
+            continue
+        if algorithm == "EdDSA" and key.get("crv") != "Ed25519":  # joserfc takes Ed448 too
+            continue
+        try:
+            public = jwk.import_key(key)
+        except (JoseError, ValueError, KeyError, TypeError):
+            continue
+        if not isinstance(public, jwk.RSAKey) or public.public_key.key_size >= MIN_RSA_BITS:
+            yield public
 
 
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name twice")
+        raise ValueError("a name is repeated")
     return found
 
 
-def _no(why: str) -> NotSignedIn:
+def _refused(why: str) -> NotSignedIn:
     return NotSignedIn(f"{why}; sign in again")

@@ -1,7 +1,6 @@
-"""Passwords: Argon2id in few threads, never on the event loop. Refuses work when the threads are behind (`TooMany`).
+"""Password hashing with Argon2id in a few low-priority threads, never on the event loop; `TooMany` when they are full.
 
-An unknown name costs what a known one does: it is checked against a hash that fits no password. The threads yield to
-everything else on the machine, so guessing slows guessing and not the pool.
+An unknown name costs the same time as a known one: its password is checked against a decoy hash.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
-    """What one guess costs. 64 MiB three times over: RFC 9106's choice for small memory, in one lane.
+class PasswordCost:
+    """Argon2id parameters. Three passes over 64 MiB: RFC 9106's second recommended option.
 
-    One lane, because four would take every core of a small server for a single sign-in.
+    One lane instead of four: four would occupy every core of a small server for one sign-in.
     """
 
     passes: int = 3
@@ -43,23 +42,23 @@ class Cost:
     lanes: int = 1
 
 
-TODAY = Cost()
+DEFAULT_COST = PasswordCost()
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The right password. `rehash`: the hash to store instead, when the cost has changed since."""
+    """The right password. `rehash`: the hash to store instead if the parameters have changed."""
 
     rehash: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class NoMatch:
-    """Wrong password, or no such account: not to be told apart."""
+    """Wrong password or no such account, indistinguishable."""
 
 
 def acceptable(name: str, password: str) -> str:
-    """The password as it is hashed (NFKC), or `Invalid` with the rule it breaks."""
+    """Return the password in NFKC as it is hashed; `Invalid` names the rule it breaks."""
     text = _normal(password)
     if text is None:
         raise Invalid(f"a password has at most {MAX_BYTES} bytes of proper Unicode")
@@ -71,7 +70,7 @@ def acceptable(name: str, password: str) -> str:
 
 
 def _normal(text: str) -> str | None:
-    """One spelling of what was typed; None when too long or not Unicode. Checked before and after: NFKC can grow 18-fold."""
+    """NFKC form; None if too long or not Unicode. Length is checked twice: NFKC can grow a text 18-fold."""
     try:
         if len(text) > MAX_BYTES or len(text.encode()) > MAX_BYTES:
             return None
@@ -82,9 +81,11 @@ def _normal(text: str) -> str | None:
 
 
 class Passwords:
-    """Hashes and verifies. `waiting` more than `threads` may stand in line; who comes then is told to come back."""
+    """Hashes and verifies in `threads` threads; at most `waiting` more requests queue, others get `TooMany`."""
 
-    def __init__(self, cost: Cost = TODAY, threads: int | None = None, waiting: int = 8) -> None:
+    def __init__(
+        self, cost: PasswordCost = DEFAULT_COST, threads: int | None = None, waiting: int = 8
+    ) -> None:
         threads = threads or max(1, (os.cpu_count() or 1) // 2)
         self._hasher = PasswordHasher(
             time_cost=cost.passes,
@@ -92,30 +93,30 @@ class Passwords:
             parallelism=cost.lanes,
             type=Type.ID,
         )
-        self._pool = ThreadPoolExecutor(threads, "gpool-passwords", initializer=_yield_to_others)
-        self._places = threading.BoundedSemaphore(threads + waiting)
-        # People who signed in here before have a thread of their own: guessers cannot fill it.
+        self._pool = ThreadPoolExecutor(threads, "gpool-passwords", initializer=_lower_priority)
+        self._slots = threading.BoundedSemaphore(threads + waiting)
+        # Attempts from known addresses have their own thread, which guessers cannot fill.
         self._trusted_pool = ThreadPoolExecutor(
-            1, "gpool-known-people", initializer=_yield_to_others
+            1, "gpool-known-addresses", initializer=_lower_priority
         )
-        self._trusted_places = threading.BoundedSemaphore(1 + waiting)
+        self._trusted_slots = threading.BoundedSemaphore(1 + waiting)
         self._decoy = self._hasher.hash(secrets.token_bytes(32))
 
     async def hash(self, name: str, password: str) -> str:
-        """The hash to store; `Invalid` for a password that breaks the rules, `TooMany` when the threads are behind."""
+        """Hash to store; `Invalid` for an unacceptable password, `TooMany` if the queue is full."""
         text = acceptable(name, password)
         return await self._run(lambda: self._hasher.hash(text))
 
     async def verify(
         self, stored: str | None, password: str, *, trusted: bool = False
     ) -> Match | NoMatch:
-        """`stored` None: there is no such account, or it has no password. Takes as long as if there were.
+        """Check a password. `stored` None: no account or no password; takes equally long.
 
-        `trusted`: from where this name signed in before; stands in a line of its own.
+        `trusted`: the address signed in with this name before; such attempts have their own queue.
         """
         text = _normal(password)
         if text is None:
-            return NoMatch()  # at once, but for every name alike
+            return NoMatch()  # immediate, but for every name alike
         return await self._run(lambda: self._checked(stored, text), trusted)
 
     def _checked(self, stored: str | None, text: str) -> Match | NoMatch:
@@ -129,20 +130,20 @@ class Passwords:
         return Match(self._hasher.hash(text) if stale else None)
 
     async def _run(self, work: Callable[[], T], trusted: bool = False) -> T:
-        pool, places = self._pool, self._places
+        pool, slots = self._pool, self._slots
         if trusted:
-            pool, places = self._trusted_pool, self._trusted_places
-        if not places.acquire(blocking=False):
+            pool, slots = self._trusted_pool, self._trusted_slots
+        if not slots.acquire(blocking=False):
             raise TooMany(
-                "too many people are signing in; try again in a few seconds", retry_after=BUSY_S
+                "too many sign-ins at once; try again in a few seconds", retry_after=BUSY_S
             )
         try:
             future: Future[T] = pool.submit(work)
         except BaseException:
-            places.release()
+            slots.release()
             raise
-        # The place is free when the thread is, which may be after the caller went away.
-        future.add_done_callback(lambda _: places.release())
+        # The slot is free when the thread is, which may be after the caller was cancelled.
+        future.add_done_callback(lambda _: slots.release())
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
@@ -150,7 +151,7 @@ class Passwords:
         self._trusted_pool.shutdown(cancel_futures=True)
 
 
-def _yield_to_others() -> None:
-    if sys.platform == "linux":  # elsewhere a thread has no niceness of its own
+def _lower_priority() -> None:
+    if sys.platform == "linux":  # elsewhere niceness belongs to the process
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

@@ -1,4 +1,4 @@
-"""The guard at the door: slows guessing at sign-in, and each class of routes. In memory, for this replica; locks nobody out."""
+"""Throttles of one replica with their errors: sign-in attempts, routes, unknown keys. The rules are in `throttle`."""
 
 from __future__ import annotations
 
@@ -21,23 +21,21 @@ from gpool.server.identity.throttle import (
 )
 
 UNKNOWN_KEYS = per_second(50, 500)
-"""Keys and tokens that nobody has, from one address: each costs us a look into the store."""
+"""Unknown keys and tokens from one address: each costs a read of the store."""
 
 
 @dataclass(slots=True)
-class Guess:
-    """One attempt at signing in, while it is looked at."""
-
+class GuardedSignIn:
     admitted: Admitted = field(repr=False)
     right: bool = False
 
     @property
     def trusted(self) -> bool:
-        """From where this name signed in before."""
+        """Whether the address signed in with this name before."""
         return self.admitted.trusted
 
     def succeeded(self) -> None:
-        """The password (or signature) was right: the attempt costs nothing, and the address is known from now on."""
+        """Record that the password or signature was right."""
         self.right = True
 
 
@@ -49,21 +47,19 @@ class Guard:
         self._unknown = Buckets()
 
     @asynccontextmanager
-    async def sign_in(
-        self, name: str, address: str, device: str | None = None
-    ) -> AsyncIterator[Guess]:
-        """Around the check of a password; `TooMany` instead, when guessing has been too fast.
+    async def sign_in(self, name: str, address: str) -> AsyncIterator[GuardedSignIn]:
+        """Wrap the check of a password; `TooMany` if the name or address has too many failures.
 
             async with server.guard.sign_in(name, address) as guess:
                 if isinstance(await passwords.verify(stored, given), Match):
                     guess.succeeded()
 
-        When the check itself has no room (`TooMany` of the password threads), nothing was guessed and nothing is paid.
+        If the password threads are full (`TooMany` from inside), the attempt does not count.
         """
-        admitted = self._sign_ins.attempt(Attempt(name, address, device), self._now())
+        admitted = self._sign_ins.attempt(Attempt(name, address), self._now())
         if isinstance(admitted, Wait):
-            raise _slow_down("too many wrong sign-ins", admitted)
-        guess = Guess(admitted)
+            raise _slow_down("too many failed sign-ins", admitted)
+        guess = GuardedSignIn(admitted)
         try:
             yield guess
         except TooMany:
@@ -73,19 +69,19 @@ class Guard:
             self._sign_ins.succeeded(admitted, self._now())
 
     def count_account(self, route: RouteClass, account: int) -> None:
-        """One request of somebody signed in; `TooMany` when this account asks too fast."""
+        """Count an authenticated request; `TooMany` above the account's rate."""
         wait = self._routes.take_account(route, account, self._now())
         if wait is not None:
-            raise _slow_down(f"too many requests of the kind '{route}' from your account", wait)
+            raise _slow_down(f"too many '{route}' requests from your account", wait)
 
     def count_address(self, route: RouteClass, address: str) -> None:
-        """One request of nobody in particular."""
+        """Count an anonymous request; `TooMany` above the address's rate."""
         wait = self._routes.take_address(route, address, self._now())
         if wait is not None:
-            raise _slow_down(f"too many requests of the kind '{route}' from your address", wait)
+            raise _slow_down(f"too many '{route}' requests from your address", wait)
 
     def count_unknown_key(self, address: str) -> None:
-        """Before a key that is not remembered is looked up; give it back by `key_was_known`."""
+        """Count a key before it is looked up in the store; `key_was_known` takes the count back."""
         wait = self._unknown.spend([(network_of(address), UNKNOWN_KEYS)], self._now())
         if wait is not None:
             raise _slow_down("too many unknown keys from your address", wait)

@@ -1,7 +1,7 @@
 """A node's offer: its GPUs are bound to its owner and the owner's payout wallet.
 
 A GPU bound to another owner is flagged on this node only. Simulated GPUs and those of nodes without a key are not bound.
-A site is a claim, so it holds among the nodes of one owner only: gangs never mix owners by a stranger's word.
+A site is a claim of its owner, so it groups that owner's nodes only: a gang never mixes owners by a claim.
 """
 
 from __future__ import annotations
@@ -20,20 +20,18 @@ from gpool.server.store.values import NodeRow
 
 
 def at_own_site(offer: Offer, owner: UserId, shared: Collection[str]) -> Offer:
-    """As it is kept: its site is its owner's own, unless the operator shares one of that name (`shared`)."""
+    """The offer with its site prefixed by the owner, unless the operator shares a site of that name (`shared`)."""
     if not offer.site or offer.site in shared:
         return offer
     return replace(offer, site=f"{owner}/{offer.site}")
 
 
 def site_name(site: str) -> str | None:
-    """As its owner named it."""
     return site.rpartition("/")[2] or None
 
 
 @operation
 def take(node: NodeId, offer: Offer, gpu_ids: Sequence[int], at: Instant) -> Operation[NodeRow]:
-    """Write the offer, bind its GPUs and return the node's row."""
     yield from nodes.greet(node, offer, gpu_ids, at)
     return (yield from bind(node, offer, at))
 
@@ -42,7 +40,7 @@ def take(node: NodeId, offer: Offer, gpu_ids: Sequence[int], at: Instant) -> Ope
 def bind(node: NodeId, offer: Offer, at: Instant) -> Operation[NodeRow]:
     """Bind the GPUs of an offer that is written already and return the node's row.
 
-    A node without a key is a listing: anybody can make one up, so it neither binds nor flags anything.
+    A node without a key is a listing that anybody can create, so it neither binds nor flags anything.
     """
     row = yield from nodes.node(node)
     if row is None:
@@ -60,7 +58,6 @@ def bind(node: NodeId, offer: Offer, at: Instant) -> Operation[NodeRow]:
 
 
 def rows_with(uuids: Sequence[str]) -> Operation[tuple[NodeRow, ...]]:
-    """Rows of the nodes that have such a GPU, for the scheduler to read again."""
     found = []
     for id_ in (yield from gpu_bindings.nodes_with(uuids)):
         row = yield from nodes.node(id_)

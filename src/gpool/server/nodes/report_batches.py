@@ -1,4 +1,4 @@
-"""Gathers the reports and the beats of many nodes (see `gathering`); what was committed is folded before anybody is answered."""
+"""Batches reports and heartbeats of many nodes into one write each; folds the commit before it answers any node."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from typing import Protocol, TypeVar
 
 from gpool.core.ids import NodeId
 from gpool.core.model import KIB, Instant
-from gpool.server.store.batching import Gathering
+from gpool.server.store.batching import WriteBatcher
 from gpool.server.store.operation import brief
-from gpool.server.store.operations.leases import heartbeats, leases
+from gpool.server.store.operations.leases import leases
 from gpool.server.store.protocol import Operation
 from gpool.server.store.values import Recording
 from gpool.wire.frames import Finished, Hold, ReportItem
 
 T = TypeVar("T")
 GATHERED_BYTES = 256 * KIB
-"""Of results in a frame; a heavier one has a write of its own: PostgreSQL takes no statement past a gigabyte."""
-_Recorded = tuple[Recording, dict[int, Recording]]
-"""What all of a group gave together, and some frames by themselves."""
+"""Results in a frame up to which it is batched: PostgreSQL accepts no statement over a gigabyte."""
 
 
 class Write(Protocol):
@@ -27,54 +25,52 @@ class Write(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Frame:
+class _ReportFrame:
     node: NodeId
     items: Sequence[ReportItem]
     at: Instant
 
 
-class Recorder:
+class ReportBatches:
     def __init__(self, write: Write, absorb: Callable[[Recording], None]) -> None:
         self._write, self._absorb = write, absorb
-        self._frames = Gathering(self._record, self._record_together, self._absorb_all)
-        self._beats = Gathering(self._beat, self._beat_together, lambda _, drops: drops)
+        self._frames = WriteBatcher(self._record, self._fold)
+        self._beats = WriteBatcher(self._beat, lambda _, drops: drops)
 
     async def beat(self, node: NodeId, holds: Sequence[Hold], now: Instant) -> tuple[Hold, ...]:
-        """A node is there; what it says it holds and does not."""
+        """Commit a heartbeat; return the stated leases that the node does not hold."""
         return await self._beats.take((node, holds, now))
 
-    async def _beat(self, one: heartbeats.Beaten) -> tuple[Hold, ...]:
-        (drop,) = await self._beat_together([one])
-        return drop
-
-    async def _beat_together(self, group: Sequence[heartbeats.Beaten]) -> list[tuple[Hold, ...]]:
-        return await self._write(heartbeats.beat(group))
+    async def _beat(self, group: Sequence[leases.Heartbeat]) -> list[tuple[Hold, ...]]:
+        return await self._write(leases.record_heartbeats(group))
 
     async def record(
         self, node: NodeId, items: Sequence[ReportItem], now: Instant
     ) -> tuple[Hold, ...]:
-        """Commits and folds what a node reports; what of it was under an old lease."""
-        frame = _Frame(node, items, now)
-        return await (self._frames.take(frame) if _is_light(items) else self._record(frame))
+        """Commit and fold reports; return those under an old lease."""
+        frame = _ReportFrame(node, items, now)
+        take = self._frames.take if _is_light(items) else self._frames.take_alone
+        return await take(frame)
 
-    async def _record(self, frame: _Frame) -> tuple[Hold, ...]:
-        writing = leases.record(frame.node, frame.items, frame.at)
-        recording = await self._write(brief(writing, len(frame.items)))
-        self._absorb(recording)
-        return recording.refused
-
-    async def _record_together(self, group: Sequence[_Frame]) -> _Recorded:
+    async def _record(self, group: Sequence[_ReportFrame]) -> Recording:
         frames = [(each.node, each.items) for each in group]
         rows = sum(len(each.items) for each in group)
-        return await self._write(brief(leases.record_together(frames, group[-1].at), rows))
+        return await self._write(brief(leases.record(frames, group[-1].at), rows))
 
-    def _absorb_all(self, group: Sequence[_Frame], recorded: _Recorded) -> list[tuple[Hold, ...]]:
-        together, others = recorded
-        self._absorb(together)
-        for recording in others.values():
-            self._absorb(recording)
-        places = range(len(group))
-        return [others[place].refused if place in others else () for place in places]
+    def _fold(self, group: Sequence[_ReportFrame], recording: Recording) -> list[tuple[Hold, ...]]:
+        self._absorb(recording)
+        return [_refused(frame, recording) for frame in group]
+
+
+def _refused(frame: _ReportFrame, recording: Recording) -> tuple[Hold, ...]:
+    if not recording.refused:
+        return ()
+    items = {(item.task, item.epoch) for item in frame.items}
+    return tuple(
+        hold
+        for node, hold in recording.refused
+        if node == frame.node and (hold.task, hold.epoch) in items
+    )
 
 
 def _is_light(items: Sequence[ReportItem]) -> bool:

@@ -1,4 +1,4 @@
-"""What an agent claims, before anything is done with it: offers no machine has, reports no task leaves. Reads nothing, decides nothing else."""
+"""Validation of offers and reports, before anything is done with them. Pure functions."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 SITE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 GANG_PORTS = (1024, 60_000)
 FILE_BYTES = 100
-"""A file of a checkpoint in a frame, besides its name: mostly its hash."""
-MOST_OFFER_BYTES = MIB
-"""An offer as it is kept: a thousand GPUs with all their details. Every reader of the node has to read it."""
-MOST_RUNTIMES = 16
-MOST_PROFILES = 32
-MOST_PLACES = 16
-"""Memory slices of a GPU: the scheduler looks at each of them, so a profile of a billion would never end."""
-MOST_ITEMS = 20_000
-"""Of one frame of reports, ten times what an agent sends: each is looked up while others wait."""
-MOST_ERROR_LETTERS = 64 * KIB
-"""Twice what an agent sends; it is in every listing of the task."""
+"""A checkpoint's file in a frame without its name: mostly its hash."""
+MAX_OFFER_BYTES = MIB
+"""An offer as stored: a thousand GPUs with all details. Each read of the node reads it."""
+MAX_RUNTIMES = 16
+MAX_PROFILES = 32
+MAX_PLACES = 16
+"""Memory slices of a GPU; the planner iterates over them."""
+MAX_ITEMS = 20_000
+"""Of one frame of reports, ten times what an agent sends; each costs a lookup."""
+MAX_ERROR_LETTERS = 64 * KIB
+"""Twice what an agent sends; each listing of the task contains it."""
 
-NOT_A_NODES_WORD = frozenset({EndReason.CANCELLED, EndReason.LOSES_NODES, EndReason.NODE_FAILED})
-"""Ends without another try that consumers and the server decide upon. Nodes *release* what was cancelled."""
+SERVER_REASONS = frozenset({EndReason.CANCELLED, EndReason.LOSES_NODES, EndReason.NODE_FAILED})
+"""Ends without a retry that only consumers and the server decide. A node *releases* a cancelled lease."""
 
 
-def wrong_with_offer(offer: Offer, *, is_local: bool = False) -> str | None:
-    """What no honest machine lends; an agent that says so is refused. `is_local`: all of the pool is one machine."""
+def offer_problem(offer: Offer, *, is_local: bool = False) -> str | None:
+    """What is wrong with an offer; None if it is valid. `is_local`: the whole pool is one machine."""
     if not (0 <= offer.cpu_milli <= 10_000_000 and 0 <= offer.memory_bytes <= 1 << 60):
         return f"an offer of {offer.cpu_milli} milli-CPUs and {offer.memory_bytes} bytes of memory"
     if not 0 <= offer.disk_bytes <= 1 << 60:
@@ -53,7 +53,7 @@ def wrong_with_offer(offer: Offer, *, is_local: bool = False) -> str | None:
     if len(offer.labels) > labels.MAX_LABELS:
         return f"{len(offer.labels)} labels; at most {labels.MAX_LABELS} can be given"
     names = [runtime.name for runtime in offer.runtimes]
-    if len(names) > MOST_RUNTIMES or any(len(name) > 100 or "\0" in name for name in names):
+    if len(names) > MAX_RUNTIMES or any(len(name) > 100 or "\0" in name for name in names):
         return "an offer with too many runtimes, or one with too long a name"
     if len({gpu.index for gpu in offer.gpus}) < len(offer.gpus):
         return "two GPUs with one index"
@@ -65,16 +65,16 @@ def wrong_with_offer(offer: Offer, *, is_local: bool = False) -> str | None:
             return f"a GPU with index {gpu.index} and {gpu.memory_bytes} bytes of memory"
         if any(not text or len(text) > 200 or "\0" in text for text in texts):
             return f"a GPU whose uuid, model or vendor is empty, too long or holds a NUL (index {gpu.index})"
-        if not _is_well_described(gpu):
+        if not _has_valid_details(gpu):
             return f"a GPU with too long or too many details (index {gpu.index})"
-        if not _is_cut_soundly(gpu.profiles):
-            return f"a GPU cut into slices as no GPU is (index {gpu.index})"
+        if not _has_valid_profiles(gpu.profiles):
+            return f"a GPU with impossible slice profiles (index {gpu.index})"
     if not 0 <= offer.price_microcredits <= price.MAX_PRICE:
         return f"a price of {offer.price_microcredits} micro-credits an hour"
     try:
         labels.normal(offer.labels)
     except Invalid as error:
-        return f"labels nobody could ask for: {error.detail}"
+        return f"invalid labels: {error.detail}"
     words = (
         offer.hostname,
         offer.agent_version,
@@ -85,15 +85,15 @@ def wrong_with_offer(offer: Offer, *, is_local: bool = False) -> str | None:
         *offer.audience,
     )
     if len(words) > 1000 or any(len(word) > 300 or "\0" in word for word in words):
-        return "an offer with too many or too long words"
+        return "an offer with more than 1000 texts, or one over 300 letters or with a NUL"
     size = len(msgspec.msgpack.encode(offer))
-    if size > MOST_OFFER_BYTES:
-        return f"an offer of {size} bytes; at most {MOST_OFFER_BYTES} are kept"
-    return _wrong_with_site(offer, is_local=is_local)
+    if size > MAX_OFFER_BYTES:
+        return f"an offer of {size} bytes; at most {MAX_OFFER_BYTES} are stored"
+    return _site_problem(offer, is_local=is_local)
 
 
-def _wrong_with_site(offer: Offer, *, is_local: bool) -> str | None:
-    """Where other owners' agents will send to, if they share the site: to a machine's own address, and to no other."""
+def _site_problem(offer: Offer, *, is_local: bool) -> str | None:
+    """Check the address: agents of other owners at a shared site connect to it, so it must be a machine's own."""
     if offer.site and not SITE.fullmatch(offer.site):
         return f"a site that is not a word of letters, digits and . _ -: {offer.site[:100]!r}"
     if offer.gang_port and not GANG_PORTS[0] <= offer.gang_port <= GANG_PORTS[1]:
@@ -110,7 +110,7 @@ def _wrong_with_site(offer: Offer, *, is_local: bool) -> str | None:
     return None
 
 
-def _is_well_described(gpu: Gpu) -> bool:
+def _has_valid_details(gpu: Gpu) -> bool:
     words = [gpu.closed, gpu.ails]
     if (more := gpu.details) is not None:
         lists = (more.links, more.mig_profiles, more.mig_instances)
@@ -121,33 +121,33 @@ def _is_well_described(gpu: Gpu) -> bool:
     return all(len(word) <= 300 and "\0" not in word for word in words)
 
 
-def _is_cut_soundly(profiles: tuple[SliceProfile, ...]) -> bool:
-    """Sizes and places as hardware has them: the scheduler counts them out."""
-    if len(profiles) > MOST_PROFILES or len({one.name for one in profiles}) < len(profiles):
+def _has_valid_profiles(profiles: tuple[SliceProfile, ...]) -> bool:
+    """Whether sizes and starts are possible on hardware: the planner enumerates them."""
+    if len(profiles) > MAX_PROFILES or len({one.name for one in profiles}) < len(profiles):
         return False
     return all(
         0 < len(one.name) <= 100
         and "\0" not in one.name
         and 0 < one.memory_bytes <= 1 << 50
         and 0 < one.compute <= 1000
-        and 0 < one.size <= MOST_PLACES
-        and len(one.starts) <= MOST_PLACES
-        and all(0 <= start <= MOST_PLACES - one.size for start in one.starts)
+        and 0 < one.size <= MAX_PLACES
+        and len(one.starts) <= MAX_PLACES
+        and all(0 <= start <= MAX_PLACES - one.size for start in one.starts)
         for one in profiles
     )
 
 
 def checked_report(item: ReportItem) -> ReportItem | None:
-    """A report as it may be stored: an end that breaks the rules becomes a failed attempt that says so.
+    """The report as it may be stored: an invalid end becomes a failed attempt that names the problem.
 
-    None: a checkpoint nobody could begin with. It is left out, and the one before it stays.
+    None for an invalid checkpoint: it is dropped, and the one before it stays.
     """
     if isinstance(item, Checkpointed):
-        return item if _is_sound(item) else None
+        return item if _is_valid_checkpoint(item) else None
     if not isinstance(item, Finished):
         return item
-    if item.reason in NOT_A_NODES_WORD:
-        return _failed(item, f"its node said {item.reason}, which is not for a node to say")
+    if item.reason in SERVER_REASONS:
+        return _failed(item, f"its node reported {item.reason}, which only the server may")
     if len(item.value) > INLINE_LIMIT_BYTES:
         return _failed(
             item, f"a value of {len(item.value)} bytes came inline; it belongs in an artifact"
@@ -165,10 +165,10 @@ def checked_report(item: ReportItem) -> ReportItem | None:
     if item.exit_code is not None and not -(1 << 31) <= item.exit_code < 1 << 31:
         return _failed(item, f"exit code {item.exit_code}")
     text, lasted = item.error_text, item.duration_us
-    if "\0" in text or len(text) > MOST_ERROR_LETTERS or not 0 <= lasted < 1 << 53:
+    if "\0" in text or len(text) > MAX_ERROR_LETTERS or not 0 <= lasted < 1 << 53:
         return msgspec.structs.replace(
             item,
-            error_text=text[:MOST_ERROR_LETTERS].replace("\0", "\N{REPLACEMENT CHARACTER}"),
+            error_text=text[:MAX_ERROR_LETTERS].replace("\0", "\N{REPLACEMENT CHARACTER}"),
             duration_us=lasted if 0 <= lasted < 1 << 53 else 0,
         )
     return item
@@ -180,12 +180,12 @@ def _failed(item: Finished, why: str) -> Finished:
         item.epoch,
         EndReason.BAD_OUTPUT,
         None,
-        error_text=f"refused by the server: {why}",
+        error_text=f"rejected by the server: {why}",
     )
 
 
-def _is_sound(item: Checkpointed) -> bool:
-    """Its names are plain, distinct on every machine, no file is another's folder, and all fit into a frame."""
+def _is_valid_checkpoint(item: Checkpointed) -> bool:
+    """Whether its names are valid, distinct on every file system, no file is a folder of another, and all fit a frame."""
     size = sum(len(file.path.encode()) + FILE_BYTES for file in item.files)
     if size > MAX_SPEC_BYTES or any(not _is_file(file) for file in item.files):
         return False

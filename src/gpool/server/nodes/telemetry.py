@@ -1,6 +1,6 @@
-"""What GPUs and tasks did lately, in memory: a short ring for each, fed by beats. Lost with the process; the store knows nothing of it.
+"""Recent utilisation of GPUs and tasks, in memory: a short ring of readings for each. Lost with the process.
 
-A node says what it likes: readings of GPUs it does not lend, of tasks it does not hold, or that no card could give are dropped.
+Readings of GPUs the node does not lend, of tasks it does not hold, or outside plausible ranges are dropped.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from gpool.core.model import SECOND, Instant
 from gpool.wire.frames import GpuReading, TaskReading
 
 KEPT = 120
-"""Points a ring holds: a quarter of an hour of beats."""
-MOST_RINGS = 20_000
+"""Readings in a ring: a quarter of an hour of heartbeats."""
+MAX_RINGS = 20_000
 STALE = 60 * SECOND
-"""An older reading is history, not the present."""
+"""Age past which a reading is not current."""
 _POINT = struct.Struct("<qhqih")
-_UNSAID = -1
+_NO_VALUE = -1
 
 
 class Point(NamedTuple):
-    """One reading. None: the card did not say."""
+    """One reading. None: the GPU does not report this value."""
 
     at: Instant
     utilisation_percent: int | None
@@ -41,7 +41,7 @@ class GpuKey:
 
 
 class _Rings:
-    """Rings by key; those least recently fed go first when there are too many."""
+    """Rings by key; past `MAX_RINGS` the least recently used one is dropped."""
 
     def __init__(self) -> None:
         self._rings: OrderedDict[GpuKey | TaskId, deque[bytes]] = OrderedDict()
@@ -50,7 +50,7 @@ class _Rings:
         ring = self._rings.get(key)
         if ring is None:
             ring = self._rings[key] = deque(maxlen=KEPT)
-            if len(self._rings) > MOST_RINGS:
+            if len(self._rings) > MAX_RINGS:
                 self._rings.popitem(last=False)
         self._rings.move_to_end(key)
         ring.append(_packed(at, reading))
@@ -65,13 +65,11 @@ class _Rings:
 
 
 class Telemetry:
-    """What every GPU and every running task did in the last quarter of an hour."""
-
     def __init__(self) -> None:
         self._gpus = _Rings()
         self._tasks = _Rings()
 
-    def take(
+    def add(
         self,
         node: NodeId,
         indexes: Collection[int],
@@ -80,7 +78,7 @@ class Telemetry:
         tasks: tuple[TaskReading, ...],
         at: Instant,
     ) -> None:
-        """A beat's readings; `indexes` are the GPUs the node lends, `held` the tasks it has."""
+        """Add a heartbeat's readings; `indexes` are the GPUs the node lends, `held` the tasks it holds."""
         for reading in readings[: len(indexes)]:
             if reading.gpu in indexes and _is_plausible(reading):
                 self._gpus.add(GpuKey(node, reading.gpu), at, reading)
@@ -89,14 +87,12 @@ class Telemetry:
                 self._tasks.add(TaskId(told.task), at, told)
 
     def gpu(self, node: NodeId, index: int) -> tuple[Point, ...]:
-        """Oldest first."""
         return self._gpus.history(GpuKey(node, index))
 
     def task(self, task: TaskId) -> tuple[Point, ...]:
         return self._tasks.history(task)
 
     def now_of(self, node: NodeId, index: int, now: Instant) -> Point | None:
-        """The last reading, unless it is stale."""
         return self._gpus.latest(GpuKey(node, index), now)
 
 
@@ -115,10 +111,10 @@ def _within(value: int | None, most: int) -> bool:
 
 def _packed(at: Instant, told: GpuReading | TaskReading) -> bytes:
     values = (told.utilisation_percent, told.memory_bytes, told.power_mw, told.temperature_c)
-    return _POINT.pack(at, *(_UNSAID if value is None else value for value in values))
+    return _POINT.pack(at, *(_NO_VALUE if value is None else value for value in values))
 
 
 def _point(packed: bytes) -> Point:
     at, *values = _POINT.unpack(packed)
-    said = [None if value == _UNSAID else value for value in values]
+    said = [None if value == _NO_VALUE else value for value in values]
     return Point(Instant(at), said[0], said[1], said[2], said[3])

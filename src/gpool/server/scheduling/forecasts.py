@@ -1,20 +1,19 @@
-"""What the server remembers to tell when waiting tasks start: run times, arrivals, and how its earlier forecasts turned out.
+"""Start-time forecasts of waiting tasks, from observed run times and arrivals. In memory only; learnt again after a restart.
 
-All of it are hints, lost with the process and learnt again. The courses are computed in a thread on a frozen copy, one
-computation at a time, and serve every question of the next seconds.
+Simulated schedules are computed in a thread on a snapshot, one computation at a time, and reused for some seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, Instant, Shape, Span
-from gpool.core.scheduler.order.orders import Order, Policy
+from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.predict.calibration import Calibration, Range, StatedForecast
 from gpool.core.scheduler.predict.forecast import (
     ForecastQuestion,
@@ -25,51 +24,54 @@ from gpool.core.scheduler.predict.forecast import (
 from gpool.core.scheduler.predict.run_times import RunTimes
 from gpool.core.scheduler.state.snapshot import take
 from gpool.core.scheduler.state.state import State
+from gpool.server.scheduling.policy import ActivePolicy
+from gpool.server.store.operations.operators import rules as rules_operations
+from gpool.server.store.protocol import Store
 
-LIFE = Span(5 * SECOND)
-"""How long courses serve."""
+REUSED_FOR = Span(5 * SECOND)
+"""Age up to which simulated schedules are reused."""
 
-_LATELY = 400
+_KEPT_ARRIVALS = 400
 _MAX_OPEN = 10_000  # forecasts whose outcome is awaited
 
 
-class Scheduled(Protocol):
-    """The scheduler, as far as it is asked here."""
+class PlannerInputs(Protocol):
+    """State and policy of the next pass (`picture.StatePicture`)."""
 
     state: State
-    policy: Policy
-    orders: Mapping[str, Order]
-
-    async def since(self) -> Mapping[TaskId, Instant]: ...
+    policy: ActivePolicy
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
+    """Forecast start of a task, and the range that holds the start of eight tasks in ten."""
+
     at: Instant
     first: Instant
     last: Instant
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _Simulated:
     at: Instant
     policy: Policy
     courses: Sequence[SimulatedSchedule]
 
 
 class Forecasts:
-    def __init__(self) -> None:
+    def __init__(self, store: Store) -> None:
         self.times = RunTimes()
-        self._arrived: deque[tuple[Instant, Shape]] = deque(maxlen=_LATELY)
+        self._store = store
+        self._arrived: deque[tuple[Instant, Shape]] = deque(maxlen=_KEPT_ARRIVALS)
         self._calibration = Calibration()
         self._open: dict[TaskId, StatedForecast] = {}
-        self._made: _Made | None = None
-        self._busy = asyncio.Lock()
+        self._simulated: _Simulated | None = None
+        self._simulating = asyncio.Lock()
 
-    # ---- what happens
+    # ---- observations
 
     def arrived(self, shape: Shape, at: Instant) -> None:
-        """One for each submission: a batch is one arrival of work, and its tasks wait already."""
+        """Record one arrival per submission: the tasks of a batch arrive together."""
         self._arrived.append((at, shape))
 
     def ended(self, shape: Shape, durations: Sequence[int]) -> None:
@@ -84,41 +86,41 @@ class Forecasts:
                     self._calibration.note(told, Span(now - told.at))
 
     def gone(self, tasks: Sequence[TaskId]) -> None:
-        """Cancelled: what was told of them cannot be compared."""
+        """Drop forecasts of cancelled tasks: they have no outcome."""
         for task in tasks:
             self._open.pop(task, None)
 
-    # ---- what is asked
+    # ---- forecasts
 
-    async def question(self, scheduled: Scheduled, now: Instant) -> ForecastQuestion:
-        """Frozen: fit for another thread."""
-        since = await scheduled.since()
-        snapshot = take(scheduled.state)
+    async def question(self, inputs: PlannerInputs, now: Instant) -> ForecastQuestion:
+        """A snapshot of everything a simulated schedule needs, safe to use in another thread."""
+        since = await self._store.read(rules_operations.held_since())
+        snapshot = take(inputs.state)
         return ForecastQuestion(snapshot, now, self.times.copy(), since, tuple(self._arrived))
 
     async def estimate(
-        self, scheduled: Scheduled, now: Instant, task: TaskId, ahead: int
+        self, inputs: PlannerInputs, now: Instant, task: TaskId, ahead: int
     ) -> Estimate | None:
-        """When the task starts, and the range into which eight of ten fall; None: nothing is known, or it never does."""
+        """Forecast a task's start; None without observations, or if the task never starts."""
         if self.times.is_empty:
             return None
-        found = await self._courses(scheduled, now)
-        told = waits(found.courses, task, ahead, found.at)
-        if told is None:
+        simulated = await self._schedules(inputs, now)
+        found = waits(simulated.courses, task, ahead, simulated.at)
+        if found is None:
             return None
-        said = self._calibration.told(told[len(told) // 2], found.at)
+        told = self._calibration.told(found[len(found) // 2], simulated.at)
         if len(self._open) < _MAX_OPEN:
-            self._open.setdefault(task, said)
-        return _estimate(said.range, found.at, now)
+            self._open.setdefault(task, told)
+        return _estimate(told.range, simulated.at, now)
 
-    async def _courses(self, scheduled: Scheduled, now: Instant) -> _Made:
-        async with self._busy:
-            made, policy = self._made, scheduled.policy
-            if made is None or made.policy != policy or not 0 <= now - made.at < LIFE:
-                asked = await self.question(scheduled, now)
-                found = await asyncio.to_thread(courses, asked, policy, scheduled.orders)
-                made = self._made = _Made(now, policy, found)
-            return made
+    async def _schedules(self, inputs: PlannerInputs, now: Instant) -> _Simulated:
+        async with self._simulating:
+            known, policy = self._simulated, inputs.policy.current
+            if known is None or known.policy != policy or not 0 <= now - known.at < REUSED_FOR:
+                asked = await self.question(inputs, now)
+                found = await asyncio.to_thread(courses, asked, policy, inputs.policy.orders)
+                known = self._simulated = _Simulated(now, policy, found)
+            return known
 
 
 def _estimate(wait: Range, at: Instant, now: Instant) -> Estimate:

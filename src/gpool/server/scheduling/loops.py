@@ -1,4 +1,7 @@
-"""The server's loops. Each does its work in `run_once(now)`; the ticker wakes it, and only the ticker survives its faults."""
+"""The server's periodic loops and their runner. Only the runner catches a loop's exceptions.
+
+A loop does its work in `run_once(now)`; the runner calls it every `every_s` seconds, and sooner when `wake` is called.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,19 @@ from typing import Protocol
 
 import msgspec
 
-from gpool.core.model import Availability, Instant
+from gpool.core.model import SECOND, Availability, Instant, Span
 from gpool.server.actions.operators import audit, policy, quotas
-from gpool.server.gpu_verification.verifier import Examiner
-from gpool.server.nodes.overdue_leases import Overdue
-from gpool.server.nodes.reliability import Merits
-from gpool.server.scheduling.pricing_training import Learn
-from gpool.server.scheduling.usage import KeepUsage
+from gpool.server.gpu_verification.verifier import GpuVerifier
+from gpool.server.nodes.reliability import UpdateReliability
+from gpool.server.scheduling import pricing_training
+from gpool.server.scheduling.usage import StoreUsage
 from gpool.server.server import Server
 from gpool.server.settings import span
+from gpool.server.store.operations.gangs import members
 from gpool.server.store.operations.identity import accounts, sessions
 from gpool.server.store.operations.leases import leases
 from gpool.server.store.operations.nodes import nodes
+from gpool.server.store.operations.operators import rules as rules_operations
 from gpool.server.store.operations.tasks import artifacts, checkpoints, idempotency, logs, tasks
 from gpool.server.store.values import LogLine
 from gpool.server.wakeups import Wake
@@ -27,7 +31,14 @@ from gpool.server.wakeups import Wake
 log = logging.getLogger(__name__)
 
 PRUNE_ROWS = 500
-"""Rows a single write of `prune` may touch, so that others get their turn."""
+"""Rows of a single write of `PruneStore`, so that other writes are not delayed."""
+
+OVERDUE_AFTER = Span(900 * SECOND)
+"""Time for a node to release a member after its gang was cancelled or failed. Nothing is saved then: it takes seconds."""
+
+OVERDUE = "it does not release a gang that has ended; connect again when none of its processes runs"
+
+TRAINING_CHECK_S = 3600.0
 
 
 class Loop(Protocol):
@@ -38,13 +49,13 @@ class Loop(Protocol):
     async def run_once(self, now: Instant) -> None: ...
 
 
-class Schedule:
-    """Passes of the scheduler: one at a time; changes during a pass lead to exactly one more."""
+class SchedulePasses:
+    """Scheduling passes, one at a time; changes during a pass lead to exactly one more."""
 
     name = "schedule"
 
     def __init__(self, server: Server) -> None:
-        self.wake = server.scheduler.wake
+        self.wake = server.picture.changed
         self.every_s = server.settings.tick_s
         self._server = server
 
@@ -53,8 +64,8 @@ class Schedule:
             await self._server.scheduler.run_once(now)
 
 
-class Expire:
-    """Gives up nodes that were silent for a whole lease time, and pauses drained ones."""
+class ExpireNodes:
+    """Releases the leases of nodes whose deadline has passed (`nodes.registry`), and pauses drained nodes."""
 
     name = "expire"
 
@@ -64,25 +75,24 @@ class Expire:
         self._server = server
 
     async def run_once(self, now: Instant) -> None:
-        scheduler = self._server.scheduler
-        for node in scheduler.silent(now):
-            # Checked again for each: a beat may have come while the last one was written.
-            if not scheduler.is_silent(node, now):
+        server = self._server
+        for node in server.nodes.expired(now):
+            # Checked again for each node: a heartbeat may have come while the last one was written.
+            if not server.nodes.is_expired(node, now):
                 continue
-            scheduler.disconnect(
-                node, "no beat for a whole lease time; say hello again", retry=True
+            server.nodes.disconnect(
+                node, "no heartbeat for a whole lease time; connect again", retry=True
             )
-            recording = await self._server.write(leases.expire(node, now))
-            scheduler.note_lost(node)
-            if scheduler.is_silent(node, now):
-                del scheduler.deadlines[node]
-            scheduler.absorb(recording)
+            recording = await server.write(leases.expire(node, now))
+            server.picture.add_loss(node)
+            server.nodes.drop_expired_deadline(node, now)
+            server.picture.absorb(recording)
         await self._pause_drained(now)
 
     async def _pause_drained(self, now: Instant) -> None:
         drained = [
             id_
-            for id_, entry in self._server.scheduler.state.nodes.items()
+            for id_, entry in self._server.picture.state.nodes.items()
             if entry.node is not None
             and entry.node.availability is Availability.DRAINING
             and not entry.lines
@@ -92,12 +102,29 @@ class Expire:
                 nodes.set_availability(id_, None, Availability.PAUSED, now)
             )
             if row is not None:
-                self._server.scheduler.node_changed(row.node)
+                self._server.picture.node_changed(row.node)
 
 
-class Prune:
-    """Forgets what nobody needs: old idempotency keys, logs as rows, checkpoints of what has ended, unreferenced
-    artifacts, abandoned uploads."""
+class BlockOverdueNodes:
+    """Blocks nodes that do not release a gang that has ended (`nodes.registry`, blocked nodes)."""
+
+    name = "overdue"
+
+    def __init__(self, server: Server) -> None:
+        self.wake = Wake()
+        self.every_s = 60.0
+        self._server = server
+
+    async def run_once(self, now: Instant) -> None:
+        server = self._server
+        for node in await server.store.read(members.overdue(Instant(now - OVERDUE_AFTER))):
+            if server.nodes.block(node):
+                log.warning("node %s blocked: %s", node, OVERDUE)
+            server.nodes.disconnect(node, OVERDUE, retry=True)
+
+
+class PruneStore:
+    """Deletes idempotency keys, log rows, checkpoints, artifacts and partial uploads that are no longer needed."""
 
     name = "prune"
 
@@ -117,7 +144,7 @@ class Prune:
             pass
         await self._remove_unreferenced(now)
         server.blobs.remove_stale_parts(now, span(settings.keep_unreferenced_s))
-        server.scheduler.tidy()
+        server.picture.drop_unused_specs()
         await quotas.refresh(server)  # another replica may have changed them
         await policy.refresh(server)
 
@@ -148,8 +175,8 @@ class Prune:
                 return
 
 
-class Keys:
-    """Takes up what was done to the keys, and moves fields away from retired ones: woken by a rotation."""
+class RotateKeys:
+    """Loads changed master keys and encrypts fields of retired keys again; woken by a rotation."""
 
     name = "keys"
 
@@ -158,19 +185,17 @@ class Keys:
         self.every_s = server.settings.prune_s
         self._server = server
 
-    async def run_once(self, now: Instant) -> None:  # noqa: ARG002 - a loop's shape
+    async def run_once(self, now: Instant) -> None:  # noqa: ARG002 - a loop's signature
         sealer = self._server.sealer
         await sealer.rewrap()
-        await sealer.rekey(_let_others_go)
+        await sealer.rekey(_yield_to_others)
 
 
-async def _let_others_go() -> None:
+async def _yield_to_others() -> None:
     await asyncio.sleep(0)
 
 
-class Identity:
-    """Keeps what signing in needs in order: signing keys, used API keys, old nonces and sessions."""
-
+class MaintainIdentity:
     name = "identity"
 
     def __init__(self, server: Server) -> None:
@@ -191,22 +216,50 @@ class Identity:
             pass
 
 
-class Examine:
-    """Trials of GPUs: begun, timed, judged."""
+class TrainPricing:
+    """Trains the slot pricing (`pricing_training`) when the known one is `learn_every_s` old, or on request."""
 
-    name = "examine"
+    name = "learn"
 
-    def __init__(self, server: Server, examiner: Examiner) -> None:
-        self.wake = examiner.wake
-        self.every_s = server.settings.tick_s
-        self._examiner = examiner
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._requests = server.learning
+        self.wake = self._requests.wake
+        self.every_s = min(TRAINING_CHECK_S, max(1.0, server.settings.learn_every_s))
+        pricing_training.set_metrics(server.metrics, server.picture.policy.rules.learnt)
 
     async def run_once(self, now: Instant) -> None:
-        await self._examiner.run_once(now)
+        server, is_requested = self._server, self._requests.take()
+        known = server.picture.policy.rules.learnt
+        every = server.settings.learn_every_s
+        if not is_requested and (not every or (known is not None and now - known.at < span(every))):
+            return
+        found = await pricing_training.trained(server.picture.state, server.store, now)
+        if found is None:
+            if is_requested:
+                log.info("too few GPU tasks to train the slot pricing on")
+            return
+        await server.write(rules_operations.put_learnt(found, now))
+        rules = await server.store.read(rules_operations.rules())
+        server.picture.use_rules(rules, server.now)
+        pricing_training.set_metrics(server.metrics, found)
+        log.info("%s", pricing_training.sentence(found))
 
 
-class Ticker:
-    """The only place where a loop's fault is caught: it is logged, counted, and the loop goes on at its next tick."""
+class VerifyGpus:
+    name = "examine"
+
+    def __init__(self, server: Server, verifier: GpuVerifier) -> None:
+        self.wake = verifier.wake
+        self.every_s = server.settings.tick_s
+        self._verifier = verifier
+
+    async def run_once(self, now: Instant) -> None:
+        await self._verifier.run_once(now)
+
+
+class LoopRunner:
+    """Runs loops. An exception of a loop is logged and counted, and the loop goes on at its next tick."""
 
     def __init__(self, server: Server, *loops: Loop) -> None:
         self._server = server
@@ -215,7 +268,7 @@ class Ticker:
 
     def start(self) -> None:
         self._running = [
-            asyncio.create_task(self._keep(loop), name=f"gpool-{loop.name}") for loop in self._loops
+            asyncio.create_task(self._run(loop), name=f"gpool-{loop.name}") for loop in self._loops
         ]
 
     async def stop(self) -> None:
@@ -224,29 +277,29 @@ class Ticker:
         await asyncio.gather(*self._running, return_exceptions=True)
         self._running = []
 
-    async def _keep(self, loop: Loop) -> None:
+    async def _run(self, loop: Loop) -> None:
         while True:
             try:
                 await loop.run_once(self._server.now)
             except Exception:
                 log.exception("loop %s failed; it goes on at the next tick", loop.name)
                 self._server.metrics.loop_faults.labels(loop.name).inc()
-                self._server.scheduler.doubt()
+                self._server.picture.invalidate()
                 await Wake().wait(loop.every_s)
             await loop.wake.wait(loop.every_s)
 
 
 def all_loops(server: Server) -> tuple[Loop, ...]:
     loops: tuple[Loop, ...] = (
-        Schedule(server),
-        Expire(server),
-        Prune(server),
-        Keys(server),
-        KeepUsage(server),
-        Merits(server),
-        Overdue(server),
-        Learn(server),
+        SchedulePasses(server),
+        ExpireNodes(server),
+        PruneStore(server),
+        RotateKeys(server),
+        StoreUsage(server),
+        UpdateReliability(server),
+        BlockOverdueNodes(server),
+        TrainPricing(server),
     )
     if server.examiner is not None:
-        loops = (*loops, Examine(server, server.examiner))
-    return loops if server.sign_ins is None else (*loops, Identity(server))
+        loops = (*loops, VerifyGpus(server, server.examiner))
+    return loops if server.sign_ins is None else (*loops, MaintainIdentity(server))

@@ -1,8 +1,7 @@
-"""Learns once a day how room is to be priced, from what was submitted lately. `core.scheduling.portfolio` decides; this asks it.
+"""Trains the slot pricing from recently submitted tasks (`core.scheduler.place.portfolio` decides which is best).
 
-The replays take minutes of a processor. They run in a process of their own, `python -m gpool.server.scheduling.pricing_training`, with the
-lowest priority and a limit of processor time; it reads the question from its standard input, answers on its output and
-touches nothing else. The answer is kept among the rules, so that a restart, and every replica, has it.
+Replays take minutes of processor time. They run in a separate process, `python -m` of this module, at the lowest priority
+and under a limit of processor time. It reads the training set from standard input and writes the pricing to its output.
 """
 
 from __future__ import annotations
@@ -15,35 +14,31 @@ import resource
 import signal
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from gpool.core.model import Instant, Node, Shape
 from gpool.core.scheduler.order.limits import least_gpus
 from gpool.core.scheduler.place.portfolio import LEAST_ARRIVALS, PLAIN, Learnt, learn
-from gpool.server.settings import span
-from gpool.server.store.operations.operators import rules as rules_operations
-from gpool.server.store.operations.tasks import arrivals
+from gpool.core.scheduler.state.state import State
+from gpool.server.metrics import Metrics
+from gpool.server.store.operations.tasks import submissions
+from gpool.server.store.protocol import Store
 from gpool.server.wakeups import Wake
-
-if TYPE_CHECKING:
-    from gpool.server.server import Server
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 3600.0
-MOST_TASKS = 100_000
-"""Looked at in the store."""
+MAX_TASKS = 100_000
+"""Tasks read from the store."""
 
 CPU_S = 1800
-"""Of the learning process; then the kernel ends it."""
+"""Processor time of the training process; then the kernel ends it."""
 
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
-class Question(msgspec.Struct, frozen=True):
-    """A pool and what came to it, oldest first: (which of `shapes`, how many)."""
+class TrainingSet(msgspec.Struct, frozen=True):
+    """A pool and the tasks submitted to it, oldest first: (index in `shapes`, number of tasks)."""
 
     nodes: tuple[Node, ...]
     shapes: tuple[Shape, ...]
@@ -51,89 +46,44 @@ class Question(msgspec.Struct, frozen=True):
     at: Instant
 
     @classmethod
-    def of(cls, nodes: tuple[Node, ...], came: list[tuple[Shape, int]], at: Instant) -> Question:
-        places: dict[Shape, int] = {}
-        found = tuple((places.setdefault(shape, len(places)), count) for shape, count in came)
-        return cls(nodes, tuple(places), found, at)
+    def of(cls, nodes: tuple[Node, ...], came: list[tuple[Shape, int]], at: Instant) -> TrainingSet:
+        indexes: dict[Shape, int] = {}
+        found = tuple((indexes.setdefault(shape, len(indexes)), count) for shape, count in came)
+        return cls(nodes, tuple(indexes), found, at)
 
-    def answer(self) -> Learnt | None:
-        came = [self.shapes[place] for place, count in self.arrivals for _ in range(count)]
+    def best_pricing(self) -> Learnt | None:
+        came = [self.shapes[index] for index, count in self.arrivals for _ in range(count)]
         return learn(self.nodes, came, self.at)
 
 
-class Asking:
-    """An operator's wish to have it learnt now."""
-
+class TrainingRequests:
     def __init__(self) -> None:
         self.wake = Wake()
-        self.wanted = False
+        self._is_open = False
 
     def ask(self) -> None:
-        self.wanted = True
+        self._is_open = True
         self.wake.call()
 
-
-class Learn:
-    """The loop. It looks every hour whether what is known is a day old."""
-
-    name = "learn"
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._asking = server.learning
-        self.wake = self._asking.wake
-        self.every_s = min(LOOK_EVERY_S, max(1.0, server.settings.learn_every_s))
-        tell(server, server.scheduler.rules.learnt)
-
-    async def run_once(self, now: Instant) -> None:
-        server, wanted = self._server, self._asking.wanted
-        self._asking.wanted = False
-        known = server.scheduler.rules.learnt
-        every = server.settings.learn_every_s
-        if not wanted and (not every or (known is not None and now - known.at < span(every))):
-            return
-        asked = await self._question(now)
-        found = None if asked is None else await answered(asked)
-        if found is None:
-            if wanted:
-                log.info("there is too little to learn a pricing from yet")
-            return
-        await server.write(rules_operations.put_learnt(found, now))
-        rules = await server.store.read(rules_operations.rules())
-        server.scheduler.use_rules(rules, server.now)
-        tell(server, found)
-        log.info("%s", sentence(found))
-
-    async def _question(self, now: Instant) -> Question | None:
-        """None: nobody asked for GPUs often enough, or there are none."""
-        nodes = tuple(
-            replace(entry.node, connected=True)
-            for entry in self._server.scheduler.state.nodes.values()
-            if entry.node is not None and entry.node.offer.gpus
-        )
-        if not nodes:
-            return None
-        came = await self._server.store.read(arrivals.lately(MOST_TASKS))
-        asks = sum(count for shape, count in came if least_gpus(shape))
-        return Question.of(nodes, came, now) if asks >= 2 * LEAST_ARRIVALS else None
+    def take(self) -> bool:
+        is_open, self._is_open = self._is_open, False
+        return is_open
 
 
-def tell(server: Server, learnt: Learnt | None) -> None:
-    """The metric."""
+def set_metrics(metrics: Metrics, learnt: Learnt | None) -> None:
     if learnt is not None:
         plain = learnt.of(PLAIN)
-        server.metrics.learnt_at.set(learnt.at / 1e6)
-        server.metrics.replayed.labels("chosen").set(_idle(learnt))
-        server.metrics.replayed.labels("plain").set(plain if plain is not None else _idle(learnt))
+        metrics.learnt_at.set(learnt.at / 1e6)
+        metrics.replayed.labels("chosen").set(_idle(learnt))
+        metrics.replayed.labels("plain").set(plain if plain is not None else _idle(learnt))
 
 
 def sentence(learnt: Learnt) -> str:
-    """For the log and for operators."""
     plain = learnt.of(PLAIN)
     beside = "" if plain is None else f", plain fragmentation gradient descent {plain:.2f} %"
     weights = learnt.pricing.weights
     return (
-        f"room is priced by fragmentation {weights.fragmentation}, remnants {weights.remnants}, stranding "
+        f"slots are priced by fragmentation {weights.fragmentation}, remnants {weights.remnants}, stranding "
         f"{weights.stranding} in steps of {weights.step}: on the later half of {learnt.arrivals} arrivals it leaves "
         f"{_idle(learnt):.2f} % of the GPUs idle{beside}"
     )
@@ -141,15 +91,31 @@ def sentence(learnt: Learnt) -> str:
 
 def _idle(learnt: Learnt) -> float:
     found = learnt.of(learnt.pricing.weights)
-    assert found is not None, "what is taken was judged"
+    assert found is not None, "the chosen pricing was replayed"
     return found
+
+
+async def trained(state: State, store: Store, now: Instant) -> Learnt | None:
+    """Train on the pool's GPU nodes and recent tasks; None without GPU nodes or with too few GPU tasks."""
+    nodes = tuple(
+        replace(entry.node, connected=True)
+        for entry in state.nodes.values()
+        if entry.node is not None and entry.node.offer.gpus
+    )
+    if not nodes:
+        return None
+    came = await store.read(submissions.recent_shapes(MAX_TASKS))
+    asks = sum(count for shape, count in came if least_gpus(shape))
+    if asks < 2 * LEAST_ARRIVALS:
+        return None
+    return await train_in_process(TrainingSet.of(nodes, came, now))
 
 
 # ---- the process
 
 
-async def answered(asked: Question) -> Learnt | None:
-    """None: too little to learn from, or the process came to no end; it is tried again in an hour."""
+async def train_in_process(asked: TrainingSet) -> Learnt | None:
+    """Train in a separate process; None if it has too little to train on, or fails (the loop tries again later)."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -164,7 +130,7 @@ async def answered(asked: Question) -> Learnt | None:
             process.kill()
             await process.wait()
     if process.returncode:
-        log.warning("learning a pricing ended with %d; it is tried again later", process.returncode)
+        log.warning("pricing training exited with %d; trying again later", process.returncode)
         return None
     return msgspec.msgpack.decode(told, type=Learnt | None)
 
@@ -174,8 +140,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
-    asked = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Question)
-    sys.stdout.buffer.write(msgspec.msgpack.encode(asked.answer()))
+    asked = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=TrainingSet)
+    sys.stdout.buffer.write(msgspec.msgpack.encode(asked.best_pricing()))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Keeps what users and teams had lately, so that a restart forgives nobody. A hint: written behind, now and then, never waited for.
+"""Stores the recent usage of users and teams, so that fair share survives a restart. Written behind; nothing waits for it.
 
-Only what differs from what the store would say by itself is written (a value wears off by half each half-life, whoever reads
-it later reckons that), and only by more than a fiftieth: a few rows each time, however many tenants there are.
+Stored values decay by half each half-life, and a reader computes that. So a value is written only if it differs from
+its decayed stored value by more than 2 %: a few rows each time, however many tenants there are.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gpool.core.model import SECOND, Instant, Span
-from gpool.core.scheduler.order.fair_share import HALF_LIFE, Told
+from gpool.core.scheduler.order.fair_share import HALF_LIFE, UsageValues
 from gpool.server.server import Server
-from gpool.server.store.operations.operators import usage
+from gpool.server.store.operations.operators import rules
 from gpool.server.wakeups import Wake
 
 EVERY_S = 5.0
@@ -21,9 +21,7 @@ _LEAST = 10_000  # billionths of the pool
 _FRACTION = 50
 
 
-class KeepUsage:
-    """A loop."""
-
+class StoreUsage:
     name = "usage"
 
     def __init__(self, server: Server) -> None:
@@ -35,29 +33,29 @@ class KeepUsage:
 
     async def run_once(self, now: Instant) -> None:
         server = self._server
-        if server.scheduler.in_doubt:
+        if server.picture.is_stale:
             return
-        told = changed(server.scheduler.state.used(now), self._written, now)
-        rows = list(told.items())
+        found = changed(server.picture.state.used(now), self._written, now)
+        rows = list(found.items())
         for first in range(0, len(rows), _ROWS):
-            await server.write(usage.put_usage(dict(rows[first : first + _ROWS]), now))
-        self._written |= {key: (value, now) for key, value in told.items()}
+            await server.write(rules.put_usage(dict(rows[first : first + _ROWS]), now))
+        self._written |= {key: (value, now) for key, value in found.items()}
         if now - self._swept > KEPT:
             self._swept = now
-            await server.write(usage.forget_usage(Instant(now - KEPT)))
+            await server.write(rules.forget_usage(Instant(now - KEPT)))
             self._written = {k: v for k, v in self._written.items() if now - v[1] <= KEPT}
 
 
 def changed(
-    told: Mapping[tuple[str, int], int],
+    used: Mapping[tuple[str, int], int],
     written: Mapping[tuple[str, int], tuple[int, Instant]],
     now: Instant,
-) -> Told:
-    """What a reader of what was written would not know."""
-    found: Told = {}
-    for key, value in told.items():
+) -> UsageValues:
+    """Entries whose value differs from the decayed written value by more than 2 % and by more than `_LEAST`."""
+    found: UsageValues = {}
+    for key, value in used.items():
         before, at = written.get(key, (0, now))
-        known = before * 2.0 ** (-(now - at) / HALF_LIFE)
-        if abs(value - known) > max(_LEAST, value // _FRACTION):
+        decayed = before * 2.0 ** (-(now - at) / HALF_LIFE)
+        if abs(value - decayed) > max(_LEAST, value // _FRACTION):
             found[key] = value
     return found

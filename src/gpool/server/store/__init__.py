@@ -1,4 +1,4 @@
-"""The store: one protocol, SQLite and PostgreSQL behind it from one code. The store is the truth."""
+"""The store: durable state of the server in SQLite or PostgreSQL, with operations that are written once for both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the identity operations take and give. Plain values; they hold what is stored, sealed where it is stored sealed."""
+"""Values that the identity operations take and return. Fields that are stored sealed stay sealed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from typing import Literal
 from gpool.core.ids import GpuId, NodeId, UserId
 from gpool.core.model import Instant, Permission
 from gpool.core.permissions import Role, Scope, TeamId
-from gpool.server.store.sealed_values import DataKey as DataKey
-from gpool.server.store.sealed_values import SealedField as SealedField
 from gpool.server.store.values import User
 
 Holder = Literal["user", "team"]
-"""Whose quota or storage is meant."""
+"""Kind of the account that a quota or storage counts for."""
 
 # ---- accounts
 
@@ -39,7 +37,7 @@ class LinkedWallet:
 
 @dataclass(frozen=True, slots=True)
 class UserInvite:
-    """Lets somebody register, with these permissions; or, with a team, also join it."""
+    """An invite to register with these permissions and, with a team, to join it."""
 
     hashed: str
     made_by: UserId
@@ -55,15 +53,15 @@ class UserInvite:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Somebody who asks for something now: never disabled, the key never ended or expired."""
+    """The authenticated caller of a request: not disabled, the key neither ended nor expired."""
 
     user: User
     teams: Mapping[TeamId, Role]
     scopes: frozenset[Scope] | None = None  # None: all
     key: int | None = None  # the API key's id; None: a sign-in
-    key_team: TeamId | None = None  # the only team this key is for; None: all of the user's
-    session: str | None = None  # the sign-in it is; None: an API key
-    address: str = ""  # where this request came from
+    key_team: TeamId | None = None  # the only team this key is for; None: all teams of the user
+    session: str | None = None  # id of the sign-in; None: an API key
+    address: str = ""  # of the client
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +81,8 @@ class ApiKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
-    """A sign-in: a family of refresh tokens. `identity.refresh` says what its fields mean."""
+class SignInSession:
+    """A sign-in and its refresh tokens; `identity.refresh` explains the fields."""
 
     id: str
     user: UserId
@@ -101,10 +99,10 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """`won`: this call made the new generation. `session` is the row as it is now, whoever made it so."""
+    """`won`: this call created the new generation. `session`: the row after the call, whichever call changed it."""
 
     won: bool
-    session: Session | None
+    session: SignInSession | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +126,7 @@ class Team:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class TeamMember:
     team: TeamId
     user: UserId
     name: str
@@ -138,9 +136,9 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class GivenQuota:
-    """What an operator gave a user or a team; None: the default. `core.quotas.Quota` is what then holds.
+    """Limits that an operator set for a user or a team; None: the default. `core.quotas.Quota` is the effective quota.
 
-    `guaranteed_gpu_milli` is no limit: see `core.scheduling.limits`. By default nothing is guaranteed.
+    `guaranteed_gpu_milli` is no limit but a guarantee (`core.scheduler.order.limits`); by default there is none.
     """
 
     running_gpu_milli: int | None = None
@@ -158,7 +156,7 @@ class Binding:
     owner: UserId
     wallet: str | None
     bound_at: Instant
-    settled_at: Instant | None  # when an operator decided whose it is
+    settled_at: Instant | None  # when an operator decided on the owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +169,6 @@ class GpuRow:
     available: bool
     gone: bool
     flagged: str | None  # why it is not scheduled; None: fine
-    quarantined: str | None = None  # what ails it, until somebody says it is well
-    unproven: str | None = None  # the same, because of its proof
+    quarantined: str | None = None  # health problem, until the owner or an operator clears it
+    unproven: str | None = None  # why its verification failed or is missing
     measured: str | None = None  # as JSON

@@ -1,4 +1,4 @@
-"""Operations that can be run again. When a group rolls back, its innocent members start over, from their first step."""
+"""Operations that can be run again: when a group is rolled back, each of its operations starts over from its first step."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from gpool.core.errors import InternalFault
-from gpool.server.store.protocol import Operation, Row, Statement
+from gpool.server.store.protocol import Operation, Statement
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
-
 BRIEF_ROWS = 8
 
 
-class Replayable(Generator[Statement, list[Row], T], Generic[T]):
-    """A generator that remembers how it was made."""
-
+class Replayable(Generator[Statement, object, T], Generic[T]):
     __slots__ = ("_make", "_running", "is_brief")
 
     def __init__(self, make: Callable[[], Operation[T]]) -> None:
@@ -29,7 +26,6 @@ class Replayable(Generator[Statement, list[Row], T], Generic[T]):
         self.is_brief = False
 
     def fresh(self) -> Operation[T]:
-        """The same operation, not yet begun."""
         return self._make()
 
     def send(self, value: Any, /) -> Statement:
@@ -49,7 +45,7 @@ class Replayable(Generator[Statement, list[Row], T], Generic[T]):
 
 
 def operation(function: Callable[P, Operation[T]]) -> Callable[P, Operation[T]]:
-    """Marks a generator function as an operation: pure but for what it is sent, so it may run more than once."""
+    """Mark a generator function as an operation: it has no effect but its statements, so it may run more than once."""
 
     @wraps(function)
     def made(*args: P.args, **kwargs: P.kwargs) -> Operation[T]:
@@ -59,9 +55,9 @@ def operation(function: Callable[P, Operation[T]]) -> Callable[P, Operation[T]]:
 
 
 def brief(op: Operation[T], rows: int = 1) -> Operation[T]:
-    """Marks an operation that finds its few `rows` by key. A store may then run it where it stands.
+    """Mark an operation that finds its few `rows` by key. A store may then run it in the event loop's thread.
 
-    For a handful of rows, handing the work to a thread and back takes longer than the work.
+    For up to `BRIEF_ROWS` rows, passing the operation to a thread and back takes longer than running it.
     """
     if rows <= BRIEF_ROWS and isinstance(op, Replayable):
         op.is_brief = True
@@ -73,7 +69,7 @@ def is_brief(op: Operation[T]) -> bool:
 
 
 def again(op: Operation[T]) -> Operation[T]:
-    """A fresh run of an operation. A bare generator can only be had once; asked for again, it must not pass for done."""
+    """Return a fresh run of the operation. A bare generator that has run raises: it would look as if it were done."""
     if isinstance(op, Replayable):
         return op.fresh()
     if isgenerator(op) and getgeneratorstate(op) != GEN_CREATED:

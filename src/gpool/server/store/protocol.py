@@ -1,8 +1,7 @@
-"""The store's door. An operation is a generator that yields statements and is sent their rows.
+"""Interface of the store: statements, operations and the `Store` protocol. Depends on no database driver.
 
-Written once, an operation is driven by a thread over SQLite, by asyncpg over PostgreSQL, and step by step in the
-World: build and read are pure, the drivers only carry. Everything an operation does is one transaction, or part of a
-larger one: `write` hands it to the one writer, which commits many at once and answers each after the commit.
+An operation is a generator that yields statements and is sent their rows. It is written once and driven by a thread
+over SQLite, by asyncpg over PostgreSQL and step by step in the World. All statements of an operation are in one transaction.
 """
 
 from __future__ import annotations
@@ -13,35 +12,42 @@ from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 Row = tuple[Any, ...]
+"""A row bound in a relation, or as a driver returns it. Operations read typed rows instead (`queries`)."""
+
+Parameters = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """Rows bound as a table named in the statement as `{name}`: set-based writes without a statement a row."""
+    """Rows bound as a table, named in the statement as `{name}`: one statement writes or looks up many rows."""
 
     columns: tuple[tuple[str, str], ...]  # (name, "int" | "text" | "blob")
     rows: Sequence[Row]
 
 
+Relations = Mapping[str, Relation]
+
+
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """SQL that both databases understand, `:name` parameters, and relations as `{name}`."""
+    """SQL that both databases understand, with `:name` parameters and relations as `{name}`."""
 
     sql: str
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-    relations: Mapping[str, Relation] = field(default_factory=dict)
+    parameters: Parameters = field(default_factory=dict)
+    relations: Relations = field(default_factory=dict)
 
 
-Operation = Generator[Statement, list[Row], T]
+Operation = Generator[Statement, object, T]
+"""The rows sent back are `object` on purpose: `queries` turns them into typed rows, and mypy rejects any other use."""
 
 
 class Store(Protocol):
     async def write(self, operation: Operation[T]) -> T:
-        """Runs in the next group; returns after its commit. An exception fails only this operation."""
+        """Run the operation in the next group and return after its commit. An exception fails this operation only."""
         ...
 
     async def read(self, operation: Operation[T]) -> T:
-        """Runs on a reader's connection, in one snapshot."""
+        """Run the operation on a reader's connection, in one snapshot."""
         ...
 
     async def close(self) -> None: ...

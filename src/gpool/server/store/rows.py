@@ -1,15 +1,16 @@
-"""How values lie in rows, and back. Texts that repeat (specs, offers, allocations) are decoded once and remembered."""
+"""Encoding of values in columns. Texts that repeat (specs, offers, allocations) are decoded once and cached."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
 import msgspec
 
 from gpool.core.errors import Invalid
-from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
+from gpool.core.ids import NodeId, SpecId, TaskId, UserId
 from gpool.core.model import (
     Allocation,
     Audience,
@@ -25,14 +26,16 @@ from gpool.core.model import (
     TaskSpec,
     TaskStatus,
 )
-from gpool.server.store.protocol import Relation, Row
+from gpool.server.store.generated_rows import NodesRecord, TasksRecord
+from gpool.server.store.protocol import Relation
+from gpool.server.store.queries import columns
 from gpool.server.store.values import HeldLease, NodeRow
 
 STATUS = {status.value: status for status in TaskStatus}
 REASON = {reason.value: reason for reason in EndReason}
 
-REMEMBERED_LENGTH = 8 * 1024
-"""Longer specs are decoded each time: thousands of them, each with thousands of inputs, would fill the memory."""
+CACHED_LENGTH = 8 * 1024
+"""Longer specs are not cached: thousands of them, each with thousands of inputs, would fill the memory."""
 
 _encode = msgspec.json.Encoder(order="deterministic").encode
 _spec = msgspec.json.Decoder(TaskSpec).decode
@@ -46,7 +49,7 @@ def spec_text(spec: TaskSpec) -> str:
         return _encode(spec).decode()
     except UnicodeEncodeError as exc:
         raise Invalid(
-            "the task holds half a character (a lone surrogate); send valid text"
+            "the task contains half a character (a lone surrogate); send valid text"
         ) from exc
 
 
@@ -55,11 +58,11 @@ def digest_of(text: str) -> str:
 
 
 def spec_from(text: str) -> TaskSpec:
-    return _remembered_spec(text) if len(text) <= REMEMBERED_LENGTH else _spec(text)
+    return _cached_spec(text) if len(text) <= CACHED_LENGTH else _spec(text)
 
 
 @lru_cache(maxsize=4096)
-def _remembered_spec(text: str) -> TaskSpec:
+def _cached_spec(text: str) -> TaskSpec:
     return _spec(text)
 
 
@@ -81,12 +84,11 @@ def outputs_from(text: str | None) -> tuple[OutputFile, ...]:
 
 
 def manifest_text(files: tuple[OutputFile, ...]) -> str:
-    """A checkpoint's files, in one order whatever order they were told in."""
+    """Encode the files of a checkpoint, sorted by path: equal checkpoints have equal texts."""
     return _encode(sorted(files, key=lambda file: file.path)).decode()
 
 
 def manifest_from(text: str) -> tuple[InputFile, ...]:
-    """As the next attempt gets them: what one left is what the other finds."""
     return _manifest(text)
 
 
@@ -107,93 +109,121 @@ def allocation_from(number: int, text: str) -> Allocation:
 
 
 def storable(text: str) -> str:
-    """PostgreSQL's texts hold no NUL."""
+    """Replace NUL, which PostgreSQL cannot store in a text."""
     return text.replace("\x00", "\ufffd")
 
 
-def of_ids(numbers: Any) -> Relation:
-    """A relation of one column, `id`; sorted, so that locks are taken in one order."""
+def of_ids(numbers: Iterable[int]) -> Relation:
+    """Return a relation of one column, `id`, sorted so that all operations lock rows in one order."""
     return Relation((("id", "int"),), [(number,) for number in sorted(set(numbers))])
 
 
-def of_names(texts: Any) -> Relation:
-    """A relation of one column, `name`."""
+def of_names(texts: Iterable[str]) -> Relation:
     return Relation((("name", "text"),), [(text,) for text in sorted(set(texts))])
 
 
-TASK_COLUMNS = (
-    "t.id, t.batch_id, t.position, t.spec_id, t.user_id, t.status, t.epoch, t.created_at, t.node_id, "
-    "t.allocation_number, t.allocation, t.holding, t.leased_at, t.started_at, t.finished_at, t.reason, "
-    "t.exit_code, t.error_text, t.tries, t.losses, t.queued_at, t.team_id"
-)
-TASK_WIDTH = 22
+# ---- tasks
 
 
-def task_row(row: Row) -> TaskRow:
-    """From `TASK_COLUMNS`; what follows them in the row is not looked at."""
-    reason = row[15]
+def _task_columns(*without: str) -> str:
+    names = TasksRecord._fields
+    return ", ".join("NULL" if name in without else f"t.{name}" for name in names)
+
+
+TASK_COLUMNS = _task_columns("payload")
+"""All columns of a task but its payload, which may be large."""
+TASK_COLUMNS_WITHOUT_VALUE = _task_columns("payload", "value")
+
+
+def task_row(record: TasksRecord) -> TaskRow:
     return TaskRow(
-        id=TaskId(row[0]),
-        batch=BatchId(row[1]),
-        position=row[2],
-        spec=SpecId(row[3]),
-        user=UserId(row[4]),
-        status=STATUS[row[5]],
-        epoch=row[6],
-        created_at=row[7],
-        node=row[8],
-        allocation=None if row[10] is None else allocation_from(row[9], row[10]),
-        holding=bool(row[11]),
-        leased_at=row[12],
-        started_at=row[13],
-        finished_at=row[14],
-        reason=None if reason is None else REASON[reason],
-        exit_code=row[16],
-        error_text=row[17],
-        tries=row[18],
-        losses=row[19],
-        queued_at=row[20],
-        team=row[21],
+        id=record.id,
+        batch=record.batch_id,
+        position=record.position,
+        spec=record.spec_id,
+        user=record.user_id,
+        status=STATUS[record.status],
+        epoch=record.epoch,
+        created_at=record.created_at,
+        node=record.node_id,
+        allocation=None
+        if record.allocation_number is None or record.allocation is None
+        else allocation_from(record.allocation_number, record.allocation),
+        holding=bool(record.holding),
+        leased_at=record.leased_at,
+        started_at=record.started_at,
+        finished_at=record.finished_at,
+        reason=None if record.reason is None else REASON[record.reason],
+        exit_code=record.exit_code,
+        error_text=record.error_text,
+        tries=record.tries,
+        losses=record.losses,
+        queued_at=record.queued_at,
+        team=record.team_id,
     )
 
 
-HELD_COLUMNS = "t.id, t.epoch, t.user_id, t.status, t.spec_id, t.allocation_number, t.allocation"
+class OpenLease(NamedTuple):
+    """A lease: columns of the task; of a gang's member, the allocation is the member's."""
+
+    id: TaskId
+    epoch: int
+    user_id: UserId
+    status: str
+    spec_id: SpecId
+    allocation_number: int
+    allocation: str
 
 
-def held_lease(row: Row, payload: bytes | None = None, payload_sha256: str = "") -> HeldLease:
-    """From `HELD_COLUMNS`."""
+OPEN_LEASE = columns(OpenLease, TasksRecord, "t")
+
+
+def held_lease(row: OpenLease, payload: bytes | None = None, payload_sha256: str = "") -> HeldLease:
     return HeldLease(
-        task=TaskId(row[0]),
-        epoch=row[1],
-        user=UserId(row[2]),
-        status=STATUS[row[3]],
-        spec=SpecId(row[4]),
-        allocation=allocation_from(row[5], row[6]),
+        task=row.id,
+        epoch=row.epoch,
+        user=row.user_id,
+        status=STATUS[row.status],
+        spec=row.spec_id,
+        allocation=allocation_from(row.allocation_number, row.allocation),
         payload=payload or b"",
         payload_sha256=payload_sha256,
     )
 
 
-NODE_COLUMNS = "n.id, n.owner_id, n.name, n.offer, n.availability, n.last_beat_at, n.created_at"
+# ---- nodes
+
+
+class StoredNode(NamedTuple):
+    id: NodeId
+    owner_id: UserId
+    name: str
+    offer: str
+    availability: str
+    last_beat_at: Instant | None
+    created_at: Instant
+
+
+STORED_NODE = columns(StoredNode, NodesRecord, "n")
 
 
 def node_row(
-    row: Row,
+    row: StoredNode,
     withheld: frozenset[int] = frozenset(),
     flagged: frozenset[int] = frozenset(),
     audience: Audience | None = None,
     problems: tuple[str, ...] = (),
 ) -> NodeRow:
-    """From `NODE_COLUMNS`. Whether it is connected, only the server knows: here it is not."""
+    """Decode a node; `connected` is False, because the store does not know it."""
     node = Node(
-        id=NodeId(row[0]),
-        owner=UserId(row[1]),
-        name=row[2],
-        offer=offer_from(row[3]),
-        availability=Availability(row[4]),
+        id=row.id,
+        owner=row.owner_id,
+        name=row.name,
+        offer=offer_from(row.offer),
+        availability=Availability(row.availability),
         connected=False,
         gpus_withheld=withheld,
         gpus_flagged=flagged,
         audience=audience,
     )
-    return NodeRow(node, row[5], Instant(row[6]), problems)
+    return NodeRow(node, row.last_beat_at, row.created_at, problems)

@@ -1,9 +1,8 @@
-"""The tables, as SQLAlchemy metadata: for migrations and their test only. The operations speak SQL text.
+"""The tables, as SQLAlchemy metadata for migrations, their test and `row_generator`. Operations use SQL text.
 
-A task's row is written three times on its way (submitted, leased, ended). Listings go by (user, id); what is open is
-found by two partial indexes, so a million finished rows cost the scheduling picture nothing; results of a batch go by
-(batch, sequence). What belongs to a team has its own partial indexes, so it costs the others nothing. There are no
-foreign keys: the operations guard what they write. One file, however long: it is the one picture of the database.
+A task's row is written three times: submitted, leased, ended. Listings use (user, id). Partial indexes hold the queued and
+the held tasks, so that a million ended rows cost the scheduler nothing; those of teams are separate. Results of a batch
+use (batch, sequence). There are no foreign keys: the operations guard their writes. One file because it is the whole schema.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from sqlalchemy import (
 )
 
 BIG = BigInteger().with_variant(Integer(), "sqlite")
-"""63 bits on both; SQLite's row id only answers to the name INTEGER."""
+"""63 bits in both databases; SQLite's row id must have the type INTEGER."""
 
 metadata = MetaData(
     naming_convention={
@@ -214,7 +213,7 @@ _partial("ix_tasks_team_id_id", tasks.c.team_id, tasks.c.id, where="team_id IS N
 _partial(
     "ix_tasks_team_queued",
     tasks.c.team_id,
-    tasks.c.status,  # always the same; SQLite's planner, which has no figures, then prefers this index
+    tasks.c.status,  # constant; SQLite's planner, which has no statistics, then prefers this index
     tasks.c.id,
     where="team_id IS NOT NULL AND status = 'queued'",
 )
@@ -331,9 +330,9 @@ gangs = Table(
     _bytes("secret_sealed"),
     _counter("logged"),
 )
-"""Of gangs that hold something: what their members share. The task's own row then has no node, but `holding`.
+"""Gangs that hold allocations, with the secret that their members share. The task's own row has `holding` and no node.
 
-`logged` counts the pieces of output of all members: their order in the task's log.
+`logged`: number of chunks of all members in the task's log.
 """
 
 members = Table(
@@ -359,10 +358,10 @@ members = Table(
     _counter("logged"),
     _counter("mid_line"),
 )
-"""The parts of gangs, of the last lease of each: kept when it is over, for who looks and for who repeats himself.
+"""Members of the last lease of each gang, kept after its end for views and for repeated reports.
 
-`host`, `port`: where the others reach it, as its node offered when it was leased. `place`: among the ends of its gang.
-`logged`: the next piece of its output; `mid_line`: the streams (bits 1 and 2) whose last piece did not end its line.
+`host`, `port`: address offered by its node at the grant. `place`: order among the ends of the gang's members.
+`logged`: sequence of the next chunk of its output; `mid_line`: streams (bits 1, 2) whose last chunk did not end its line.
 """
 _partial("ix_members_held", members.c.node_id, members.c.task_id, where="holding = 1")
 
@@ -374,7 +373,7 @@ usage = Table(
     _int("value"),
     _int("at"),
 )
-"""What users and teams had lately, in billionths of the pool, as of `at`: so that a restart forgives nobody."""
+"""Decayed usage of users and teams in billionths of the pool at time `at`, kept over a restart."""
 
 node_records = Table(
     "node_records",
@@ -384,9 +383,9 @@ node_records = Table(
     _counter("losses"),
     _int("at"),
 )
-"""How long each node was there and how often it went away with leases (in thousandths), up to `at`; older times count less."""
+"""Decayed uptime of each node and losses with leases (in thousandths), at time `at`."""
 
-# ---- ways in
+# ---- login methods
 
 wallets = Table(
     "wallets",
@@ -439,7 +438,7 @@ signing_keys = Table(
     _int("signs_from"),
     _maybe("verifies_until"),
 )
-"""`sealed` is empty once the key only verifies."""
+"""`sealed` is NULL once the key only verifies."""
 
 sessions = Table(
     "sessions",
@@ -499,7 +498,7 @@ stored = Table(
     _text("sha256", primary_key=True),
     Index("ix_stored_sha256", "sha256"),
 )
-"""Whose storage an artifact counts in, once however often it is referenced."""
+"""Users and teams that an artifact counts for, once however often they refer to it."""
 
 storage = Table(
     "storage",
@@ -509,9 +508,9 @@ storage = Table(
     _int("shard", primary_key=True),
     _int("size_bytes"),
 )
-"""The sum of each one's `stored`. In shards, so that replicas do not wait for one another's commits."""
+"""Sum of `stored` by user or team, in shards so that concurrent writers do not wait for each other."""
 
-# ---- the record, secrets, bindings
+# ---- audit log, secrets, bindings
 
 audit = Table(
     "audit",
@@ -534,7 +533,7 @@ audit_head = Table(
     _int("number"),
     _bytes("hash", nullable=True),
 )
-"""One row, locked by whoever appends: numbers have no gaps. No hash while the record is empty."""
+"""One row, locked by an append, so that numbers have no gaps. No hash while the log is empty."""
 
 data_keys = Table(
     "data_keys",

@@ -1,8 +1,8 @@
-"""What operations take and give. Plain values; the operations themselves are in `gpool.server.store.operations`."""
+"""Values that the operations on tasks, leases and nodes take and return. Depends on no operation."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gpool.core.gangs import GangOrder
@@ -23,11 +23,11 @@ from gpool.core.model import (
     TaskSpec,
     TaskStatus,
 )
-from gpool.core.scheduler.state.events import Leased, Member, Place, TasksLeased
-from gpool.server.store.sealed_values import NO_SECRETS, SealedSecrets
+from gpool.core.scheduler.state.events import GangPart, Leased, Placement, TasksLeased
+from gpool.server.store.generated_rows import TasksRecord
 from gpool.wire.frames import Hold, Lease
 
-# ---- people
+# ---- users
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,49 +38,7 @@ class User:
     created_at: Instant
 
 
-# ---- submissions
-
-
-@dataclass(frozen=True, slots=True)
-class NewTask:
-    id: TaskId
-    position: int
-    payload: bytes = b""
-    payload_sha256: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """Tasks of one spec for one batch, new or open. Artifacts it names must be there, and visible to the user."""
-
-    batch: BatchId
-    is_new_batch: bool
-    closes_batch: bool
-    spec_id: SpecId  # used when this user has no equal spec yet
-    spec: TaskSpec
-    user: UserId
-    tasks: Sequence[NewTask]
-    at: Instant
-    team: int | None = None  # whose the tasks are; None: the user's own
-    secrets: Sequence[tuple[str, bytes]] = ()  # (name, sealed for `spec_id`)
-    secrets_mark: str = (
-        ""  # equal for equal secrets of a user, and says nothing of them; "": never equal
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Submitted:
-    batch: BatchId
-    spec_id: SpecId  # the one in force: of an equal earlier spec, if there was one
-    first_position: int
-    tasks: Sequence[NewTask]
-
-
-@dataclass(frozen=True, slots=True)
-class MissingArtifacts:
-    """The submission names artifacts this user cannot see: nothing was written."""
-
-    sha256s: tuple[str, ...]
+# ---- batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +55,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """One finished task of a batch, in the order of finishing (`sequence` 1, 2, … without gaps)."""
+    """One finished task of a batch. `sequence` numbers the ends of a batch: 1, 2, … without gaps."""
 
     sequence: int
     position: int
@@ -110,20 +68,51 @@ class BatchResult:
     error_text: str
     node: NodeId | None = None
     node_name: str | None = None
-    node_owner: UserId | None = None  # None: no node had it, several had, or it was removed
+    node_owner: UserId | None = None  # None: never leased, a gang, or the node was removed
 
+
+# ---- sealed fields, as stored; the store never opens them
+
+
+@dataclass(frozen=True, slots=True)
+class DataKey:
+    id: bytes
+    wrapped: bytes = field(repr=False)
+    created_at: Instant
+    retired_at: Instant | None = None  # None: it seals new fields
+
+
+@dataclass(frozen=True, slots=True)
+class SealedField:
+    """One sealed value and its place. `row` is the primary key as text, its parts joined by `/`."""
+
+    table: str
+    row: str
+    column: str
+    sealed: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SealedSecrets:
+    """(name, sealed) by spec, and the data keys they may be sealed with."""
+
+    fields: Mapping[SpecId, tuple[tuple[str, bytes], ...]] = field(default_factory=dict, repr=False)
+    keys: tuple[DataKey, ...] = ()
+
+
+NO_SECRETS = SealedSecrets()
 
 # ---- leases
 
 Peers = tuple[tuple[str, int], ...]
-"""Of a gang, by rank: where each member's lane listens."""
+"""(host, port) on which each member of a gang listens, by rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrantedLine:
-    """A `Place` as far as it could be written; a gang's is written whole."""
+    """The leases of a `Place` that could be granted: some or all of them, of a gang all."""
 
-    place: Place
+    place: Placement
     leases: tuple[tuple[SpecId, Lease], ...]
     peers: Peers = ()
 
@@ -131,15 +120,13 @@ class GrantedLine:
 @dataclass(frozen=True, slots=True)
 class AppliedPlan:
     lines: tuple[GrantedLine, ...]
-    refused: tuple[TaskId, ...]  # not queued any more, or under another epoch
-    deposed: bool = False  # the term is over: somebody else schedules, nothing was written
+    refused: tuple[TaskId, ...]  # not queued any more, or at another epoch
+    deposed: bool = False  # another scheduler has taken the term; nothing was written
     secrets: SealedSecrets = NO_SECRETS
 
 
 @dataclass(frozen=True, slots=True)
 class HeldLease:
-    """A lease the store has open on a node."""
-
     task: TaskId
     epoch: int
     user: UserId
@@ -148,12 +135,12 @@ class HeldLease:
     allocation: Allocation
     payload: bytes
     payload_sha256: str
-    gang: HeldMember | None = None  # it is a member of one; `status` is then the member's
+    gang: HeldMember | None = None  # set: a member of a gang, and `status` is the member's
 
 
 @dataclass(frozen=True, slots=True)
 class HeldMember:
-    """What a member is told of its gang; `call`: what the others and it are to do."""
+    """A gang as its member needs it; `call`: the instruction to all its members, if there is one."""
 
     rank: int
     peers: Peers
@@ -163,18 +150,18 @@ class HeldMember:
 
 @dataclass(frozen=True, slots=True)
 class HeldGang:
-    """A gang that holds something: the task and rank 0's part of it, then the parts of the others."""
+    """A gang that holds allocations: the lease of rank 0, then the other members by rank."""
 
     node: NodeId
     lease: HeldLease
-    members: tuple[Member, ...]
+    members: tuple[GangPart, ...]
 
     @property
     def nodes(self) -> tuple[NodeId, ...]:
         return (self.node, *(part.node for part in self.members))
 
     def leased(self, shape: Shape, known: tuple[Instant, Leased] | None) -> TasksLeased:
-        """The event of its having been leased; `known`: since when, where that counts."""
+        """Return the event that it was leased; `known`: the time of the lease, and the lease for predictions."""
         at, leases = (Instant(0), ()) if known is None else (known[0], (known[1],))
         lease = self.lease
         return TasksLeased(
@@ -194,36 +181,36 @@ class Requeued:
     queued_at: Instant
     reason: EndReason
     ran: Span  # in the attempt that ended
-    node: NodeId  # whose doing it was
-    fault: Fault | None = None  # set: it could not be started there
+    node: NodeId  # of that attempt
+    fault: Fault | None = None  # set: the node could not start the task
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedTask:
     task: TaskId
     batch: BatchId
     user: UserId
     status: TaskStatus
-    duration: Span  # as the agent measured it
+    duration: Span  # measured by the agent
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What a batch of reports (or an expiry, or a cancel) changed."""
+    """Changes made by a batch of reports, an expiry or a cancellation."""
 
     started: tuple[TaskId, ...] = ()
-    ended: tuple[Ended, ...] = ()
+    ended: tuple[EndedTask, ...] = ()
     requeued: tuple[Requeued, ...] = ()
-    released: tuple[
-        TaskId, ...
-    ] = ()  # leases that no longer hold their allocation (all of the above that held one too)
+    released: tuple[TaskId, ...] = ()  # hold no allocation any more; includes `ended`, `requeued`
     withdrawn: tuple[TaskId, ...] = ()  # cancelled while queued
     to_stop: tuple[tuple[NodeId, Hold], ...] = ()  # cancelled while a node held them
-    to_preempt: tuple[tuple[NodeId, Hold], ...] = ()  # asked to make room
+    to_preempt: tuple[tuple[NodeId, Hold], ...] = ()  # asked to stop for other tasks
     logged: tuple[TaskId, ...] = ()
-    noted: tuple[TaskId, ...] = ()  # came to a phase, or saved a checkpoint
-    unusable: tuple[Hold, ...] = ()  # whose checkpoint was not taken; the one before it stays
-    refused: tuple[Hold, ...] = ()  # under an old epoch, or another node's
+    noted: tuple[TaskId, ...] = ()  # reached a phase, or saved a checkpoint
+    unusable: tuple[Hold, ...] = ()  # checkpoint rejected; the previous one stays
+    refused: tuple[
+        tuple[NodeId, Hold], ...
+    ] = ()  # reported at an old epoch, or for another node's lease
 
 
 # ---- queries
@@ -231,8 +218,6 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """The newest of a task; what is in it, only the next attempt has to know."""
-
     epoch: int
     saved_at: Instant
     size_bytes: int
@@ -241,7 +226,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class AttemptNote:
-    """What was noted while an attempt ran: a phase it came to, or `PREEMPTING`."""
+    """An event of a running attempt: a phase that it reached, or `PREEMPTING`."""
 
     epoch: int
     note: str
@@ -253,7 +238,7 @@ PREEMPTING = "preempting"
 
 @dataclass(frozen=True, slots=True)
 class MemberView:
-    """One member of a gang, of its last lease; `status` is leased, running, or why it ended."""
+    """One member of a gang's last lease; `status` is leased, running, or the reason of its end."""
 
     rank: int
     node: NodeId
@@ -265,25 +250,36 @@ class MemberView:
 
 @dataclass(frozen=True, slots=True)
 class TaskView:
-    """A task with what its documents show."""
-
     row: TaskRow
+    record: (
+        TasksRecord  # the same columns as stored; `payload` is left out, in listings `value` too
+    )
     spec: TaskSpec
     node_name: str | None
     outputs: tuple[OutputFile, ...]
     value: bytes
-    value_sha256: str
-    log_sha256: str
-    sequence: int = 0  # among the ended of its batch; 0 until it has ended
-    note: str | None = None  # the last of its attempt, while a node has it
+    note: str | None = None  # the last one of the attempt that a node holds
     checkpoint: SavedCheckpoint | None = None
-    members: tuple[MemberView, ...] = ()  # of a gang; node and allocation of `row` are rank 0's
+    members: tuple[MemberView, ...] = ()  # of a gang; `row` has the node and allocation of rank 0
     node_owner: UserId | None = None  # None: as in `BatchResult`
+
+    @property
+    def value_sha256(self) -> str:
+        return self.record.value_sha256
+
+    @property
+    def log_sha256(self) -> str:
+        return self.record.log_sha256
+
+    @property
+    def sequence(self) -> int:
+        """Number of its end within the batch; 0 until it has ended."""
+        return self.record.sequence or 0
 
 
 @dataclass(frozen=True, slots=True)
 class TaskStory:
-    """For `/events` and `explain`: the row and every earlier attempt."""
+    """A task with all its attempts, for `/events` and `explain`."""
 
     row: TaskRow
     attempts: tuple[AttemptRow, ...]
@@ -293,7 +289,7 @@ class TaskStory:
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """A stored chunk of output. `cursor` grows with time; ask for what comes after it."""
+    """A stored chunk of output. `cursor` grows with time and identifies the next page."""
 
     cursor: int
     epoch: int
@@ -306,13 +302,11 @@ class NodeRow:
     node: Node
     last_beat_at: Instant | None
     created_at: Instant
-    problems: tuple[str, ...] = ()  # what its owner has to look at
+    problems: tuple[str, ...] = ()  # for its owner to correct
 
 
 @dataclass(frozen=True, slots=True)
 class QueuedRow:
-    """What the scheduling state needs of a queued task."""
-
     task: TaskId
     epoch: int
     spec: SpecId
@@ -322,19 +316,17 @@ class QueuedRow:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Everything the scheduling state is built from."""
-
     specs: tuple[tuple[SpecId, UserId, TaskSpec], ...]
     queued: tuple[QueuedRow, ...]
     held: tuple[tuple[NodeId, HeldLease], ...]
     nodes: tuple[NodeRow, ...]
-    teams: Mapping[SpecId, int] = field(default_factory=dict)  # of the specs that are a team's
+    teams: Mapping[SpecId, int] = field(default_factory=dict)  # of the specs that belong to a team
     since: Mapping[TaskId, tuple[Instant, Instant]] = field(default_factory=dict)
-    """Of what is held: when it was leased, and when queued."""
-    ran: Mapping[TaskId, Span] = field(default_factory=dict)  # in attempts before
-    unstarted: tuple[tuple[TaskId, NodeId], ...] = ()  # where they could not be started
-    preempting: tuple[TaskId, ...] = ()  # held, and asked to make room
-    gangs: tuple[HeldGang, ...] = ()  # held by several nodes at once, and not in `held`
+    """(leased_at, queued_at) of held tasks."""
+    ran: Mapping[TaskId, Span] = field(default_factory=dict)  # in earlier attempts
+    unstarted: tuple[tuple[TaskId, NodeId], ...] = ()  # nodes that could not start the task
+    preempting: tuple[TaskId, ...] = ()  # held, and asked to stop for other tasks
+    gangs: tuple[HeldGang, ...] = ()  # not in `held`
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,4 +335,4 @@ class NodeCredentials:
     owner: UserId
     name: str
     availability: Availability
-    public_key: str | None = None  # base64url; None: it came without one
+    public_key: str | None = None  # base64url; None: the node joined without a key

@@ -1,4 +1,4 @@
-"""`python -m gpool.testing.world`: many seeds and a table, or one seed and its story. Exits 1 when a promise was broken."""
+"""`python -m gpool.testing.world`: run many seeds and print a table, or one seed and its trace. Exits 1 on a violation."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from pathlib import Path
 import msgspec
 
 from gpool.testing.world.flaws import Flaw, parts_with
-from gpool.testing.world.world import Outcome, run
+from gpool.testing.world.world import WorldOutcome, run
 
 CHUNK = 25
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Seeds that one process ran, and the seconds it took."""
-
-    outcomes: list[Outcome]
+    outcomes: list[WorldOutcome]
     seconds: float
 
 
@@ -51,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
             write(line + "\n")
         write(f"seed {outcome.seed}: {outcome.violation or 'no violation'}\n{outcome.digest}\n")
         return 1 if outcome.violation else 0
-    outcomes: list[Outcome] = []
+    outcomes: list[WorldOutcome] = []
     seconds = 0.0
     for chunk in run_all(options.seeds, options.jobs, options.flaw):
         outcomes += chunk.outcomes
@@ -70,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if summary["violations found"] else 0
 
 
-def summed_up(outcomes: list[Outcome], seconds: float) -> dict[str, int | float]:
+def summed_up(outcomes: list[WorldOutcome], seconds: float) -> dict[str, int | float]:
     return {
         "seeds": len(outcomes),
         "violations found": sum(outcome.violation is not None for outcome in outcomes),
@@ -87,12 +85,12 @@ def summed_up(outcomes: list[Outcome], seconds: float) -> dict[str, int | float]
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m gpool.testing.world", description=__doc__)
     parser.add_argument(
-        "--seeds", type=_span, default=range(300), help="FIRST:LAST, the last left out"
+        "--seeds", type=_span, default=range(300), help="FIRST:LAST, the last excluded"
     )
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write the table here too")
-    parser.add_argument("--seed", type=int, help="one seed only")
-    parser.add_argument("--trace", action="store_true", help="with --seed: tell the story")
+    parser.add_argument("--json", type=Path, help="also write the table to this file")
+    parser.add_argument("--seed", type=int, help="run this seed only")
+    parser.add_argument("--trace", action="store_true", help="with --seed: print the trace")
     parser.add_argument("--flaw", type=Flaw, choices=list(Flaw), help="plant this bug")
     return parser.parse_args(arguments)
 

@@ -1,23 +1,22 @@
-"""An agent: the real state machine, with a daemon made of virtual time. It obeys, dials again, freezes, crashes and boots.
+"""A simulated agent: the real state machine, driven in virtual time. It connects, freezes, crashes and starts again.
 
-Its boot clock is its own: set off at random and running a little fast or slow.
+Its monotonic clock has a random offset and runs slightly fast or slow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from gpool.agent.state_machine import instructions as say
 from gpool.agent.state_machine.agent_state import AgentState
 from gpool.core.model import Offer
 from gpool.testing.dice import Dice
 from gpool.testing.loop import VirtualLoop
-from gpool.testing.world.machine import Machine
-from gpool.testing.world.network import Link, Network
-from gpool.testing.world.parts import Parts
-from gpool.testing.world.record import Record
+from gpool.testing.world.host import Host, Parts
+from gpool.testing.world.machine import SimulatedMachine
+from gpool.testing.world.network import SimulatedLink, SimulatedNetwork
+from gpool.testing.world.oracle import Oracle
 from gpool.testing.world.trace import Trace
 from gpool.wire import frames
 
@@ -25,35 +24,19 @@ MS = 1_000
 UPLOAD_PATIENCE_US = 1_500 * MS
 
 
-class Door(Protocol):
-    """Where agents dial: the server, when it is up."""
-
-    def accept(self, link: Link, secret: str) -> bool: ...
-
-    def put(
-        self, secret: str, hold: frames.Hold, sha256: str, told: Callable[[bool], None]
-    ) -> None:
-        """An artifact arrives under a lease."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What every agent stands in."""
-
+class AgentEnvironment:
     loop: VirtualLoop
-    network: Network
-    record: Record
+    network: SimulatedNetwork
+    oracle: Oracle
     trace: Trace
-    door: Door
+    host: Host
     parts: Parts
     fail: Callable[[str], None]
 
 
 @dataclass(slots=True)
 class BootClock:
-    """Microseconds since some boot, by this machine's crystal."""
-
     offset_us: int
     rate: float
 
@@ -65,13 +48,11 @@ class BootClock:
 
 
 @dataclass(slots=True)
-class _Boot:
-    """One life of the agent's process."""
-
+class _AgentProcess:
     number: int
     state: AgentState
-    machine: Machine
-    link: Link | None = None
+    machine: SimulatedMachine
+    link: SimulatedLink | None = None
     dialling: bool = False
     backoff_us: int = 20 * MS
     over: bool = False
@@ -81,7 +62,7 @@ class _Boot:
 
 class Agent:
     def __init__(
-        self, around: Surroundings, name: str, secret: str, offer: Offer, dice: Dice
+        self, around: AgentEnvironment, name: str, secret: str, offer: Offer, dice: Dice
     ) -> None:
         self._around, self.name, self._secret, self._offer, self._dice = (
             around,
@@ -91,14 +72,14 @@ class Agent:
             dice,
         )
         self._clock = BootClock(dice.between(0, 10**9), 1 + (dice.random() - 0.5) * 0.02)
-        self._lent = offer  # what it says now: closed, while its owner wants it
+        self._lent = offer  # offered now: closed while the owner uses the machine
         self._boots = 0
-        self._boot: _Boot | None = None
+        self._boot: _AgentProcess | None = None
         self._alarm_us = -1
         self._frozen = False
         self._backlog: list[say.Event] = []
-        self._clear_us = 0  # when the last sandbox of the boot before is dead
-        self.truth = around.record.node(name, offer)
+        self._clear_us = 0  # when the last sandbox of the previous process is dead
+        self.truth = around.oracle.node(name, offer)
 
     # ---- life
 
@@ -107,7 +88,7 @@ class Agent:
         return self._boot is not None
 
     def start(self) -> None:
-        """Boots, after sweeping away what an earlier boot left."""
+        """Start a process, once the sandboxes of the previous one are dead."""
         if self._boot is not None:
             return
         if self._clear_us > self._around.loop.us:
@@ -120,18 +101,17 @@ class Agent:
         machine = self._around.parts.machine(
             self._around.loop,
             self._dice.branch(f"machine-{number}"),
-            self._around.record,
+            self._around.oracle,
             self.name,
             number,
             self._happened,
             self._upload,
         )
-        self._boot = _Boot(number, state, machine)
+        self._boot = _AgentProcess(number, state, machine)
         self._around.trace.say(self.name, "boots", number)
         self._dial(self._boot)
 
     def crash(self) -> None:
-        """kill -9: its sandboxes die with it, soon."""
         boot, self._boot = self._boot, None
         self._thaw_quietly()
         self._backlog = []
@@ -144,20 +124,18 @@ class Agent:
         self._clear_us = self._around.loop.us + boot.machine.crash() + 1
 
     def shut_down(self) -> None:
-        """The owner stops it properly; it goes when it has handed back what it had."""
+        """Ask for a shutdown; the process exits when it has returned its leases."""
         if self._boot is not None:
             self._boot.stopping = True
             self._happened(say.ShutdownAsked())
 
     def start_again(self) -> None:
-        """Boots as soon as the shutdown is over."""
         if self._boot is not None and self._boot.stopping:
             self._around.loop.after_us(100 * MS, self.start_again)
         else:
             self.start()
 
     def reclaim(self) -> None:
-        """The owner wants the machine back, now."""
         self._lent = replace(self._offer, closed="its owner is using it")
         self._happened(say.OfferDetected(self._lent))
         self._happened(say.ReclaimAsked(None, "its owner took the machine back"))
@@ -168,12 +146,13 @@ class Agent:
 
     def freeze(self) -> None:
         if self._boot is not None and not self._frozen:
-            self._frozen = self.truth.frozen = True
+            self._frozen = True
+            self.truth.freeze()
             self._around.trace.say(self.name, "freezes")
             self._boot.machine.freeze()
 
     def thaw(self) -> None:
-        """Everything that came meanwhile is there at once: frames, the ends of sandboxes, and the time."""
+        """Resume: all frames and ends of sandboxes of the meantime arrive at once."""
         if not self._frozen or self._boot is None:
             return
         self._thaw_quietly()
@@ -189,8 +168,8 @@ class Agent:
 
     def _thaw_quietly(self) -> None:
         if self._frozen:
-            self._frozen = self.truth.frozen = False
-            self.truth.thawed_us = self._around.loop.us
+            self._frozen = False
+            self.truth.thaw(self._around.loop.us)
 
     # ---- the daemon
 
@@ -216,7 +195,7 @@ class Agent:
             self._around.fail(f"{self.name}: {wrong[0]} after {event}")
         self._set_alarm(boot)
 
-    def _set_alarm(self, boot: _Boot) -> None:
+    def _set_alarm(self, boot: _AgentProcess) -> None:
         if self._boot is not boot:
             return
         wakes_at = boot.state.wakes_at
@@ -227,13 +206,13 @@ class Agent:
             self._alarm_us = at_us
             self._around.loop.call_at(at_us / 1e6, self._rang, boot, at_us)
 
-    def _rang(self, boot: _Boot, at_us: int) -> None:
+    def _rang(self, boot: _AgentProcess, at_us: int) -> None:
         if self._boot is boot and self._alarm_us == at_us:
             self._alarm_us = -1
             if not self._frozen:
                 self._handle(say.Ticked())
 
-    def _obey(self, boot: _Boot, instruction: say.Instruction) -> None:
+    def _obey(self, boot: _AgentProcess, instruction: say.Instruction) -> None:
         match instruction:
             case say.Send(frame):
                 self._send(boot, frame)
@@ -262,7 +241,7 @@ class Agent:
 
     # ---- the channel
 
-    def _send(self, boot: _Boot, frame: frames.AgentFrame) -> None:
+    def _send(self, boot: _AgentProcess, frame: frames.AgentFrame) -> None:
         data = frames.encode(frame)
         self._around.trace.frame(self.name, ">", data, frame)
         if boot.link is None:
@@ -272,7 +251,7 @@ class Agent:
         boot.link.send_up(data)
 
     def _upload(self, task: int, epoch: int, sha256: str, told: Callable[[bool], None]) -> None:
-        """A request of its own, beside the channel: lost, late, or answered; the agent does not wait for ever."""
+        """Upload beside the channel; the request may be lost or late, and the agent gives up after `UPLOAD_PATIENCE_US`."""
         network, open_now = self._around.network, [True]
 
         def answer(arrived: bool) -> None:
@@ -283,7 +262,7 @@ class Agent:
 
         def arrive() -> None:
             if network.reachable(self.name):
-                self._around.door.put(self._secret, frames.Hold(task, epoch), sha256, back)
+                self._around.host.put(self._secret, frames.Hold(task, epoch), sha256, back)
 
         def back(arrived: bool) -> None:
             self._around.loop.after_us(network.latency_us(), answer, arrived)
@@ -291,14 +270,14 @@ class Agent:
         self._around.loop.after_us(network.latency_us(), arrive)
         self._around.loop.after_us(UPLOAD_PATIENCE_US, answer, False)
 
-    def _dial(self, boot: _Boot) -> None:
+    def _dial(self, boot: _AgentProcess) -> None:
         if not boot.dialling and not boot.over:
             boot.dialling = True
             delay = self._dice.between(1, boot.backoff_us)
             boot.backoff_us = min(2 * boot.backoff_us, 500 * MS)
             self._around.loop.after_us(delay, self._dialled, boot)
 
-    def _dialled(self, boot: _Boot) -> None:
+    def _dialled(self, boot: _AgentProcess) -> None:
         boot.dialling = False
         if boot.over or boot.link is not None:
             return
@@ -307,18 +286,19 @@ class Agent:
             self._dial(boot)
             return
         link = network.open(self.name)
-        if not self._around.door.accept(link, self._secret):
+        if not self._around.host.accept(link, self._secret):
             self._dial(boot)
             return
         boot.link = link
-        boot.sent.clear()  # what was not recorded is said again, under new numbers
+        boot.sent.clear()  # unrecorded reports are sent again, under new numbers
         boot.backoff_us = 20 * MS
-        link.down.deliver = lambda data: self._arrived(boot, link, data)
-        link.on_agent_closed = lambda: self._closed(boot, link)
+        link.attach_agent(
+            lambda data: self._arrived(boot, link, data), lambda: self._closed(boot, link)
+        )
         self._tell("dials", link.name)
         self._handle(say.Connected())
 
-    def _arrived(self, boot: _Boot, link: Link, data: bytes) -> None:
+    def _arrived(self, boot: _AgentProcess, link: SimulatedLink, data: bytes) -> None:
         if boot.over or boot.link is not link:
             return
         frame = frames.decode_from_server(data)
@@ -326,7 +306,7 @@ class Agent:
         self._witness(boot, frame)
         self._happened(say.FrameArrived(frame))
 
-    def _closed(self, boot: _Boot, link: Link) -> None:
+    def _closed(self, boot: _AgentProcess, link: SimulatedLink) -> None:
         if boot.over or boot.link is not link:
             return
         boot.link = None
@@ -334,20 +314,20 @@ class Agent:
         self._happened(say.Disconnected())
         self._dial(boot)
 
-    def _witness(self, boot: _Boot, frame: frames.ServerFrame) -> None:
-        """What it is told must be durable by now."""
-        record = self._around.record
+    def _witness(self, boot: _AgentProcess, frame: frames.ServerFrame) -> None:
+        """Pass acknowledgements to the oracle, which checks that their effects are durable."""
+        oracle = self._around.oracle
         match frame:
             case frames.Grants():
                 leases = [
                     (lease.task, lease.epoch) for line in frame.lines for lease in line.leases
                 ]
-                record.grants_received(self.name, leases)
+                oracle.grants_received(self.name, leases)
             case frames.Recorded():
                 for number in [n for n in boot.sent if n <= frame.sequence]:
                     for item in boot.sent.pop(number):
                         refused = frames.Hold(item.task, item.epoch) in frame.refused
-                        record.report_acknowledged(self.name, item, refused=refused)
+                        oracle.report_acknowledged(self.name, item, refused=refused)
             case frames.Refused(retry=False):
                 self._around.fail(f"{self.name} was told never to come back: {frame.detail}")
             case _:

@@ -1,6 +1,6 @@
-"""Consumers: they submit, repeat what was not answered under the same key, cancel, and wait for results.
+"""Simulated consumers: they submit, repeat unanswered requests under the same key, cancel, and wait for results.
 
-Requests go through the network: lost, late, repeated, answered into the void. Only what is answered is believed.
+Requests go through the network: lost, late, repeated, or their answers lost.
 """
 
 from __future__ import annotations
@@ -22,54 +22,50 @@ from gpool.server.store.values import User
 from gpool.testing.dice import Dice
 from gpool.testing.loop import VirtualLoop
 from gpool.testing.world.host import Host
-from gpool.testing.world.network import Network
-from gpool.testing.world.record import Record, mark_of
+from gpool.testing.world.network import SimulatedNetwork
+from gpool.testing.world.oracle import Oracle, mark_of
 from gpool.testing.world.trace import Trace
 from gpool.wire.documents import FunctionDocument, TaskRequest
 
 T = TypeVar("T")
 MS = 1_000
 PATIENCE_S = 5.0
-"""A client gives up on an answer after this long, and asks again."""
+"""Time after which a client repeats an unanswered request."""
 
 FUNCTION_SHA256 = "f" * 64
 Work = Callable[[Server], Coroutine[Any, Any, T]]
 
 
 @dataclass(frozen=True, slots=True)
-class Counter:
-    """What every consumer stands before."""
-
+class ConsumerEnvironment:
     loop: VirtualLoop
-    network: Network
+    network: SimulatedNetwork
     host: Host
-    record: Record
+    oracle: Oracle
     trace: Trace
     fail: Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """One submission: what is asked for, and what its consumer does then."""
-
+class PlannedSubmission:
     name: str
     count: int
     request: TaskRequest
     once: Once | None
     at_us: int
     asks_twice: bool
-    cancels: int  # how many of its tasks it cancels
+    cancels: int  # number of its tasks to cancel
     cancels_all: bool
     closes_with: TaskRequest | None = None  # a second part of the same batch
 
 
-def draw_wish(dice: Dice, name: str, until_us: int) -> Wish:
+def draw_submission(dice: Dice, name: str, until_us: int) -> PlannedSubmission:
     count = dice.pick((1, 1, 2, 4, 8, 16))
     keyed = dice.chance(0.85)
     splits = keyed and dice.chance(0.2)
     request = _request(dice, name, count).model_copy(update={"more": splits})
     rest = _request(dice, f"{name}+", dice.between(1, 3)) if splits else None
-    return Wish(
+    return PlannedSubmission(
         name=name,
         count=tasks_in(request),
         request=request,
@@ -93,12 +89,12 @@ def _request(dice: Dice, name: str, count: int) -> TaskRequest:
         "priority": dice.pick((0, 0, 0, 10, -10)),
     }
     if common["gpu"] in (1, 2):
-        count = min(count, 4)  # they run one by one: the end of the run is in sight
+        count = min(count, 4)  # they run one by one; more would outlast the run
     if common["gpu"] is None and dice.chance(0.3):
         common["vram"] = "6GB"
     if dice.chance(0.5):
         longest = dice.pick((100, 1000, 4000))
-        if dice.chance(0.4):  # its progress is a number, kept in its checkpoint
+        if dice.chance(0.4):  # its checkpoint holds its progress as a number
             common |= {
                 "checkpoint": "state/",
                 "checkpoint_every_s": 1.0,
@@ -111,8 +107,7 @@ def _request(dice: Dice, name: str, count: int) -> TaskRequest:
     return TaskRequest(function=function, calls=calls, **common)
 
 
-def draw_gang(dice: Dice, name: str, until_us: int) -> Wish:
-    """A few tasks, each of which needs several nodes at once."""
+def draw_gang(dice: Dice, name: str, until_us: int) -> PlannedSubmission:
     nodes = dice.pick((2, 2, 3))
     request = TaskRequest(
         name=name,
@@ -128,7 +123,7 @@ def draw_gang(dice: Dice, name: str, until_us: int) -> Wish:
         timeout_s=dice.pick((2.0, 4.0)),
         retries=dice.pick((0, 1, 2)),
     )
-    return Wish(
+    return PlannedSubmission(
         name=name,
         count=request.copies,
         request=request,
@@ -145,53 +140,51 @@ def tasks_in(request: TaskRequest) -> int:
 
 
 class Consumer:
-    def __init__(self, counter: Counter, name: str, user: User, dice: Dice) -> None:
-        self._counter, self.name, self._dice = counter, name, dice
+    def __init__(self, around: ConsumerEnvironment, name: str, user: User, dice: Dice) -> None:
+        self._around, self.name, self._dice = around, name, dice
         self._user = Caller(user, {})
         self.unfinished = 0
 
-    async def live(self, wishes: list[Wish]) -> None:
-        """Everything this consumer does; ends when it has every result it was promised."""
-        self.unfinished = len(wishes)
-        await asyncio.gather(*(self._pursue(wish) for wish in wishes))
+    async def live(self, submissions: list[PlannedSubmission]) -> None:
+        """Carry out all submissions; return when every result was received."""
+        self.unfinished = len(submissions)
+        await asyncio.gather(*(self._pursue(planned) for planned in submissions))
 
-    async def _pursue(self, wish: Wish) -> None:
-        await asyncio.sleep(wish.at_us / 1e6)
+    async def _pursue(self, planned: PlannedSubmission) -> None:
+        await asyncio.sleep(planned.at_us / 1e6)
         try:
-            await self._obtain(wish)
+            await self._obtain(planned)
         except Unreachable:
             self._tell(
-                "gives up", wish.name
+                "gives up", planned.name
             )  # it had no key: it cannot know, and does not ask twice
         self.unfinished -= 1
 
-    async def _obtain(self, wish: Wish) -> None:
-        accepted = await self._submit(wish.name, wish.count, wish.request, wish.once)
+    async def _obtain(self, planned: PlannedSubmission) -> None:
+        accepted = await self._submit(planned.name, planned.count, planned.request, planned.once)
         batch, tasks = accepted.batch, accepted.tasks
-        if wish.closes_with is not None:
-            rest = wish.closes_with.model_copy(update={"batch": encode("batch", batch)})
-            once = Once(f"{wish.name}+", "the rest")
-            more = await self._submit(f"{wish.name}+", tasks_in(rest), rest, once)
+        if planned.closes_with is not None:
+            rest = planned.closes_with.model_copy(update={"batch": encode("batch", batch)})
+            once = Once(f"{planned.name}+", "the rest")
+            more = await self._submit(f"{planned.name}+", tasks_in(rest), rest, once)
             if more.batch != batch:
-                self._counter.fail(f"{wish.name}+ went into another batch")
+                self._around.fail(f"{planned.name}+ went into another batch")
             tasks += more.tasks
-        if wish.cancels or wish.cancels_all:
+        if planned.cancels or planned.cancels_all:
             await asyncio.sleep(self._dice.between(0, 3_000) / 1e3)
-            await self._cancel(wish, batch, tasks)
-        if wish.asks_twice:
+            await self._cancel(planned, batch, tasks)
+        if planned.asks_twice:
             again = await self._persist(
-                lambda s: submit.submit(s, self._user, wish.request, wish.once)
+                lambda s: submit.submit(s, self._user, planned.request, planned.once)
             )
             if again.body != accepted.body:
-                self._counter.fail(f"{wish.name}: the same key was answered differently")
+                self._around.fail(f"{planned.name}: the same key was answered differently")
         await self._collect(batch, tasks)
 
     async def _submit(
         self, name: str, count: int, request: TaskRequest, once: Once | None
     ) -> submit.Accepted:
-        self._counter.record.asked[name] = count
-        if request.nodes > 1:
-            self._counter.record.wanted[name] = request.nodes
+        self._around.oracle.submission_begins(name, count, request.nodes)
 
         def work(server: Server) -> Coroutine[Any, Any, submit.Accepted]:
             return submit.submit(server, self._user, request, once)
@@ -201,22 +194,24 @@ class Consumer:
             self._ask(work, repeatable=False) if once is None else self._persist(work)
         )
         self._tell("has", name, accepted.tasks)
-        self._counter.record.submission_acknowledged(name, accepted.tasks)
+        self._around.oracle.submission_acknowledged(name, accepted.tasks)
         return accepted
 
-    async def _cancel(self, wish: Wish, batch: BatchId, tasks: tuple[TaskId, ...]) -> None:
-        if wish.cancels_all:
+    async def _cancel(
+        self, planned: PlannedSubmission, batch: BatchId, tasks: tuple[TaskId, ...]
+    ) -> None:
+        if planned.cancels_all:
             self._tell("cancels batch", batch)
             await self._persist(lambda s: stopping.cancel_batch(s, self._user, batch, None))
             unlucky = list(tasks)
         else:
-            unlucky = self._dice.sample(tasks, min(wish.cancels, len(tasks)))
+            unlucky = self._dice.sample(tasks, min(planned.cancels, len(tasks)))
             for task in unlucky:
                 self._tell("cancels", task)
                 once = Once(f"cancel-{task}", "")
                 await self._persist(partial(self._cancel_task, task, once))
         for task in unlucky:
-            self._counter.record.cancel_acknowledged(task)
+            self._around.oracle.cancel_acknowledged(task)
 
     async def _collect(self, batch: BatchId, tasks: tuple[TaskId, ...]) -> None:
         after = 0
@@ -229,13 +224,13 @@ class Consumer:
                 document = json.loads(line)
                 after += 1
                 if document["sequence"] != after:
-                    self._counter.fail(
+                    self._around.fail(
                         f"{batch}: result {document['sequence']} came after {after - 1}"
                     )
                 task = decode("task", document["id"])
                 value = base64.b64decode(document.get("value", ""))
                 mark = mark_of(value, document.get("error_text", ""))
-                self._counter.record.result_seen(task, document["status"], mark)
+                self._around.oracle.result_seen(task, document["status"], mark)
                 missing.discard(TaskId(task))
         self._tell("is served", batch)
 
@@ -243,7 +238,7 @@ class Consumer:
         await stopping.cancel_task(server, self._user, task, once)
 
     async def _read_results(self, batch: BatchId, after: int, server: Server) -> bytes:
-        """The first piece of the stream; the rest is asked for from there, as after a broken connection."""
+        """Read the first piece of the stream; the next request resumes there, as after a broken connection."""
         stream = await query.batch_results(server, self._user, batch, after)
         try:
             async for chunk in stream:
@@ -255,7 +250,7 @@ class Consumer:
     # ---- the network
 
     async def _persist(self, work: Work[T]) -> T:
-        """Asks until there is an answer; what is asked for must be safe to repeat."""
+        """Repeat an idempotent request until it is answered."""
         pause_s = 0.05
         while True:
             try:
@@ -265,15 +260,18 @@ class Consumer:
                 pause_s = min(2 * pause_s, 1.0)
 
     async def _ask(self, work: Work[T], *, repeatable: bool) -> T:
-        """One request over the network."""
-        network, dice, weather = self._counter.network, self._dice, self._counter.network.weather
+        network, dice, conditions = (
+            self._around.network,
+            self._dice,
+            self._around.network.conditions,
+        )
         await asyncio.sleep(network.latency_us() / 1e6)
-        if dice.chance(weather.request_lost):
+        if dice.chance(conditions.request_lost):
             raise await self._silence("the request was lost")
         answer = self._deliver(work)
-        if repeatable and dice.chance(weather.request_repeated):
+        if repeatable and dice.chance(conditions.request_repeated):
             late_us = dice.between(0, dice.pick((3, 3, 2_000)) * MS)
-            self._counter.loop.after_us(late_us, self._deliver_again, work)
+            self._around.loop.after_us(late_us, self._deliver_again, work)
         try:
             value = await asyncio.wait_for(asyncio.shield(answer), PATIENCE_S)  # noqa: TID251
         except TimeoutError:
@@ -283,27 +281,27 @@ class Consumer:
             if me is None or me.cancelling() or not answer.cancelled():
                 raise
             raise await self._silence("the server died") from None
-        if dice.chance(weather.answer_lost):
+        if dice.chance(conditions.answer_lost):
             raise await self._silence("the answer was lost")
         await asyncio.sleep(network.latency_us() / 1e6)
         return value
 
     def _deliver(self, work: Work[T]) -> asyncio.Task[T]:
-        incarnation = self._counter.host.current
-        if incarnation is None:
+        process = self._around.host.current
+        if process is None:
             raise Unreachable("nobody listens")
-        return incarnation.spawn(work(incarnation.server))
+        return process.spawn(work(process.server))
 
     def _deliver_again(self, work: Work[T]) -> None:
-        """A copy of the request arrives on its own; nobody waits for the answer."""
-        incarnation = self._counter.host.current
-        if incarnation is not None:
+        """Deliver a copy of a request, without waiting for its answer."""
+        process = self._around.host.current
+        if process is not None:
             self._tell("is repeated")
-            incarnation.spawn(work(incarnation.server))
+            process.spawn(work(process.server))
 
     async def _silence(self, why: str) -> Unreachable:
         await asyncio.sleep(self._dice.between(10, 1_000) / 1e3)
         return Unreachable(why)
 
     def _tell(self, what: str, *details: object) -> None:
-        self._counter.trace.say(self.name, what, *details)
+        self._around.trace.say(self.name, what, *details)

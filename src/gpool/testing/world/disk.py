@@ -1,7 +1,7 @@
-"""The server's disk: the real store, driven inline, with a commit that takes time and a crash that can fall into it.
+"""The server's disk: the real store, driven inline, whose commits take time and can be interrupted by a crash.
 
-Operations run in groups inside a real open transaction; it becomes durable at the commit, and only then is anybody
-answered, in commit order. A crash before it abandons the group; one after it leaves effects nobody was told of.
+Operations run in groups inside one open transaction. The commit makes it durable, and only then are callers answered, in
+commit order. A crash before it discards the group; a crash after it leaves effects that no caller knows of.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ MAX_GROUP = 256
 
 
 @dataclass(slots=True)
-class Asked:
-    """An operation that waits, and later its answer."""
-
+class PendingOperation:
     operation: Operation[Any]
     future: asyncio.Future[Any]
     value: Any = None
@@ -41,37 +39,38 @@ class Asked:
 
 
 @dataclass(slots=True)
-class Pace:
-    """How slow the disk is."""
-
+class DiskSpeed:
     commit_us: tuple[int, int] = (100, 3 * MS)
     answer_us: tuple[int, int] = (10, 500)
     stuck_until_us: int = 0
 
+    def stall_until(self, at_us: int) -> None:
+        self.stuck_until_us = at_us
 
-class Disk:
-    """The store as one incarnation of the server has it; the file behind it outlives the incarnation."""
+
+class SimulatedDisk:
+    """The store as one process of the server has it; the file behind it outlives the process."""
 
     def __init__(
         self,
         loop: VirtualLoop,
         dice: Dice,
         file: InlineStore,
-        pace: Pace,
+        pace: DiskSpeed,
         committed: Callable[[], None],
         broken: Callable[[str], None],
     ) -> None:
         self._loop, self._dice, self._file, self._pace = loop, dice, file, pace
         self._committed, self._broken = committed, broken
-        self._waiting: list[Asked] = []
-        self._group: list[Asked] = []
-        self._open = False  # a transaction is
+        self._waiting: list[PendingOperation] = []
+        self._group: list[PendingOperation] = []
+        self._open = False  # whether a transaction is open
         self._dead = False
         self.unanswered = 0
         self.commits = 0
         self.last_answer_us = -1
 
-    # ---- the store's door
+    # ---- the store's interface
 
     async def write(self, operation: Operation[T]) -> T:
         asked = self._ask(operation)
@@ -89,15 +88,15 @@ class Disk:
 
     async def close(self) -> None: ...
 
-    # ---- how it goes
+    # ---- execution
 
-    def _ask(self, operation: Operation[T]) -> Asked:
+    def _ask(self, operation: Operation[T]) -> PendingOperation:
         if self._dead:
             raise asyncio.CancelledError  # the process is gone: nothing of it reaches the disk
         self.unanswered += 1
-        return Asked(operation, self._loop.create_future())
+        return PendingOperation(operation, self._loop.create_future())
 
-    def _look(self, asked: Asked) -> None:
+    def _look(self, asked: PendingOperation) -> None:
         if self._dead:
             return
         self._run(asked, self._file.read_now)
@@ -116,15 +115,15 @@ class Disk:
         delay = max(delay, self._pace.stuck_until_us - self._loop.us)
         self._loop.after_us(delay, self._commit)
 
-    def executed(self, group: list[Asked]) -> None:
-        """The group has run and is not durable yet: nobody may know. (A flaw tells them.)"""
+    def executed(self, group: list[PendingOperation]) -> None:
+        """Called when a group has run and is not durable yet. Flaws answer here, too early."""
 
-    def _run(self, asked: Asked, run: Callable[[Operation[Any]], Any]) -> None:
+    def _run(self, asked: PendingOperation, run: Callable[[Operation[Any]], Any]) -> None:
         try:
             asked.value = run(asked.operation)
         except GpoolError as refusal:
             asked.error = refusal
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is what this room looks for
+        except Exception as error:  # noqa: BLE001 - any error of the store is a violation
             asked.error = error
             self._broken(f"the store raised {error!r}")
 
@@ -138,12 +137,12 @@ class Disk:
         group, self._group = self._group, []
         self._loop.after_us(self._dice.between(*self._pace.answer_us), self._answer_group, group)
 
-    def _answer_group(self, group: list[Asked]) -> None:
+    def _answer_group(self, group: list[PendingOperation]) -> None:
         if not self._dead:
             self._answer(group)
             self._begin()
 
-    def _answer(self, group: list[Asked]) -> None:
+    def _answer(self, group: list[PendingOperation]) -> None:
         if self._dead:
             return
         self.last_answer_us = self._loop.us
@@ -153,11 +152,10 @@ class Disk:
 
     @property
     def is_quiet(self) -> bool:
-        """Nothing is asked for, under way, or answered in this very instant."""
         return not self.unanswered and self.last_answer_us < self._loop.us
 
     def crash(self) -> bool:
-        """Whether a group was lost."""
+        """Discard the open group; whether there was one."""
         lost = self._open
         if self._open:
             self._file.abandon_group()

@@ -1,6 +1,7 @@
-"""Known bugs, planted by putting a broken part in the place of a real one. Each must be found: else the World is blind.
+"""Known bugs, planted by replacing a component of the World. Each must be found, or the World is blind.
 
-No flaw is an `if` in production code. `parts_with(flaw)` gives what a World is built from.
+No flaw is an `if` in production code; `parts_with(flaw)` returns the components. One file because
+each flaw is a small class, and the table at the end names all of them.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -27,15 +28,17 @@ from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import EndReason, Instant, Offer, Span, TaskSpec
 from gpool.core.scheduler.state.events import Event as SchedulingEvent
 from gpool.core.scheduler.state.events import TasksLeased, TasksQueued
-from gpool.server.nodes.connection import Channel, Secrets
-from gpool.server.scheduling.scheduler import Scheduler
-from gpool.server.server import Answered, Once, Server
+from gpool.server.nodes.connection import NodeChannel
+from gpool.server.nodes.registry import NodeRegistry, OpenSecrets
+from gpool.server.scheduling.picture import StatePicture
+from gpool.server.server import Server
 from gpool.server.store.operations.leases import leases
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
-from gpool.server.store.values import AppliedPlan, Recording, User
-from gpool.testing.world.disk import Asked, Disk
-from gpool.testing.world.machine import Machine
-from gpool.testing.world.parts import Parts
+from gpool.server.store.queries import select, values
+from gpool.server.store.values import AppliedPlan, Recording
+from gpool.testing.world.disk import PendingOperation, SimulatedDisk
+from gpool.testing.world.host import Parts
+from gpool.testing.world.machine import SimulatedMachine
 from gpool.wire.frames import (
     Checkpointed,
     Grants,
@@ -70,8 +73,8 @@ class Flaw(StrEnum):
     LOST_GRANTS_NOT_REPEATED = "lost_grants_not_repeated"
     REQUEUE_NOT_FOLDED = "requeue_not_folded"
     SANDBOX_OUTLIVES_AGENT = "sandbox_outlives_agent"
-    LETS_GO_IN_SILENCE = "lets_go_in_silence"  # this one was real once
-    OFFER_SAID_TOO_EARLY = "offer_said_too_early"  # this one, too
+    LETS_GO_IN_SILENCE = "lets_go_in_silence"  # once a real bug
+    OFFER_SAID_TOO_EARLY = "offer_said_too_early"  # once a real bug
     CHECKPOINT_NOT_RESTORED = "checkpoint_not_restored"
     CHECKPOINT_ACKNOWLEDGED_AND_LOST = "checkpoint_acknowledged_and_lost"
     OLD_CHECKPOINT_SAID_AGAIN = "old_checkpoint_said_again"
@@ -87,28 +90,28 @@ class Flaw(StrEnum):
 # ---- the store
 
 
-class EarlyAnswers(Disk):
-    """Answers before the commit: a crash in between takes back what was promised."""
+class EarlyAnswers(SimulatedDisk):
+    """Answers before the commit: a crash in between loses acknowledged writes."""
 
-    def executed(self, group: list[Asked]) -> None:
+    def executed(self, group: list[PendingOperation]) -> None:
         self._answer([asked for asked in group if self.is_early(asked)])
 
-    def is_early(self, asked: Asked) -> bool:
+    def is_early(self, asked: PendingOperation) -> bool:
         return asked.error is None
 
-    def _answer(self, group: list[Asked]) -> None:
+    def _answer(self, group: list[PendingOperation]) -> None:
         super()._answer([asked for asked in group if not asked.future.done()])
 
 
 class EarlyGrants(EarlyAnswers):
-    """Only plans are answered early: leases are sent that may never have been."""
+    """Answers plans before the commit: grants are sent that may not become durable."""
 
-    def is_early(self, asked: Asked) -> bool:
+    def is_early(self, asked: PendingOperation) -> bool:
         return isinstance(asked.value, AppliedPlan)
 
 
-class FreesAtCancel(Disk):
-    """A cancelled lease holds nothing from the moment of the cancel, whatever still runs."""
+class FreesAtCancel(SimulatedDisk):
+    """Releases a lease at its cancellation, while its attempt still runs."""
 
     async def write(self, operation: Operation[T]) -> T:
         return await super().write(_rewritten(operation, _free_at_cancel))
@@ -118,15 +121,15 @@ def _free_at_cancel(sql: str) -> str:
     return sql.replace("SET status = 'cancelled',", "SET status = 'cancelled', holding = 0,")
 
 
-class WritesInPart(Disk):
-    """Leaves the last member out when it writes a gang."""
+class WritesInPart(SimulatedDisk):
+    """Writes a gang without its last member."""
 
     async def write(self, operation: Operation[T]) -> T:
         return await super().write(_with(operation, "INSERT INTO members", lambda rows: rows[:-1]))
 
 
-class NeverGrants(Disk):
-    """Writes no grant of a gang, which has no node of its own; it stays queued."""
+class NeverGrants(SimulatedDisk):
+    """Writes no grant of a gang, so that it stays queued."""
 
     async def write(self, operation: Operation[T]) -> T:
         grants = "UPDATE tasks SET status = 'leased'"
@@ -137,8 +140,8 @@ def _of_one_node(rows: Sequence[Row]) -> Sequence[Row]:
     return [row for row in rows if row[2] is not None]
 
 
-class OverWithOne(Disk):
-    """Takes a gang for over once one of its members is: the others run on."""
+class OverWithOne(SimulatedDisk):
+    """Ends a gang once one of its members has ended; the others run on."""
 
     async def write(self, operation: Operation[T]) -> T:
         return await super().write(_rewritten(operation, _all_members))
@@ -151,11 +154,11 @@ def _all_members(sql: str) -> str:
 def _with(
     operation: Operation[T], begins: str, keep: Callable[[Sequence[Row]], Sequence[Row]]
 ) -> Operation[T]:
-    """Statements that begin so are given only some of their rows."""
-    answer: list[Row] | None = None
+    """Pass only some rows to statements that begin with this text."""
+    answer: object = None
     try:
         while True:
-            statement = operation.send(answer)  # type: ignore[arg-type]
+            statement = operation.send(answer)
             if statement.sql.startswith(begins):
                 kept = {
                     name: Relation(relation.columns, keep(relation.rows))
@@ -169,10 +172,10 @@ def _with(
 
 
 def _rewritten(operation: Operation[T], rewrite: Callable[[str], str]) -> Operation[T]:
-    answer: list[Row] | None = None
+    answer: object = None
     try:
         while True:
-            statement = operation.send(answer)  # type: ignore[arg-type]
+            statement = operation.send(answer)
             answer = yield Statement(
                 rewrite(statement.sql), statement.parameters, statement.relations
             )
@@ -185,63 +188,68 @@ def _rewritten(operation: Operation[T], rewrite: Callable[[str], str]) -> Operat
 
 
 class ForgetfulServer(Server):
-    """Saves an Idempotency-Key in a transaction of its own, after the effect."""
+    """Saves an idempotency key in a separate transaction, after the effect."""
 
-    async def write_once(
-        self, user: User, once: Once | None, operation: Operation[T], encode: Callable[[T], bytes]
-    ) -> Answered[T]:
-        if once is None:
-            value = await self.write(operation)
-            return Answered(value, encode(value))
-        saved = await self.store.read(_saved(user.id, once.key))
-        if saved is not None:
-            return Answered(None, saved)
-        value = await self.write(operation)
-        body = encode(value)
-        await self.write(_save(user.id, once, body, self.now))
-        return Answered(value, body)
+    async def write(self, operation: Operation[T]) -> T:
+        answers: list[Statement] = []
+        value = await super().write(_without_answers(operation, answers))
+        for statement in answers:
+            await super().write(_run(statement))
+        return value
 
 
-def _saved(user: int, key: str) -> Operation[bytes | None]:
-    rows = yield Statement(
-        "SELECT answer FROM idempotency WHERE user_id = :user AND key = :key",
-        {"user": user, "key": key},
-    )
-    return bytes(rows[0][0]) if rows else None
+def _without_answers(operation: Operation[T], answers: list[Statement]) -> Operation[T]:
+    answer: object = None
+    try:
+        while True:
+            statement = operation.send(answer)
+            if statement.sql.startswith("INSERT INTO idempotency"):
+                sql = f"{statement.sql} WHERE true ON CONFLICT DO NOTHING"
+                answers.append(replace(statement, sql=sql))
+                answer = []
+            else:
+                answer = yield statement
+    except StopIteration as stop:
+        value: T = stop.value
+        return value
 
 
-def _save(user: int, once: Once, body: bytes, at: Instant) -> Operation[None]:
-    yield Statement(
-        "INSERT INTO idempotency (user_id, key, fingerprint, answer, created_at) "
-        "VALUES (:user, :key, :fingerprint, :answer, :at) ON CONFLICT DO NOTHING",
-        {"user": user, "key": once.key, "fingerprint": once.fingerprint, "answer": body, "at": at},
-    )
+def _run(statement: Statement) -> Operation[None]:
+    yield statement
 
 
-class FencelessChannel(Channel):
-    """Takes every report for one about the current lease, whoever has it."""
+class FencelessChannel(NodeChannel):
+    """Accepts every report as one of the current lease (no fencing)."""
 
     async def _record(self, frame: Reports) -> None:
         for recording in await self._server.write(_unfenced(frame.items, self._server.now)):
-            self._server.scheduler.absorb(recording)
+            self._server.picture.absorb(recording)
         if not self.closed:
             self._send(Recorded(frame.sequence))
+
+
+class _LeaseFence(NamedTuple):
+    epoch: int
+    node: NodeId | None
 
 
 def _unfenced(items: Sequence[ReportItem], at: Instant) -> Operation[list[Recording]]:
     recordings = []
     for item in items:
-        rows = yield Statement(
-            "SELECT epoch, node_id FROM tasks WHERE id = :task", {"task": item.task}
+        rows = yield from select(
+            _LeaseFence,
+            "SELECT epoch, node_id FROM tasks WHERE id = :task",
+            {"task": item.task},
         )
-        if rows and rows[0][1] is not None:
-            current = msgspec.structs.replace(item, epoch=rows[0][0])
-            recordings.append((yield from leases.record(NodeId(rows[0][1]), (current,), at)))
+        for epoch, node in rows:
+            if node is not None:
+                current = msgspec.structs.replace(item, epoch=epoch)
+                recordings.append((yield from leases.record([(node, (current,))], at)))
     return recordings
 
 
-class GangFencelessChannel(Channel):
-    """Takes every report about a member of a gang for one about the present epoch."""
+class GangFencelessChannel(NodeChannel):
+    """Accepts every report of a gang's member as one of the current epoch."""
 
     async def _record(self, frame: Reports) -> None:
         epochs = await self._server.write(_epochs([item.task for item in frame.items]))
@@ -255,26 +263,26 @@ class GangFencelessChannel(Channel):
 def _epochs(tasks: Sequence[int]) -> Operation[dict[int, int]]:
     found: dict[int, int] = {}
     for task in tasks:
-        rows = yield Statement("SELECT epoch FROM gangs WHERE task_id = :task", {"task": task})
-        if rows:
-            found[task] = rows[0][0]
+        sql = "SELECT epoch FROM gangs WHERE task_id = :task"
+        for epoch in (yield from values(int, sql, {"task": task})):
+            found[task] = epoch
     return found
 
 
-class HastyChannel(Channel):
-    """Says `Recorded` and then records."""
+class HastyChannel(NodeChannel):
+    """Acknowledges reports before they are recorded."""
 
     async def _record(self, frame: Reports) -> None:
         if not self.closed:
             self._send(Recorded(frame.sequence))
         now = self._server.now
-        self._server.scheduler.absorb(
-            await self._server.write(leases.record(self.node, frame.items, now))
+        self._server.picture.absorb(
+            await self._server.write(leases.record([(self.node, frame.items)], now))
         )
 
 
-class DeafChannel(Channel):
-    """Does not offer again, when an agent says hello, what it never got."""
+class DeafChannel(NodeChannel):
+    """Does not send grants again that a connecting agent never received."""
 
     _greets = False
 
@@ -284,48 +292,44 @@ class DeafChannel(Channel):
         self._greets = False
 
     def grant(
-        self, lines: Iterable[Line], spec_of: Callable[[int], TaskSpec | None], secrets: Secrets
+        self, lines: Iterable[Line], spec_of: Callable[[int], TaskSpec | None], secrets: OpenSecrets
     ) -> None:
         if not self._greets:
             super().grant(lines, spec_of, secrets)
 
 
-class ImpatientScheduler(Scheduler):
-    """Gives a node up after half the time it promised."""
+class EarlyExpiry(NodeRegistry):
+    """Expires a node after half of its lease time."""
 
-    def heard_from(self, node: NodeId, now: Instant) -> None:
-        self.deadlines[node] = Instant(now + Span(self._ttl // 2))
-
-
-class AmnesiacScheduler(Scheduler):
-    """After a restart it takes every node for lost at once."""
-
-    async def rebuild(self, now: Instant) -> None:
-        known = set(self.deadlines)
-        await super().rebuild(now)
-        for node in self.deadlines:
-            if node not in known:
-                self.deadlines[node] = Instant(now - 1)
+    def extend_deadline(self, node: NodeId, now: Instant) -> None:
+        self._deadlines[node] = Instant(now + Span(self._ttl // 2))
 
 
-class FreeingScheduler(Scheduler):
-    """Goes with `FreesAtCancel`."""
+class ExpiryAtRestart(NodeRegistry):
+    """Expires every node at once after a restart."""
+
+    def ensure_deadline(self, node: NodeId, now: Instant) -> None:
+        self._deadlines.setdefault(node, Instant(now - 1))
+
+
+class ReleasesAtCancel(StatePicture):
+    """Folds the early release of `FreesAtCancel`."""
 
     def absorb(self, recording: Recording) -> None:
         stopped = tuple(TaskId(hold.task) for _, hold in recording.to_stop)
         super().absorb(replace(recording, released=recording.released + stopped))
 
 
-class LosingScheduler(Scheduler):
-    """Does not fold what came back to the queue."""
+class ForgetsRequeued(StatePicture):
+    """Does not fold requeued tasks."""
 
     def fold(self, event: SchedulingEvent) -> None:
         if not (isinstance(event, TasksQueued) and any(task.epoch for task in event.tasks)):
             super().fold(event)
 
 
-class ForgetfulOfMembers(Scheduler):
-    """Takes only a gang's first node for held."""
+class ForgetsMembers(StatePicture):
+    """Counts only a gang's first node as held."""
 
     def fold(self, event: SchedulingEvent) -> None:
         super().fold(replace(event, members=()) if isinstance(event, TasksLeased) else event)
@@ -335,14 +339,14 @@ class ForgetfulOfMembers(Scheduler):
 
 
 class ClingingAgentState(AgentState):
-    """Never lets go."""
+    """Ignores its lease deadline."""
 
     def _expire(self, now: int, out: list[Instruction]) -> None:  # noqa: ARG002
         self._timer.deadline = NEVER
 
 
 class SilentAgentState(AgentState):
-    """Lets go of its leases and tells nobody."""
+    """Releases its leases without reporting it."""
 
     def _expire(self, now: int, out: list[Instruction]) -> None:
         leases = self._leases.ids()
@@ -351,7 +355,7 @@ class SilentAgentState(AgentState):
 
 
 class ReceiptAgentState(AgentState):
-    """Counts its lease time from when the confirmation came, not from when the beat went."""
+    """Counts its lease time from the confirmation, not from the sending, of a heartbeat."""
 
     def handle(self, now: int, event: Event) -> list[Instruction]:
         timer = self._timer
@@ -364,7 +368,7 @@ class ReceiptAgentState(AgentState):
 
 
 class RestartingAgentState(AgentState):
-    """Forgets which leases are over: a late copy of their grant starts them again."""
+    """Forgets ended leases: a late copy of their grant starts them again."""
 
     def handle(self, now: int, event: Event) -> list[Instruction]:
         if isinstance(event, FrameArrived) and isinstance(event.frame, Grants):
@@ -373,7 +377,7 @@ class RestartingAgentState(AgentState):
 
 
 class LyingAgentState(AgentState):
-    """Says `Released` as soon as it is asked to stop, and kills afterwards."""
+    """Reports `Released` when asked to stop, and kills afterwards."""
 
     def handle(self, now: int, event: Event) -> list[Instruction]:
         if isinstance(event, FrameArrived) and isinstance(event.frame, Stop):
@@ -384,7 +388,7 @@ class LyingAgentState(AgentState):
 
 
 class OnceAgentState(AgentState):
-    """Does not repeat, after a reconnect, what was not recorded."""
+    """Does not repeat unrecorded reports after a reconnect."""
 
     def handle(self, now: int, event: Event) -> list[Instruction]:
         if isinstance(event, FrameArrived) and not self._connection.welcomed:
@@ -393,7 +397,7 @@ class OnceAgentState(AgentState):
 
 
 class DeafToOwner(AgentState):
-    """An offer that changes between hello and welcome is taken for said."""
+    """Considers an offer sent that changed between Hello and Welcome."""
 
     def _send_offer(self, out: list[Instruction]) -> None:
         super()._send_offer(out)
@@ -401,7 +405,7 @@ class DeafToOwner(AgentState):
 
 
 class BlamingAgentState(AgentState):
-    """Reports what was preempted as killed: a failure of its own."""
+    """Reports a preempted attempt as failed."""
 
     def handle(self, now: int, event: Event) -> list[Instruction]:
         if isinstance(event, CommandEnded) and event.reason is EndReason.PREEMPTED:
@@ -410,7 +414,7 @@ class BlamingAgentState(AgentState):
 
 
 class HastyAgentState(AgentState):
-    """Says that a preempted attempt has ended, and ends it afterwards."""
+    """Reports the end of a preempted attempt before it ends."""
 
     def handle(self, now: int, event: Event) -> list[Instruction]:
         match event:
@@ -424,7 +428,7 @@ class HastyAgentState(AgentState):
 
 
 class RepeatingAgentState(AgentState):
-    """Says the first checkpoint of a lease again with the second."""
+    """Reports the first checkpoint of a lease again after the second."""
 
     def __init__(self, node_boot: str, offer: Offer) -> None:
         super().__init__(node_boot, offer)
@@ -439,28 +443,28 @@ class RepeatingAgentState(AgentState):
         return out
 
 
-class BlankMachine(Machine):
-    """Starts every attempt with an empty directory."""
+class BlankMachine(SimulatedMachine):
+    """Starts every attempt without its checkpoint."""
 
     def start_command(self, order: StartCommand) -> None:
         super().start_command(replace(order, checkpoint=()))
 
 
-class CarelessChannel(Channel):
-    """Acknowledges checkpoints, and keeps none."""
+class CarelessChannel(NodeChannel):
+    """Acknowledges checkpoints and stores none."""
 
     async def _record(self, frame: Reports) -> None:
         kept = tuple(item for item in frame.items if not isinstance(item, Checkpointed))
         await super()._record(msgspec.structs.replace(frame, items=kept))
 
 
-class UndeadMachine(Machine):
-    """Its sandboxes live on when the agent dies."""
+class UndeadMachine(SimulatedMachine):
+    """Its sandboxes survive the agent."""
 
     def _die(self, task: int, epoch: int) -> int:
         self._loop.after_us(
             self._dice.between(1_000_000, 4_000_000),
-            self._record.attempt_ended,
+            self._oracle.attempt_ended,
             self._node,
             task,
             epoch,
@@ -476,14 +480,14 @@ _PARTS: dict[Flaw, dict[str, Any]] = {
     Flaw.KEY_SAVED_AFTER_EFFECT: {"server": ForgetfulServer},
     Flaw.AGENT_NEVER_LETS_GO: {"agent_state": ClingingAgentState},
     Flaw.LEASE_COUNTED_FROM_RECEIPT: {"agent_state": ReceiptAgentState},
-    Flaw.SERVER_EXPIRES_EARLY: {"scheduler": ImpatientScheduler},
-    Flaw.RESTART_FORGETS_TTL: {"scheduler": AmnesiacScheduler},
-    Flaw.FREED_AT_CANCEL: {"disk": FreesAtCancel, "scheduler": FreeingScheduler},
+    Flaw.SERVER_EXPIRES_EARLY: {"registry": EarlyExpiry},
+    Flaw.RESTART_FORGETS_TTL: {"registry": ExpiryAtRestart},
+    Flaw.FREED_AT_CANCEL: {"disk": FreesAtCancel, "picture": ReleasesAtCancel},
     Flaw.RELEASED_BEFORE_DEAD: {"agent_state": LyingAgentState},
     Flaw.GRANT_STARTS_TWICE: {"agent_state": RestartingAgentState},
     Flaw.REPORTS_NOT_REPEATED: {"agent_state": OnceAgentState},
     Flaw.LOST_GRANTS_NOT_REPEATED: {"channel": DeafChannel},
-    Flaw.REQUEUE_NOT_FOLDED: {"scheduler": LosingScheduler},
+    Flaw.REQUEUE_NOT_FOLDED: {"picture": ForgetsRequeued},
     Flaw.SANDBOX_OUTLIVES_AGENT: {"machine": UndeadMachine},
     Flaw.LETS_GO_IN_SILENCE: {"agent_state": SilentAgentState},
     Flaw.OFFER_SAID_TOO_EARLY: {"agent_state": DeafToOwner},
@@ -493,7 +497,7 @@ _PARTS: dict[Flaw, dict[str, Any]] = {
     Flaw.PREEMPTION_COUNTED_AS_FAILURE: {"agent_state": BlamingAgentState},
     Flaw.PREEMPTED_BEFORE_DEAD: {"agent_state": HastyAgentState},
     Flaw.GANG_WRITTEN_IN_PART: {"disk": WritesInPart},
-    Flaw.GANG_COUNTED_ON_ONE_NODE: {"scheduler": ForgetfulOfMembers},
+    Flaw.GANG_COUNTED_ON_ONE_NODE: {"picture": ForgetsMembers},
     Flaw.GANG_OVER_WITH_ONE_MEMBER: {"disk": OverWithOne},
     Flaw.GANG_NEVER_GRANTED: {"disk": NeverGrants},
     Flaw.GANG_FENCE_OFF: {"channel": GangFencelessChannel},
@@ -501,5 +505,5 @@ _PARTS: dict[Flaw, dict[str, Any]] = {
 
 
 def parts_with(flaw: Flaw | None) -> Parts:
-    """The real parts, but for the flaw."""
+    """The real components, except for the flaw's."""
     return Parts() if flaw is None else replace(Parts(), **_PARTS[flaw])

@@ -1,6 +1,6 @@
-"""The server's machine: it starts the real server over what is on the disk, and kills it without warning.
+"""The server's host: it starts the real server over the database file, and kills it without warning.
 
-One incarnation is one process: its tasks die together, and nothing it does afterwards reaches disk or network.
+A server process is a group of tasks that die together; nothing it does afterwards reaches disk or network.
 """
 
 from __future__ import annotations
@@ -13,19 +13,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from gpool.agent.state_machine.agent_state import AgentState
 from gpool.core.errors import GpoolError
 from gpool.core.ids import TaskId
-from gpool.core.model import Instant
+from gpool.core.model import Instant, Offer
 from gpool.core.scheduler.order.orders import Policy
 from gpool.server.actions.tasks import submit
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Ids
 from gpool.server.identity.credentials import Credentials
-from gpool.server.identity.node_proofs.verifier import NodeGate
+from gpool.server.identity.node_proofs.verifier import NodeAuthenticator
 from gpool.server.identity.secrets.sealer import MasterSource, Sealer
 from gpool.server.identity.sign_in_guard import Guard
 from gpool.server.metrics import Metrics
-from gpool.server.scheduling.loops import Ticker, all_loops
+from gpool.server.nodes.connection import NodeChannel
+from gpool.server.nodes.registry import NodeRegistry
+from gpool.server.nodes.report_batches import ReportBatches
+from gpool.server.scheduling.loops import LoopRunner, all_loops
+from gpool.server.scheduling.picture import StatePicture
+from gpool.server.scheduling.policy import ActivePolicy
+from gpool.server.scheduling.scheduler import Scheduler
 from gpool.server.server import Server
 from gpool.server.settings import Settings
 from gpool.server.store import InlineStore
@@ -33,21 +40,34 @@ from gpool.server.store.operations.tasks import artifacts
 from gpool.server.store.values import NodeCredentials
 from gpool.server.wakeups import Hub
 from gpool.testing.dice import Dice
-from gpool.testing.loop import Household, VirtualLoop
-from gpool.testing.world.disk import Disk, Pace
-from gpool.testing.world.network import Link
-from gpool.testing.world.parts import Parts
+from gpool.testing.loop import SimulatedProcess, VirtualLoop
+from gpool.testing.world.disk import DiskSpeed, SimulatedDisk
+from gpool.testing.world.machine import SimulatedMachine
+from gpool.testing.world.network import SimulatedLink
 from gpool.testing.world.trace import Trace
 from gpool.wire import frames
 
 T = TypeVar("T")
 EPOCH_US = 1_800_000_000_000_000
-"""What the server's wall clock shows when a run begins."""
+"""Wall-clock time at the start of a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The components of a World. A flaw replaces one of them; production code knows of no flaw."""
+
+    agent_state: Callable[[str, Offer], AgentState] = AgentState
+    disk: Callable[..., SimulatedDisk] = SimulatedDisk
+    channel: Callable[..., NodeChannel] = NodeChannel
+    registry: Callable[..., NodeRegistry] = NodeRegistry
+    picture: Callable[..., StatePicture] = StatePicture
+    server: Callable[..., Server] = Server
+    machine: Callable[..., SimulatedMachine] = SimulatedMachine
 
 
 @dataclass(slots=True)
 class WallClock:
-    """The server's clock: right but for a drift, and for steps: (when, how far forward) it is set."""
+    """The server's clock: it drifts by `rate`, and is set forward by `steps`: (when, how far)."""
 
     loop: VirtualLoop
     rate: float = 1.0
@@ -62,34 +82,34 @@ class WallClock:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
-    """What stays when the server's process dies."""
-
+class HostEnvironment:
     loop: VirtualLoop
     dice: Dice
     trace: Trace
     parts: Parts
     folder: Path
     file: InlineStore
-    pace: Pace
+    pace: DiskSpeed
     settings: Settings
     clock: WallClock
     committed: Callable[[], None]
     fail: Callable[[str], None]
 
 
-class Incarnation:
-    """One process of the server."""
-
-    def __init__(self, site: Site, number: int) -> None:
+class ServerProcess:
+    def __init__(self, site: HostEnvironment, number: int) -> None:
         self._site = site
-        self.household = Household(f"server-{number}", self._task_ended)
+        self.process = SimulatedProcess(f"server-{number}", self._task_ended)
         dice = site.dice.branch(f"server-{number}")
-        self.disk: Disk = site.parts.disk(
+        self.disk: SimulatedDisk = site.parts.disk(
             site.loop, dice.branch("disk"), site.file, site.pace, site.committed, site.fail
         )
         hub, metrics = Hub(), Metrics()
         policy = Policy(order=site.settings.order)
+        nodes = site.parts.registry(metrics, site.settings.ttl, site.clock.passed)
+        picture = site.parts.picture(
+            self.disk, nodes, ActivePolicy(policy), hub, metrics, site.clock.now
+        )
         sealer = Sealer(self.disk, MasterSource(site.folder / "master.key"), site.clock.now)
         self.server: Server = site.parts.server(
             settings=site.settings,
@@ -97,53 +117,47 @@ class Incarnation:
             clock=site.clock,
             ids=Ids(site.clock, dice.branch("ids")),
             hub=hub,
-            scheduler=site.parts.scheduler(
-                self.disk,
-                hub,
-                metrics,
-                policy,
-                site.settings.ttl,
-                sealer,
-                clock=site.clock.now,
-                passed=site.clock.passed,
-            ),
+            nodes=nodes,
+            picture=picture,
+            scheduler=Scheduler(picture, sealer, metrics),
+            reports=ReportBatches(picture.write, picture.absorb),
             blobs=Blobs(site.folder / "blobs", site.settings.max_artifact_bytes),
             credentials=Credentials(
                 self.disk, site.clock.now, site.settings.ttl, b"the world's root key"
             ),
-            gate=NodeGate(
+            gate=NodeAuthenticator(
                 self.disk, site.clock.now, b"the world's root key", remember=site.settings.ttl
             ),
             metrics=metrics,
             sealer=sealer,
             guard=Guard(site.clock.now),
-            submitting=submit.gathering(),
+            submitting=submit.batching(),
         )
-        self._links: list[Link] = []
+        self._links: list[SimulatedLink] = []
 
     def start(self) -> None:
         self.spawn(self._run())
 
     async def _run(self) -> None:
-        await self.server.scheduler.rebuild(self.server.now)
-        Ticker(self.server, *all_loops(self.server)).start()
+        await self.server.picture.rebuild(self.server.now)
+        LoopRunner(self.server, *all_loops(self.server)).start()
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        return self.household.spawn(self._site.loop, work)
+        return self.process.spawn(self._site.loop, work)
 
     def _task_ended(self, task: asyncio.Task[Any]) -> None:
         error = task.exception()
         if error is not None and not isinstance(error, GpoolError):
             self._site.fail(f"a task of the server died: {error!r}")
 
-    def serve(self, link: Link, credentials: NodeCredentials) -> None:
-        """What the WebSocket route does: one frame after the other into the channel."""
+    def serve(self, link: SimulatedLink, credentials: NodeCredentials) -> None:
+        """Serve a link as the WebSocket route does: pass frames to the channel one at a time."""
         site, trace, name = self._site, self._site.trace, f"srv:{link.name}"
         inbox: deque[bytes | None] = deque()
         arrived = asyncio.Event()
 
         def send(frame: frames.ServerFrame) -> None:
-            if self.household.alive:
+            if self.process.alive:
                 data = frames.encode(frame)
                 trace.frame(name, ">", data, frame)
                 link.send_down(data)
@@ -168,24 +182,23 @@ class Incarnation:
             link.close_by_server()
 
         self._links.append(link)
-        link.up.deliver = deliver
-        link.on_server_closed = lambda: deliver(None)
+        link.attach_server(deliver, lambda: deliver(None))
         self.spawn(pump())
 
     def kill(self) -> bool:
-        """Whether a group of writes was lost with it."""
+        """Kill the process; whether an open group of writes was lost."""
         lost = self.disk.crash()
-        self.household.kill()
+        self.process.kill()
         for link in self._links:
             link.close_by_server()
         return lost
 
 
 class Host:
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: HostEnvironment) -> None:
         self._site = site
         self._nodes: dict[str, NodeCredentials] = {}
-        self.current: Incarnation | None = None
+        self.current: ServerProcess | None = None
         self.started = 0
 
     def know(self, secret: str, credentials: NodeCredentials) -> None:
@@ -194,7 +207,7 @@ class Host:
     def start(self) -> None:
         if self.current is None:
             self.started += 1
-            self.current = Incarnation(self._site, self.started)
+            self.current = ServerProcess(self._site, self.started)
             self._site.trace.say("server", "starts", self.started)
             self.current.start()
 
@@ -205,13 +218,12 @@ class Host:
             self._site.trace.say("server", "crashes", "with a group open" if lost else "")
 
     def stop(self) -> list[asyncio.Task[Any]]:
-        """The run is over: the process goes, and nobody is told. What is left of its tasks."""
         if self.current is None:
             return []
         self.current.kill()
-        return self.current.household.tasks
+        return self.current.process.tasks
 
-    def accept(self, link: Link, secret: str) -> bool:
+    def accept(self, link: SimulatedLink, secret: str) -> bool:
         if self.current is None:
             return False
         self.current.serve(link, self._nodes[secret])
@@ -220,11 +232,11 @@ class Host:
     def put(
         self, secret: str, hold: frames.Hold, sha256: str, told: Callable[[bool], None]
     ) -> None:
-        """What the artifact routes do, without the bytes. Nobody answers for a process that dies over it."""
-        incarnation = self.current
-        if incarnation is None:
+        """Store an artifact as the routes do, without its bytes. A process that dies meanwhile does not answer."""
+        process = self.current
+        if process is None:
             return
-        server, node = incarnation.server, self._nodes[secret].node
+        server, node = process.server, self._nodes[secret].node
 
         async def put() -> None:
             lease = (TaskId(hold.task), hold.epoch)
@@ -232,11 +244,11 @@ class Host:
                 await server.write(artifacts.add_artifact(sha256, 1, None, node, lease, server.now))
             )
 
-        incarnation.spawn(put())
+        process.spawn(put())
 
 
-class FaultLog(logging.Handler):
-    """What the server's ticker survives is still a bug: nothing may be logged as an error."""
+class ErrorLogHandler(logging.Handler):
+    """Fails the run on any logged error: an exception that the loop runner survives is still a bug."""
 
     def __init__(self, fail: Callable[[str], None]) -> None:
         super().__init__(logging.ERROR)

@@ -1,6 +1,6 @@
 """A provider's machine: sandboxes that take time to start, run, fail, hang, run out of memory and die when killed.
 
-It tells the record what really runs when, and the agent what an agent would see. It knows nothing of leases.
+It reports to the oracle what really runs, and to the agent what an agent would observe. It knows nothing of leases.
 """
 
 from __future__ import annotations
@@ -14,33 +14,42 @@ from gpool.agent.state_machine import instructions as say
 from gpool.core.model import Allocation, EndReason, OutputFile, Phase, TaskSpec
 from gpool.testing.dice import Dice
 from gpool.testing.loop import VirtualLoop
-from gpool.testing.world.record import Record
+from gpool.testing.world.oracle import Oracle
 
 MS = 1_000
 KILL_US = (2 * MS, 250 * MS)
-"""How long a sandbox takes to die; the lease's margin has to cover it."""
+"""Time a sandbox takes to die; the lease's margin has to cover it."""
 AT_ONCE = frozenset({EndReason.CANCELLED, EndReason.LOST})
-"""Ends that wait for no farewell."""
+"""Ends without a grace period."""
 
 
-class Fate(StrEnum):
+class AttemptFate(StrEnum):
     WELL = "well"
     FAILS = "fails"
-    HANGS = "hangs"  # until somebody ends it
-    DIES = "dies"  # out of memory: takes its sandbox along
+    HANGS = "hangs"  # until it is ended
+    DIES = "dies"  # out of memory: its sandbox ends too
     NEVER_STARTS = "never_starts"
 
 
 COMMAND_FATES = (
-    [Fate.WELL] * 30 + [Fate.FAILS] * 4 + [Fate.HANGS] * 2 + [Fate.DIES] * 2 + [Fate.NEVER_STARTS]
+    [AttemptFate.WELL] * 30
+    + [AttemptFate.FAILS] * 4
+    + [AttemptFate.HANGS] * 2
+    + [AttemptFate.DIES] * 2
+    + [AttemptFate.NEVER_STARTS]
 )
-CALL_FATES = [Fate.WELL] * 40 + [Fate.FAILS] * 5 + [Fate.HANGS] * 1 + [Fate.DIES] * 2
+CALL_FATES = (
+    [AttemptFate.WELL] * 40
+    + [AttemptFate.FAILS] * 5
+    + [AttemptFate.HANGS] * 1
+    + [AttemptFate.DIES] * 2
+)
 
 CALL_US = ((1 * MS, 10 * MS), (1 * MS, 80 * MS), (1 * MS, 80 * MS), (100 * MS, 2500 * MS))
 
 
 def tag(task: int, epoch: int, node: str, boot: int) -> str:
-    """What an attempt leaves in its result, so that the record can tell whose it was."""
+    """Mark of an attempt in its result, by which the oracle knows whose it is."""
     return f"{task}.{epoch}.{node}.{boot}"
 
 
@@ -52,15 +61,14 @@ class _Command:
     began_us: int
     spec: TaskSpec
     over: bool = False
-    dead: bool = False  # nothing of it runs any more; a checkpoint may still be on its way
+    dead: bool = False  # nothing runs any more; a checkpoint may still be uploading
     ending: EndReason | None = None
     ran_from_us: int = -1
-    restored: int = 0  # progress it began with
-    saved: int = 0  # ... and last told
+    restored: int = 0  # progress at the start
+    saved: int = 0  # progress of the last reported checkpoint
     saving: bool = False
 
     def progress(self, now_us: int) -> int:
-        """In milliseconds of work."""
         return self.restored + (
             max(0, now_us - self.ran_from_us) // MS if self.ran_from_us >= 0 else 0
         )
@@ -79,23 +87,23 @@ class _Runner:
 
 
 Upload = Callable[[int, int, str, Callable[[bool], None]], None]
-"""(task, epoch, hash, told whether it arrived): what an artifact's upload comes to."""
+"""Uploads an artifact: (task, epoch, hash, callback told whether it arrived)."""
 
 
-class Machine:
-    """One boot of it: after `crash` it does nothing any more."""
+class SimulatedMachine:
+    """A machine during one process of its agent; it does nothing after `crash`."""
 
     def __init__(
         self,
         loop: VirtualLoop,
         dice: Dice,
-        record: Record,
+        oracle: Oracle,
         node: str,
         boot: int,
         emit: Callable[[say.Event], None],
         upload: Upload,
     ) -> None:
-        self._loop, self._dice, self._record = loop, dice, record
+        self._loop, self._dice, self._oracle = loop, dice, oracle
         self._node, self._boot, self._emit, self._upload = node, boot, emit, upload
         self._commands: dict[tuple[int, int], _Command] = {}
         self._runners: dict[int, _Runner] = {}
@@ -126,7 +134,7 @@ class Machine:
             self._due(step, args)
 
     def crash(self) -> int:
-        """The agent was killed; its sandboxes die with it, the last after the time given back."""
+        """Kill all sandboxes with the agent; return the time until the last is dead, in microseconds."""
         self._off = True
         last = 0
         for command in self._commands.values():
@@ -137,12 +145,12 @@ class Machine:
                 last = max(last, self._die(runner.current.task, runner.current.epoch))
         for runner in self._runners.values():
             if not runner.over:
-                self._record.sandbox_closed(self._node, self._sandbox(runner))
+                self._oracle.sandbox_closed(self._node, self._sandbox(runner))
         return last
 
     def _die(self, task: int, epoch: int) -> int:
         delay = self._dice.between(*KILL_US)
-        self._loop.after_us(delay, self._record.attempt_ended, self._node, task, epoch)
+        self._loop.after_us(delay, self._oracle.attempt_ended, self._node, task, epoch)
         return delay
 
     @property
@@ -156,25 +164,25 @@ class Machine:
     def start_command(self, order: say.StartCommand) -> None:
         command = _Command(order.task, order.epoch, order.allocation, self._loop.us, order.spec)
         self._commands[order.task, order.epoch] = command
-        self._record.attempt_began(self._node, order.task, order.epoch, order.allocation)
+        self._oracle.attempt_began(self._node, order.task, order.epoch, order.allocation)
         if order.spec.checkpoint:
             restored = int(order.checkpoint[0].sha256, 16) if order.checkpoint else 0
             command.restored = command.saved = restored
-            self._record.resumed_from(order.task, order.epoch, restored)
+            self._oracle.resumed_from(order.task, order.epoch, restored)
         dice = self._dice.branch(f"{order.task}.{order.epoch}")
         fate = dice.pick(COMMAND_FATES)
         start_us = dice.between(5 * MS, 60 * MS)
         if dice.chance(0.1):
-            start_us += dice.between(200 * MS, 900 * MS)  # an input that takes its time
+            start_us += dice.between(200 * MS, 900 * MS)  # a slow input
             self._emit(say.CommandReached(order.task, order.epoch, Phase.FETCH))
-        if fate is Fate.NEVER_STARTS:
+        if fate is AttemptFate.NEVER_STARTS:
             self._later(
                 start_us, self._command_ends, command, EndReason.SANDBOX_FAILED, None, "no sandbox"
             )
             return
         self._later(start_us, self._command_starts, command, fate, dice)
 
-    def _command_starts(self, command: _Command, fate: Fate, dice: Dice) -> None:
+    def _command_starts(self, command: _Command, fate: AttemptFate, dice: Dice) -> None:
         if command.over or command.ending is not None:
             return
         self._emit(say.CommandStarted(command.task, command.epoch))
@@ -182,18 +190,18 @@ class Machine:
         run_us = duration_us(command.spec, dice)
         if command.spec.checkpoint:
             total = int(command.spec.command[1])
-            run_us = (total - command.restored) * MS if fate is Fate.WELL else run_us
-            self._later(command.spec.checkpoint_every, self._save_now_and_then, command)
+            run_us = (total - command.restored) * MS if fate is AttemptFate.WELL else run_us
+            self._later(command.spec.checkpoint_every, self._save_periodically, command)
         if dice.chance(0.4):
             self._later(run_us // 2, self._command_prints, command)
         mark = tag(command.task, command.epoch, self._node, self._boot)
-        if fate is Fate.WELL:
+        if fate is AttemptFate.WELL:
             self._later(max(run_us, MS), self._command_ends, command, EndReason.EXITED, 0, mark)
-        elif fate is Fate.FAILS:
+        elif fate is AttemptFate.FAILS:
             self._later(
                 run_us, self._command_ends, command, EndReason.EXITED, dice.between(1, 9), mark
             )
-        elif fate is Fate.DIES:
+        elif fate is AttemptFate.DIES:
             self._later(run_us, self._command_ends, command, EndReason.OUT_OF_MEMORY, 137, mark)
 
     def _command_prints(self, command: _Command) -> None:
@@ -201,14 +209,14 @@ class Machine:
             data = f"{command.task}.{command.epoch}\n".encode()
             self._emit(say.CommandPrinted(command.task, command.epoch, 1, data))
 
-    def _save_now_and_then(self, command: _Command) -> None:
+    def _save_periodically(self, command: _Command) -> None:
         if not command.dead:
             if not command.saving:
                 self._save(command, lambda: None)
-            self._later(command.spec.checkpoint_every, self._save_now_and_then, command)
+            self._later(command.spec.checkpoint_every, self._save_periodically, command)
 
     def _save(self, command: _Command, then: Callable[[], None]) -> None:
-        """The checkpoint as it is now, told once it is uploaded; then, or without it, `then`."""
+        """Upload a checkpoint and report it, then call `then`; only call it if there is no new progress."""
         progress = command.progress(self._loop.us)
         if progress <= command.saved:
             then()
@@ -236,14 +244,14 @@ class Machine:
     def _command_ends(
         self, command: _Command, reason: EndReason, exit_code: int | None, text: str
     ) -> None:
-        """Nothing of it runs any more. What failed or was asked to go is saved before it is told."""
+        """End a command. A failed or preempted one is saved before its end is reported."""
         if command.dead:
             return
         command.dead = True
         frozen_us = self._loop.us
-        self._record.attempt_ended(self._node, command.task, command.epoch)
+        self._oracle.attempt_ended(self._node, command.task, command.epoch)
         if reason is EndReason.PREEMPTED:
-            self._record.attempt_preempted(self._node, command.task, command.epoch)
+            self._oracle.attempt_preempted(self._node, command.task, command.epoch)
         took = frozen_us - command.began_us
 
         def tell() -> None:
@@ -272,7 +280,7 @@ class Machine:
             return
         if command.dead:
             if order.reason in AT_ONCE or order.reason is EndReason.TIMED_OUT:
-                command.over = True  # the save is called off
+                command.over = True  # the upload is abandoned
                 self._emit(say.CommandEnded(command.task, command.epoch, order.reason, None, "", 0))
             return
         command.ending = order.reason
@@ -288,7 +296,7 @@ class Machine:
     def start_runner(self, order: say.StartRunner) -> None:
         runner = _Runner(order.runner, order.allocation)
         self._runners[order.runner] = runner
-        self._record.sandbox_opened(self._node, self._sandbox(runner), order.allocation)
+        self._oracle.sandbox_opened(self._node, self._sandbox(runner), order.allocation)
         if self._dice.chance(0.03):
             self._later(20 * MS, self._runner_ends, runner, EndReason.SANDBOX_FAILED, 1)
         else:
@@ -315,24 +323,24 @@ class Machine:
             return
         call = runner.current = runner.line.popleft()
         runner.began_us = self._loop.us
-        self._record.attempt_began(
+        self._oracle.attempt_began(
             self._node, call.task, call.epoch, runner.allocation, self._sandbox(runner)
         )
         dice = self._dice.branch(f"{call.task}.{call.epoch}")
         fate = dice.pick(CALL_FATES)
         run_us = dice.between(*dice.pick(CALL_US))
-        if fate is Fate.DIES:
+        if fate is AttemptFate.DIES:
             self._later(run_us, self._runner_ends, runner, EndReason.OUT_OF_MEMORY, 137)
-        elif fate is not Fate.HANGS:
+        elif fate is not AttemptFate.HANGS:
             self._later(run_us, self._call_answers, runner, call, fate)
 
-    def _call_answers(self, runner: _Runner, call: say.RunnerCall, fate: Fate) -> None:
+    def _call_answers(self, runner: _Runner, call: say.RunnerCall, fate: AttemptFate) -> None:
         if runner.over or runner.current is not call:
             return
         runner.current = None
-        self._record.attempt_ended(self._node, call.task, call.epoch)
+        self._oracle.attempt_ended(self._node, call.task, call.epoch)
         mark = tag(call.task, call.epoch, self._node, self._boot)
-        raised = fate is Fate.FAILS
+        raised = fate is AttemptFate.FAILS
         answer = say.CallAnswered(
             call.task,
             call.epoch,
@@ -358,13 +366,13 @@ class Machine:
             return
         runner.over = True
         if runner.current is not None:
-            self._record.attempt_ended(self._node, runner.current.task, runner.current.epoch)
+            self._oracle.attempt_ended(self._node, runner.current.task, runner.current.epoch)
             runner.current = None
-        self._record.sandbox_closed(self._node, self._sandbox(runner))
+        self._oracle.sandbox_closed(self._node, self._sandbox(runner))
         self._emit(say.RunnerEnded(runner.number, reason, exit_code, "it died"))
 
 
 def duration_us(spec: TaskSpec, dice: Dice) -> int:
-    """How long a command runs: its first argument says the longest, in milliseconds."""
+    """Run time of a command; its first argument is the maximum in milliseconds."""
     longest = int(spec.command[1]) if len(spec.command) > 1 else 500
     return dice.between(10 * MS, longest * MS)

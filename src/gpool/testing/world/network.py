@@ -1,7 +1,7 @@
-"""The network between agents, consumers and the server: late, lossy, repeating, and in order only within a connection.
+"""The network between agents, consumers and the server: late, lossy, repeating, in order only within a connection.
 
-A link is one WebSocket. It delivers in order or breaks; each side learns of a break in its own time, and what was under
-way may still arrive at a side that has not learnt of it, after a newer link is open.
+A link is one WebSocket. It delivers in order or breaks. Each side learns of a break at its own time; until then frames
+under way may still arrive, even after a newer link is open.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ MS = 1_000
 
 
 @dataclass(slots=True)
-class Weather:
-    """How bad the network is; the calm end of a run sets everything to its defaults."""
-
+class NetworkConditions:
     delay_us: tuple[int, int] = (1 * MS, 30 * MS)
     spike: float = 0.0  # chance that a frame (and all behind it) is late ...
     spike_us: tuple[int, int] = (200 * MS, 3_000 * MS)  # ... by this much
@@ -29,41 +27,51 @@ class Weather:
 
 
 @dataclass(slots=True)
-class Way:
-    """One direction of a link, or of all of a node's links when it names a blockage."""
-
+class LinkDirection:
     deliver: Callable[[bytes], None]
-    free_at_us: int = 0  # nothing behind overtakes what is under way
-    cut: bool = False  # what is sent from now on never arrives
-    closed: bool = False  # the receiver has learnt of the break: what still comes is dropped
+    free_at_us: int = 0  # later frames do not overtake
+    cut: bool = False  # frames sent from now on are lost
+    closed: bool = False  # the receiver knows of the break: arriving frames are dropped
     sent: int = 0
 
 
 @dataclass(slots=True)
-class Blockage:
-    """A node's line is blocked until then, by direction; frames wait, dials fail."""
+class BlockedDirections:
+    """Time until which a node's links are blocked, by direction: frames wait, new connections fail."""
 
     up_until_us: int = 0
     down_until_us: int = 0
 
+    def block_up(self, until_us: int) -> None:
+        self.up_until_us = max(self.up_until_us, until_us)
 
-class Link:
+    def block_down(self, until_us: int) -> None:
+        self.down_until_us = max(self.down_until_us, until_us)
+
+
+class SimulatedLink:
     """One connection. `up` carries to the server, `down` to the agent."""
 
-    def __init__(self, network: Network, node: str, number: int, dice: Dice) -> None:
+    def __init__(self, network: SimulatedNetwork, node: str, number: int, dice: Dice) -> None:
         self.node = node
         self.number = number
         self.name = f"{node}#{number}"
         self._network = network
         self._dice = dice
-        self.up = Way(self._lost)
-        self.down = Way(self._lost)
-        self.on_agent_closed: Callable[[], None] = lambda: None
-        self.on_server_closed: Callable[[], None] = lambda: None
+        self.up = LinkDirection(self._lost)
+        self.down = LinkDirection(self._lost)
+        self._on_agent_closed: Callable[[], None] = lambda: None
+        self._on_server_closed: Callable[[], None] = lambda: None
         self.broken = False
 
     @staticmethod
     def _lost(data: bytes) -> None: ...
+
+    def attach_agent(self, deliver: Callable[[bytes], None], closed: Callable[[], None]) -> None:
+        self.down.deliver, self._on_agent_closed = deliver, closed
+
+    def attach_server(self, deliver: Callable[[bytes], None], closed: Callable[[], None]) -> None:
+        self.up.deliver, self._on_server_closed = deliver, closed
 
     def send_up(self, data: bytes) -> None:
         self._send(self.up, data, self._network.blockage(self.node).up_until_us)
@@ -71,28 +79,28 @@ class Link:
     def send_down(self, data: bytes) -> None:
         self._send(self.down, data, self._network.blockage(self.node).down_until_us)
 
-    def _send(self, way: Way, data: bytes, blocked_until_us: int) -> None:
+    def _send(self, way: LinkDirection, data: bytes, blocked_until_us: int) -> None:
         if way.cut:
             return
-        loop, dice, weather = self._network.loop, self._dice, self._network.weather
-        delay = dice.between(*weather.delay_us)
-        if weather.spike and dice.chance(weather.spike):
-            delay += dice.between(*weather.spike_us)
+        loop, dice, conditions = self._network.loop, self._dice, self._network.conditions
+        delay = dice.between(*conditions.delay_us)
+        if conditions.spike and dice.chance(conditions.spike):
+            delay += dice.between(*conditions.spike_us)
         at_us = max(loop.us + delay, blocked_until_us, way.free_at_us + 1)
         way.free_at_us = at_us
         loop.call_at(at_us / 1e6, self._arrive, way, data)
         way.sent += 1
-        if way.sent > 1 and dice.chance(weather.repeat):  # the first is the handshake
+        if way.sent > 1 and dice.chance(conditions.repeat):  # the first is the handshake
             way.free_at_us = at_us + dice.between(1, 50 * MS)
             loop.call_at(way.free_at_us / 1e6, self._arrive, way, data)
 
     @staticmethod
-    def _arrive(way: Way, data: bytes) -> None:
+    def _arrive(way: LinkDirection, data: bytes) -> None:
         if not way.closed:
             way.deliver(data)
 
     def break_off(self, agent_learns_us: int, server_learns_us: int, *, lose: bool) -> None:
-        """The connection is gone; `lose`: so is what was under way, else it arrives until the receiver learns."""
+        """Break the connection; with `lose` frames under way are lost, else they arrive until the receiver knows."""
         if self.broken:
             return
         self.broken = True
@@ -104,14 +112,14 @@ class Link:
 
     def _agent_learns(self) -> None:
         self.down.closed = True
-        self.on_agent_closed()
+        self._on_agent_closed()
 
     def _server_learns(self) -> None:
         self.up.closed = True
-        self.on_server_closed()
+        self._on_server_closed()
 
     def close_by_server(self) -> None:
-        """What the server sent before still arrives, in order; then the agent learns of the end."""
+        """Close in order: frames sent before still arrive, then the agent learns of the end."""
         if self.broken:
             return
         self.broken = True
@@ -129,35 +137,38 @@ class Link:
 
 
 @dataclass(slots=True)
-class Network:
+class SimulatedNetwork:
     loop: VirtualLoop
     dice: Dice
-    weather: Weather
-    blockages: dict[str, Blockage] = field(default_factory=dict)
-    links: dict[str, list[Link]] = field(default_factory=dict)
+    conditions: NetworkConditions
+    blockages: dict[str, BlockedDirections] = field(default_factory=dict)
+    links: dict[str, list[SimulatedLink]] = field(default_factory=dict)
     dialled: int = 0
-    stalls_us: dict[str, int] = field(default_factory=dict)  # node -> how long its next link stalls
+    stalls_us: dict[str, int] = field(default_factory=dict)  # by node: stall of its next link
 
-    def blockage(self, node: str) -> Blockage:
+    def calm(self) -> None:
+        self.conditions = NetworkConditions()
+
+    def blockage(self, node: str) -> BlockedDirections:
         found = self.blockages.get(node)
         if found is None:
-            found = self.blockages[node] = Blockage()
+            found = self.blockages[node] = BlockedDirections()
         return found
 
     def reachable(self, node: str) -> bool:
         blocked = self.blockage(node)
         return self.loop.us >= max(blocked.up_until_us, blocked.down_until_us)
 
-    def open(self, node: str) -> Link:
+    def open(self, node: str) -> SimulatedLink:
         self.dialled += 1
-        link = Link(self, node, self.dialled, self.dice.branch(f"link-{self.dialled}"))
+        link = SimulatedLink(self, node, self.dialled, self.dice.branch(f"link-{self.dialled}"))
         self.links[node] = [old for old in self.links.get(node, ()) if not old.broken] + [link]
         if node in self.stalls_us:
             self._stall(link, self.stalls_us.pop(node))
         return link
 
     def stall(self, node: str, lasts_us: int) -> None:
-        """What the node says gets stuck on its way; it dials anew, and the old words arrive after the new ones."""
+        """Delay the node's frames; it connects again, and the old frames arrive after the new ones."""
         if self.dice.chance(0.5):
             self.stalls_us[node] = lasts_us
             self.break_links(node)
@@ -165,17 +176,15 @@ class Network:
             for link in self.links.get(node, ()):
                 self._stall(link, lasts_us)
 
-    def _stall(self, link: Link, lasts_us: int) -> None:
+    def _stall(self, link: SimulatedLink, lasts_us: int) -> None:
         link.up.free_at_us = max(link.up.free_at_us, self.loop.us + lasts_us)
         self.loop.after_us(self.dice.between(1, lasts_us), self._give_up, link)
 
-    def _give_up(self, link: Link) -> None:
-        """The agent takes the link for dead before the server does."""
+    def _give_up(self, link: SimulatedLink) -> None:
         late = max(0, link.up.free_at_us - self.loop.us) + self.dice.between(1, 500 * MS)
         link.break_off(1, late, lose=False)
 
     def break_links(self, node: str) -> None:
-        """Every connection of the node breaks; nobody learns of it at once."""
         for link in self.links.get(node, ()):
             link.break_off(
                 self.dice.between(1, 300 * MS),
@@ -184,7 +193,7 @@ class Network:
             )
 
     def latency_us(self) -> int:
-        delay = self.dice.between(*self.weather.delay_us)
-        if self.weather.spike and self.dice.chance(self.weather.spike):
-            delay += self.dice.between(*self.weather.spike_us)
+        delay = self.dice.between(*self.conditions.delay_us)
+        if self.conditions.spike and self.dice.chance(self.conditions.spike):
+            delay += self.dice.between(*self.conditions.spike_us)
         return delay

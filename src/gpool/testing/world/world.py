@@ -1,4 +1,4 @@
-"""A whole pool in one process under virtual time: real planner, store, server and sessions; everything else is weather.
+"""A whole pool in one process under virtual time: real planner, store, server and agent state machines; the rest is simulated.
 
 `run(seed)` is a function: the same seed gives the same run, to the byte of its trace, in every process.
 """
@@ -10,16 +10,16 @@ import gc
 import logging
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gpool.core.ids import GpuId, NodeId, TaskId, UserId
-from gpool.core.model import GIB, Availability, Gpu, Offer, Permission
-from gpool.core.scheduler.order.orders import ORDERS
-from gpool.server.actions.tasks.stopping import preempt_tasks
+from gpool.core.ids import GpuId, NodeId, UserId
+from gpool.core.model import GIB, Gpu, Instant, Offer, Permission
+from gpool.core.scheduler.order.builtin import ORDERS
 from gpool.server.settings import Settings
-from gpool.server.store import SqliteStore
+from gpool.server.store import InlineStore, SqliteStore
 from gpool.server.store.operations.identity import users
 from gpool.server.store.operations.leases import leases
 from gpool.server.store.operations.nodes import nodes
@@ -27,22 +27,26 @@ from gpool.server.store.operations.tasks import artifacts
 from gpool.server.store.values import User
 from gpool.testing.dice import Dice
 from gpool.testing.loop import Deadlock, Livelock, VirtualLoop, new_loop
-from gpool.testing.world.agents import Agent, Surroundings
-from gpool.testing.world.consumers import FUNCTION_SHA256, Consumer, Counter, draw_gang, draw_wish
-from gpool.testing.world.disk import Pace
-from gpool.testing.world.faults import Fault, FaultPlan, Kind, Mischief, draw
-from gpool.testing.world.files import empty_database, fast_folder, rebuilt
-from gpool.testing.world.host import FaultLog, Host, Site, WallClock
-from gpool.testing.world.network import Network, Weather
-from gpool.testing.world.parts import Parts
-from gpool.testing.world.record import Record
-from gpool.testing.world.rows import Reader
+from gpool.testing.world.agents import Agent, AgentEnvironment
+from gpool.testing.world.consumers import (
+    FUNCTION_SHA256,
+    Consumer,
+    ConsumerEnvironment,
+    draw_gang,
+    draw_submission,
+)
+from gpool.testing.world.database import DatabaseReader, empty_database, fast_folder, rebuilt
+from gpool.testing.world.disk import DiskSpeed
+from gpool.testing.world.faults import FIRST_NODE, FaultInjector, FaultLimits, FaultPlan, draw
+from gpool.testing.world.host import ErrorLogHandler, Host, HostEnvironment, Parts, WallClock
+from gpool.testing.world.network import SimulatedNetwork
+from gpool.testing.world.oracle import Oracle
 from gpool.testing.world.trace import Trace
 
 S = 1_000_000
 MS = 1_000
 CALM_US = 180 * S
-"""Once the faults are over, everything must have ended after this long."""
+"""Time after the last fault within which every task must have ended."""
 
 _ALONE = (
     Offer(
@@ -66,13 +70,11 @@ OFFERS = tuple(
     for number, offer in enumerate(_ALONE, 1)
 )
 GANGS = 0.5
-"""Of all runs: those in which somebody asks for several nodes at once."""
+"""Fraction of runs with gangs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a run."""
-
+class WorldOutcome:
     seed: int
     violation: str | None
     digest: str
@@ -92,14 +94,14 @@ def run(
     parts: Parts | None = None,
     *,
     keep_trace: bool = False,
-    mischief: Mischief | None = None,
+    limits: FaultLimits | None = None,
     steps: tuple[tuple[int, int], ...] = (),
-) -> Outcome:
-    """One run; a violation ends it. `steps`: when and how far the server's time of day is set forward, in microseconds."""
+) -> WorldOutcome:
+    """Run one seed; a violation ends it. `steps`: (when, how far) the server's time of day is set forward, in microseconds."""
     folder = Path(tempfile.mkdtemp(prefix="gpool-world-", dir=fast_folder()))
     try:
-        world = World(seed, folder, parts or Parts(), mischief or Mischief(), keep_trace, steps)
-        return world.run()
+        world = World(seed, folder, parts or Parts(), limits or FaultLimits(), keep_trace, steps)
+        return world.run(seed)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -110,24 +112,22 @@ class World:
         seed: int,
         folder: Path,
         parts: Parts,
-        mischief: Mischief,
+        limits: FaultLimits,
         keep_trace: bool,
         steps: tuple[tuple[int, int], ...] = (),
     ) -> None:
-        self.seed = seed
         self.dice = Dice(f"world-{seed}")
         self.loop: VirtualLoop = new_loop()
         self.loop.set_exception_handler(self._loop_failed)
         self.trace = Trace(self.loop, keep=keep_trace)
         self.violation: str | None = None
         self._over: asyncio.Future[None] = self.loop.create_future()
-        self._parts = parts
-        self.plan: FaultPlan = draw(self.dice.branch("faults"), len(OFFERS), mischief)
-        self.record = Record(lambda: self.loop.us, self.fail)
-        self.network = Network(self.loop, self.dice.branch("network"), self.plan.weather)
+        self.plan: FaultPlan = draw(self.dice.branch("faults"), len(OFFERS), limits)
+        self.oracle = Oracle(lambda: self.loop.us, self.fail)
+        network = SimulatedNetwork(self.loop, self.dice.branch("network"), self.plan.conditions)
         (folder / "gpool.db").write_bytes(empty_database())
         self._file = SqliteStore.inline(folder / "gpool.db", synchronous="OFF")
-        self._pace = Pace()
+        speed = DiskSpeed()
         rate = 1 + (self.dice.branch("clock").random() - 0.5) * 0.01
         clock = WallClock(self.loop, rate, steps)
         settings = Settings(
@@ -141,79 +141,45 @@ class World:
             order=self.dice.branch("order").pick(tuple(sorted(ORDERS))),
         )
         self.host = Host(
-            Site(
+            HostEnvironment(
                 self.loop,
                 self.dice,
                 self.trace,
                 parts,
                 folder,
                 self._file,
-                self._pace,
+                speed,
                 settings,
                 clock,
                 self._committed,
                 self.fail,
             )
         )
-        self._clock = clock
-        self._node_names: dict[int, str] = {}
-        self.agents = self._make_nodes()
-        self.consumers = self._make_consumers()
-        self._reader = Reader(folder / "gpool.db", self._node_names)
+        around = AgentEnvironment(
+            self.loop, network, self.oracle, self.trace, self.host, parts, self.fail
+        )
+        self.agents = _make_nodes(self._file, around, self.dice, clock.now())
+        self.consumers = _make_consumers(
+            self._file,
+            ConsumerEnvironment(self.loop, network, self.host, self.oracle, self.trace, self.fail),
+            self.dice,
+            clock.now(),
+        )
+        self._faults = FaultInjector(
+            self.loop, self.dice, self.trace, network, self.host, self.agents, self.oracle, speed
+        )
+        names = {FIRST_NODE + number: agent.name for number, agent in enumerate(self.agents)}
+        self._reader = DatabaseReader(folder / "gpool.db", names)
         self._lives: list[asyncio.Task[None]] = []
         self.commits = 0
-        self.crashes = 0
 
-    # ---- setting up
-
-    def _make_nodes(self) -> list[Agent]:
-        owner = User(UserId(1), "owner", frozenset({Permission.PROVIDER}), self._clock.now())
-        self._file.write_now(users.create_user(owner))
-        around = Surroundings(
-            self.loop,
-            self.network,
-            self.record,
-            self.trace,
-            self.host,
-            self._parts,
-            self.fail,
-        )
-        agents = []
-        for number, offer in enumerate(OFFERS):
-            name, secret, id_ = f"n{number}", f"secret-{number}", NodeId(100 + number)
-            self._node_names[id_] = name
-            gpu_ids = [GpuId(1000 + 10 * number + gpu.index) for gpu in offer.gpus]
-            credentials = self._file.write_now(
-                nodes.create_node(
-                    id_, name, owner.id, None, secret, offer, gpu_ids, self._clock.now()
-                )
-            )
-            self.host.know(secret, credentials)
-            agents.append(Agent(around, name, secret, offer, self.dice.branch(name)))
-        return agents
-
-    def _make_consumers(self) -> list[Consumer]:
-        counter = Counter(self.loop, self.network, self.host, self.record, self.trace, self.fail)
-        consumers = []
-        for number in range(3):
-            name, now = f"c{number}", self._clock.now()
-            user = User(UserId(10 + number), name, frozenset({Permission.CONSUMER}), now)
-            self._file.write_now(users.create_user(user))
-            self._file.write_now(
-                artifacts.add_artifact(FUNCTION_SHA256, 1, user.id, None, None, now)
-            )
-            consumers.append(Consumer(counter, name, user, self.dice.branch(name)))
-        return consumers
-
-    # ---- running
-
-    def run(self) -> Outcome:
+    def run(self, seed: int) -> WorldOutcome:
         root = logging.getLogger("gpool")
-        handler = FaultLog(self.fail)
+        handler = ErrorLogHandler(self.fail)
         propagates, root.propagate = root.propagate, False
         root.addHandler(handler)
         collects = gc.isenabled()
-        gc.disable()  # a finaliser at a random moment is the one thing a seed does not decide
+        gc.disable()  # a finaliser runs at an instant that no seed decides
         try:
             asyncio.set_event_loop(self.loop)
             self.loop.run_until_complete(self._live())
@@ -226,18 +192,18 @@ class World:
             self._close()
             if collects:
                 gc.enable()
-        return Outcome(
-            self.seed,
+        return WorldOutcome(
+            seed,
             self.violation,
             self.trace.digest(),
             self.loop.time(),
             self.trace.count,
             self.commits,
-            self.record.attempts,
-            self.record.accepted,
-            self.crashes,
-            self.record.resumed,
-            self.record.gangs,
+            self.oracle.attempts,
+            self.oracle.accepted,
+            self._faults.server_crashes,
+            self.oracle.resumed,
+            self.oracle.gangs,
             self.trace.lines,
         )
 
@@ -246,14 +212,14 @@ class World:
         for agent in self.agents:
             agent.start()
         for fault in self.plan.faults:
-            self.loop.after_us(fault.at_us, self._strike, fault)
-        wishes = self.dice.branch("wishes")
+            self.loop.after_us(fault.at_us, self._faults.strike, fault)
+        submissions = self.dice.branch("wishes")
         gangs = self.dice.branch("gangs")
         until_us = self.plan.ends_us - 4 * S
         for number, consumer in enumerate(self.consumers):
             mine = [
-                draw_wish(wishes, f"{consumer.name}-s{n}", until_us)
-                for n in range(wishes.between(2, 5))
+                draw_submission(submissions, f"{consumer.name}-s{n}", until_us)
+                for n in range(submissions.between(2, 5))
             ]
             if number == 0 and gangs.chance(GANGS):
                 mine += [
@@ -264,7 +230,7 @@ class World:
         for life in self._lives:
             life.add_done_callback(self._life_ended)
         self.loop.after_us(300 * MS, self._compare)
-        self.loop.after_us(self.plan.ends_us, self._calm)
+        self.loop.after_us(self.plan.ends_us, self._faults.end_all)
         self.loop.after_us(self.plan.ends_us + 100 * MS, self._look_for_the_end)
         await self._over
 
@@ -281,7 +247,7 @@ class World:
             self.fail(f"a consumer died of {life.exception()!r}")
 
     def fail(self, what: str) -> None:
-        """A promise was broken: the first one is the one told."""
+        """End the run with a violation; only the first one is reported."""
         if self.violation is None:
             self.violation = f"at {self.loop.us / 1e6:.6f} s: {what}"
             self.trace.say("world", "VIOLATION", what)
@@ -291,124 +257,29 @@ class World:
     def _loop_failed(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         self.fail(f"{context.get('message')}: {context.get('exception')!r}")
 
-    # ---- faults
-
-    def _strike(self, fault: Fault) -> None:
-        agent = self.agents[fault.node]
-        self.trace.say("world", "strikes", fault.kind, agent.name, fault.lasts_us)
-        over = self.loop.us + fault.lasts_us
-        blockage = self.network.blockage(agent.name)
-        match fault.kind:
-            case Kind.SERVER_CRASH:
-                self.crashes += 1
-                self.host.crash()
-                self.loop.after_us(fault.lasts_us, self.host.start)
-            case Kind.AGENT_CRASH:
-                agent.crash()
-                self.loop.after_us(fault.lasts_us, agent.start)
-            case Kind.SHUTDOWN:
-                agent.shut_down()
-                self.loop.after_us(fault.lasts_us, agent.start_again)
-            case Kind.PREEMPT:
-                self._preempt(agent.name)
-            case Kind.RECLAIM:
-                agent.reclaim()
-                lends_us = fault.lasts_us
-                if self.dice.chance(0.5):  # just while it connects anew
-                    self.loop.after_us(lends_us, self.network.break_links, agent.name)
-                    lends_us += self.dice.between(1 * MS, 40 * MS)
-                self.loop.after_us(lends_us, agent.lend)
-            case Kind.FREEZE:
-                agent.freeze()
-                self.loop.after_us(fault.lasts_us, agent.thaw)
-            case Kind.BREAK:
-                self.network.break_links(agent.name)
-            case Kind.STALL:
-                self.network.stall(agent.name, fault.lasts_us)
-            case Kind.BLOCK | Kind.BLOCK_UP | Kind.BLOCK_DOWN:
-                if fault.kind is not Kind.BLOCK_DOWN:
-                    blockage.up_until_us = max(blockage.up_until_us, over)
-                if fault.kind is not Kind.BLOCK_UP:
-                    blockage.down_until_us = max(blockage.down_until_us, over)
-                if self.dice.chance(0.5):
-                    self.loop.after_us(fault.lasts_us // 2, self.network.break_links, agent.name)
-            case Kind.BLOCK_CROSSED:
-                blockage.down_until_us = max(blockage.down_until_us, over)
-                self.loop.after_us(fault.lasts_us // 3, self._block_up, agent.name, 6 * S)
-            case Kind.OWNER_PAUSE:
-                self._set_availability(fault.node, Availability.PAUSED)
-                self.loop.after_us(
-                    fault.lasts_us, self._set_availability, fault.node, Availability.AVAILABLE
-                )
-            case Kind.SLOW_DISK:
-                self._pace.stuck_until_us = over
-            case _:
-                pass
-
-    def _block_up(self, name: str, lasts_us: int) -> None:
-        blockage = self.network.blockage(name)
-        blockage.up_until_us = max(blockage.up_until_us, self.loop.us + lasts_us)
-
-    def _preempt(self, name: str) -> None:
-        """Somebody decided that some of what this node holds must make room."""
-        incarnation = self.host.current
-        held = sorted(r.task for r in self.record.rows.values() if r.holds_at(name, r.epoch))
-        if incarnation is None or not held:
-            return
-        chosen = self.dice.sample(held, self.dice.between(1, len(held)))
-        self.trace.say("world", "preempts", chosen)
-        incarnation.spawn(preempt_tasks(incarnation.server, [TaskId(task) for task in chosen]))
-
-    def _set_availability(self, node: int, availability: Availability) -> None:
-        incarnation = self.host.current
-        if incarnation is not None:
-            incarnation.spawn(self._change(incarnation.server, NodeId(100 + node), availability))
-
-    @staticmethod
-    async def _change(server: Any, node: NodeId, availability: Availability) -> None:
-        row = await server.write(nodes.set_availability(node, None, availability, server.now))
-        if row is not None:
-            server.scheduler.node_changed(row.node)
-
-    def _calm(self) -> None:
-        self.trace.say("world", "calms down")
-        self.network.weather = Weather()
-        self.host.start()
-        for number, agent in enumerate(self.agents):
-            agent.thaw()
-            agent.lend()
-            self._set_availability(number, Availability.AVAILABLE)
-        self.loop.after_us(1 * S, self._start_all)
-
-    def _start_all(self) -> None:
-        for number, agent in enumerate(self.agents):
-            agent.start()
-            self._set_availability(number, Availability.AVAILABLE)
-
-    # ---- looking
+    # ---- checks
 
     def _committed(self) -> None:
         self.commits += 1
-        before = self.record.rows
-        self.record.checkpointed(self._reader.progress())
-        self.record.absorb(self._reader.rows())
+        before = self.oracle.rows
+        self.oracle.checkpointed(self._reader.progress())
+        self.oracle.absorb(self._reader.rows())
         for task, line in self._reader.new_logs():
-            self.record.logged(before, task, line)
+            self.oracle.logged(before, task, line)
 
     def _compare(self) -> None:
-        """The scheduler's picture, folded from events, against one taken from the file."""
-        incarnation = self.host.current
-        if incarnation is not None and incarnation.disk.is_quiet:
-            scheduler = incarnation.server.scheduler
-            if not scheduler.in_doubt:
-                picture = self._file.read_now(leases.picture())
-                if scheduler.state != rebuilt(scheduler, picture):
+        process = self.host.current
+        if process is not None and process.disk.is_quiet:
+            picture = process.server.picture
+            if not picture.is_stale:
+                rows = self._file.read_now(leases.picture())
+                if picture.state != rebuilt(picture, rows):
                     self.fail("the scheduling state differs from one rebuilt from the store")
         self.loop.after_us(300 * MS, self._compare)
 
     def _look_for_the_end(self) -> None:
         open_rows = [
-            row for row in self.record.rows.values() if row.holding or not row.status.is_final
+            row for row in self.oracle.rows.values() if row.holding or not row.status.is_final
         ]
         waiting = sum(consumer.unfinished for consumer in self.consumers)
         if not open_rows and not waiting:
@@ -425,3 +296,33 @@ class World:
         self._file.close()
         self.loop.close()
         asyncio.set_event_loop(None)
+
+
+def _make_nodes(
+    file: InlineStore, around: AgentEnvironment, dice: Dice, now: Instant
+) -> Sequence[Agent]:
+    owner = User(UserId(1), "owner", frozenset({Permission.PROVIDER}), now)
+    file.write_now(users.create_user(owner))
+    agents = []
+    for number, offer in enumerate(OFFERS):
+        name, secret, id_ = f"n{number}", f"secret-{number}", NodeId(FIRST_NODE + number)
+        gpu_ids = [GpuId(1000 + 10 * number + gpu.index) for gpu in offer.gpus]
+        credentials = file.write_now(
+            nodes.create_node(id_, name, owner.id, None, secret, offer, gpu_ids, now)
+        )
+        around.host.know(secret, credentials)
+        agents.append(Agent(around, name, secret, offer, dice.branch(name)))
+    return agents
+
+
+def _make_consumers(
+    file: InlineStore, around: ConsumerEnvironment, dice: Dice, now: Instant
+) -> Sequence[Consumer]:
+    consumers = []
+    for number in range(3):
+        name = f"c{number}"
+        user = User(UserId(10 + number), name, frozenset({Permission.CONSUMER}), now)
+        file.write_now(users.create_user(user))
+        file.write_now(artifacts.add_artifact(FUNCTION_SHA256, 1, user.id, None, None, now))
+        consumers.append(Consumer(around, name, user, dice.branch(name)))
+    return consumers

@@ -25,11 +25,20 @@ from gpool.core.model import (
 )
 from gpool.core.scheduler.explain.mismatch import Explanation
 from gpool.core.scheduler.explain.waiting import Story, explain, with_story
-from gpool.core.scheduler.order.orders import ORDERS, Policy
-from gpool.core.scheduler.passes.plan import plan
+from gpool.core.scheduler.order.builtin import ORDERS
+from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.state.events import NodeRemoved, TasksWithdrawn
 from gpool.core.specs import gpu as gpuspec
-from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, apply, enqueue, hold
+from tests.core.scheduler.state.builders import (
+    NOW,
+    a_node,
+    a_shape,
+    a_state,
+    apply,
+    enqueue,
+    hold,
+    plan,
+)
 
 FCFS = Policy(order="fcfs")
 

@@ -11,12 +11,12 @@ from bench.whatif import check, some_pool
 from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, Node, Shape, Tier
 from gpool.core.scheduler.explain.whatif import Asking, Suggested, Suggestion, suggest
-from gpool.core.scheduler.order.orders import ORDERS, Policy
-from gpool.core.scheduler.passes.plan import plan
+from gpool.core.scheduler.order.builtin import ORDERS
+from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.state.snapshot import take
 from gpool.core.scheduler.state.state import State
 from gpool.core.specs import gpu as gpuspec
-from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, apply, enqueue
+from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, apply, enqueue, plan
 
 FCFS = Policy(order="fcfs")
 

@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 
 from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, GpuRequest, Instant, Shape
+from gpool.core.scheduler.order.builtin import ORDERS
 from gpool.core.scheduler.order.limits import GpuLimits
-from gpool.core.scheduler.order.orders import ORDERS, Policy
-from gpool.core.scheduler.passes.plan import plan
+from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.state.events import (
-    Plan,
+    PassPlan,
     QueuedTask,
     TasksPreempted,
     TasksQueued,
     TasksReleased,
 )
 from gpool.core.scheduler.state.state import State
-from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state
+from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, plan
 
 MINUTE = 60 * SECOND
 
@@ -43,7 +43,7 @@ def submit(state: State, shape: Shape, *ids: int, at: int = NOW) -> None:
     state.fold(TasksQueued(shape, tasks))
 
 
-def write(state: State, decided: Plan, now: int = NOW) -> list[int]:
+def write(state: State, decided: PassPlan, now: int = NOW) -> list[int]:
     for place in decided.places:
         state.fold(place.leased(tuple(grant.task for grant in place.grants), Instant(now)))
     if decided.preemptions:
@@ -83,7 +83,7 @@ def test_a_lender_gets_the_next_that_ends_where_nothing_may_be_stopped() -> None
     submit(state, work(2), 1, 2, 3, 4)
     write(state, plan(state, NOW, policy))
     submit(state, work(1), 5, 6)
-    assert plan(state, NOW, policy) == Plan()
+    assert plan(state, NOW, policy) == PassPlan()
     for ended, started in ((1, 5), (2, 6)):
         state.fold(TasksReleased((TaskId(ended),), NOW))
         assert write(state, plan(state, NOW, policy)) == [started]

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, GpuRequest, Instant, Shape
 from gpool.core.scheduler.order.orders import Policy
-from gpool.core.scheduler.passes.plan import plan
 from gpool.core.scheduler.state.events import QueuedTask, TasksQueued
 from gpool.core.scheduler.state.state import State
-from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state
+from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, plan
 
 HOUR = 3600 * SECOND
 FAIR = Policy()

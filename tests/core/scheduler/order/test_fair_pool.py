@@ -105,7 +105,7 @@ def test_what_was_had_before_is_not_another_part_because_nodes_went(others: int)
     hold(state, shapes[1], 1, parts[1], 1)
 
     def had() -> list[int]:
-        return [state.shares.lately(("user", user)) for user in (1, 2)]
+        return [state.shares.recent(("user", user)) for user in (1, 2)]
 
     before = had()
     assert before[0] == before[1] > 0

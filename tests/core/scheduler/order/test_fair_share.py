@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 
 from gpool.core.ids import TaskId, UserId
 from gpool.core.model import SECOND, GpuRequest, Instant, Requirements, Shape, Span, TaskKind
+from gpool.core.scheduler.order.builtin import ORDERS
 from gpool.core.scheduler.order.fair_share import (
     HALF_LIFE,
     MAX_REMEMBERED,
     Amounts,
-    Usage,
+    RecentUsage,
     asked_by,
     plus,
 )
 from gpool.core.scheduler.order.limits import Holder
-from gpool.core.scheduler.order.orders import ORDERS, Key, Policy
-from gpool.core.scheduler.passes.draft import Turn
-from gpool.core.scheduler.passes.plan import plan
-from gpool.core.scheduler.passes.starts import Starts
+from gpool.core.scheduler.order.orders import Policy
+from gpool.core.scheduler.passes.context import QueueCursor, begin, rank_of
+from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.state.events import (
     NodeChanged,
     QueuedTask,
@@ -33,7 +33,7 @@ from gpool.core.scheduler.state.events import (
     TasksReleased,
 )
 from gpool.core.scheduler.state.state import State
-from tests.core.scheduler.state.builders import NOW, a_node, a_state
+from tests.core.scheduler.state.builders import NOW, a_node, a_state, plan
 
 HOUR = 3600 * SECOND
 Kind = tuple[int, int, int, int]  # team, users, GPUs and minutes of a task
@@ -185,10 +185,10 @@ def test_what_was_had_is_the_same_after_a_restart() -> None:
     before, at = used(pool), pool.now
     assert before["team", 1] > 0
     anew = State()
-    anew.shares.recall({key: (value, at) for key, value in before.items()}, at)
+    anew.shares.restore({key: (value, at) for key, value in before.items()}, at)
     assert anew.used(at) == pytest.approx(before, abs=2)
     later = Instant(at + HALF_LIFE)
-    anew.shares.recall({key: (value, at) for key, value in before.items()}, later)
+    anew.shares.restore({key: (value, at) for key, value in before.items()}, later)
     halved = {key: value / 2 for key, value in before.items()}
     assert anew.used(later) == pytest.approx(halved, abs=2)
 
@@ -271,11 +271,13 @@ def test_all_tasks_of_a_holder_are_always_seen_with_the_same_share(data: st.Data
         pool.submit((shape.team, 1, shape.requirements.gpu[0].count, 5), shape)
         if data.draw(st.booleans()):
             pool.run(Instant(pool.now + data.draw(st.integers(1, 300)) * SECOND))
-    draft = Starts(pool.state, pool.now, pool.policy, ORDERS["fair_share"])
-    seen: dict[tuple[int | None, int], set[Key]] = {}
-    for entry in pool.state.waiting():
+    ctx = begin(pool.state, PlacementIndex(), pool.now, pool.policy, ORDERS["fair_share"])
+    seen: dict[tuple[int | None, int], set[tuple[int, ...]]] = {}
+    for entry in pool.state.queues.shapes():
         shape = entry.shape
-        seen.setdefault((shape.team, shape.user), set()).add(draft.key(Turn(entry))[:3])
+        rank = rank_of(ctx, QueueCursor(entry))
+        shares = (rank.band, rank.key.tenant_share, rank.key.user_share)  # type: ignore[attr-defined]
+        seen.setdefault((shape.team, shape.user), set()).add(shares)
     assert all(len(keys) == 1 for keys in seen.values())
 
 
@@ -341,11 +343,11 @@ def test_a_team_with_more_weight_that_comes_back_begins_even() -> None:
 
 
 def test_a_large_pool_of_users_never_makes_it_forget_their_team() -> None:
-    usage = Usage()
+    usage = RecentUsage()
     usage.pass_time(NOW, is_contended=True)
     usage.settle(("team", 1), 500_000)
     usage.pass_time(Instant(NOW + HOUR), is_contended=True)
     for user in range(MAX_REMEMBERED + 10):
         usage.settle(("team", 1), 500_000)
         usage.settle(("user", user), 1)
-    assert usage.lately(("team", 1), 500_000) > 300_000
+    assert usage.recent(("team", 1), 500_000) > 300_000

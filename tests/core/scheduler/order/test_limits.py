@@ -12,10 +12,9 @@ from gpool.core.model import GIB, GpuRequest, Instant, Shape
 from gpool.core.scheduler.explain.waiting import explain
 from gpool.core.scheduler.order.limits import GpuLimits, gpus_of, holders_of
 from gpool.core.scheduler.order.orders import Policy
-from gpool.core.scheduler.passes.plan import plan
 from gpool.core.scheduler.state.events import RunTimesObserved, TasksReleased
 from gpool.core.scheduler.state.state import State
-from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, apply, enqueue
+from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, apply, enqueue, plan
 
 WHOLE = (GpuRequest(),)
 SHAPES = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -10,18 +11,13 @@ from hypothesis import strategies as st
 
 from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, GpuRequest, Instant, Span
+from gpool.core.scheduler.order.builtin import ORDERS
+from gpool.core.scheduler.order.builtin.fair_share import FairShareKey
+from gpool.core.scheduler.order.exchange import NEAR_MILLI, Exchange, ExchangeSide, outranks
 from gpool.core.scheduler.order.fair_share import HALF_LIFE
-from gpool.core.scheduler.order.orders import (
-    NEAR_MILLI,
-    ORDERS,
-    Candidate,
-    Policy,
-    Standing,
-    outranks,
-)
-from gpool.core.scheduler.passes.plan import plan
+from gpool.core.scheduler.order.orders import Candidate, Order, Policy, Rank
 from gpool.core.scheduler.state.events import RunTimesObserved, TasksReleased
-from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, enqueue
+from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, enqueue, plan
 
 HOUR = 3600 * SECOND
 amounts = st.integers(0, 10**12)
@@ -57,7 +53,9 @@ def test_a_key_never_gets_smaller_when_what_it_looks_at_grows(
     now = Instant(4 * 10**12)
     if field == "attained":  # a long wait lifts by levels: compared at the same waiting
         policy = replace(policy, promotion=Span(10**18))
-    assert order(first, now, policy) <= order(first._replace(**{field: grown}), now, policy)
+    assert order.rank(first, now, policy) <= order.rank(
+        first._replace(**{field: grown}), now, policy
+    )
 
 
 def test_the_shortest_predicted_goes_first() -> None:
@@ -192,6 +190,14 @@ def test_priority_never_passes_another_user_in_fair_share_but_counts_among_equal
 # ---- when it is worth stopping somebody
 
 shares = st.integers(0, 10**6)
+FAIR = ORDERS["fair_share"]
+
+
+def side(
+    share: int, task: int, had: int = 0, holds: int = 0, level: int = 0, band: int = 0
+) -> ExchangeSide:
+    rank = Rank(band, FairShareKey(share, share, 1, level, 0, TaskId(task)))
+    return ExchangeSide(rank, (share, share), (had, had), (holds, holds))
 
 
 @given(
@@ -208,15 +214,8 @@ def test_a_tenant_within_the_margin_of_its_share_never_stops_another_within_it(
     had, others = (fair * (1000 + each) // 1000 for each in before)
     if mine == theirs:
         return
-    both = Standing(
-        (0, mine, mine, 1, 0, 0, 1),
-        (mine, mine),
-        (0, theirs, theirs, 1, 3, 9, 2),
-        Span(ran),
-        (had, had),
-        (others, others),
-    )
-    assert not outranks(both, policy)
+    waiting, running = side(mine, 1, had), side(theirs, 2, others, level=3)
+    assert not outranks(Exchange(waiting, (mine, mine), running, Span(ran)), FAIR, policy)
 
 
 @given(
@@ -225,7 +224,7 @@ def test_a_tenant_within_the_margin_of_its_share_never_stops_another_within_it(
     st.tuples(shares, shares),
     st.tuples(shares, shares),
     st.tuples(st.integers(0, 9), st.integers(0, 9)),
-    st.sampled_from((Span(0), Policy().turn)),
+    st.sampled_from((Span(0), Policy().quantum)),
 )
 def test_what_had_its_turn_always_goes_to_who_had_clearly_less_and_never_before(
     mine: int,
@@ -237,36 +236,35 @@ def test_what_had_its_turn_always_goes_to_who_had_clearly_less_and_never_before(
 ) -> None:
     """If they hold less: they gain so much here that the shares alone would never be worth it."""
     policy = Policy()
-    both = Standing(
-        (0, mine, mine, 1, 0, 0, 1),
-        (10**9,) * 2,
-        (0, theirs, theirs, 1, 0, 0, 2),
-        ran,
-        had,
-        others,
-        (now[0],) * 2,
-        (now[1],) * 2,
-    )
+    waiting = side(mine, 1, holds=now[0])._replace(had=had)
+    running = side(theirs, 2, holds=now[1])._replace(had=others)
+    both = Exchange(waiting, (10**9,) * 2, running, ran)
     if mine != theirs:
         is_clear = others[0] * (1000 - NEAR_MILLI) > had[0] * (1000 + NEAR_MILLI)
-        assert ran or not outranks(both, policy)
-        assert not (ran and is_clear and now[0] < now[1]) or outranks(both, policy)
+        assert ran or not outranks(both, FAIR, policy)
+        assert not (ran and is_clear and now[0] < now[1]) or outranks(both, FAIR, policy)
         if is_clear:  # nobody wants it back from them at once
-            back = Standing(both.other, (10**9,) * 2, both.key, ran, others, had)
-            assert not outranks(back, policy)
+            nothing = (0, 0)
+            back = Exchange(
+                running._replace(holds=nothing),
+                (10**9,) * 2,
+                waiting._replace(holds=nothing),
+                ran,
+            )
+            assert not outranks(back, FAIR, policy)
 
 
-@given(shares, shares, shares, st.sampled_from((Span(0), Policy().turn)), st.booleans())
+@given(shares, shares, shares, st.sampled_from((Span(0), Policy().quantum)), st.booleans())
 def test_who_comes_new_takes_what_had_its_turn_until_all_hold_the_same(
     mine: int, had: int, more: int, ran: Span, evens: bool
 ) -> None:
     """It begins with as much as others had lately: what it holds counts by itself then, and only then."""
-    key, other = (0, mine, mine, 1, 0, 0, 1), (0, mine + 1, mine + 1, 1, 0, 0, 2)
-    both = Standing(key, (10**9,) * 2, other, ran, (had,) * 2, (had,) * 2, evens=(evens,) * 2)
+    waiting, running = side(mine, 1, had), side(mine + 1, 2, had)
+    both = Exchange(waiting, (10**9,) * 2, running, ran, (evens,) * 2)
     is_by_margin = (mine + 1) * 900 > mine * 1100
-    assert outranks(both, Policy()) == (bool(ran) and (evens or is_by_margin))
-    ahead = both._replace(had=(had + more + 1,) * 2)
-    assert not outranks(ahead, Policy())
+    assert outranks(both, FAIR, Policy()) == (bool(ran) and (evens or is_by_margin))
+    ahead = both._replace(waiting=side(mine, 1, had + more + 1))
+    assert not outranks(ahead, FAIR, Policy())
 
 
 @given(mine=shares, theirs=shares, gain=st.integers(1, 10**6), mine_gains=st.integers(1, 10**6))
@@ -275,37 +273,63 @@ def test_what_has_not_had_its_turn_is_never_taken_back_at_once(
 ) -> None:
     """`theirs` is without what it would lose, `gain`; after the exchange the others ask for the same."""
     policy = Policy()
-    key = (0, mine, mine, 1, 0, 0, 1)
-    there = (0, theirs, theirs, 1, 0, 0, 2)
-    after = (mine + mine_gains,) * 2
-    if mine != theirs and outranks(Standing(key, after, there, Span(0)), policy):
-        back = Standing(there, (theirs + gain,) * 2, key, Span(0))
-        assert not outranks(back, policy)
+    waiting, running, after = side(mine, 1), side(theirs, 2), (mine + mine_gains,) * 2
+    if mine != theirs and outranks(Exchange(waiting, after, running, Span(0)), FAIR, policy):
+        back = Exchange(running, (theirs + gain,) * 2, waiting, Span(0))
+        assert not outranks(back, FAIR, policy)
 
 
 @given(
     st.tuples(shares, shares, shares),
     st.tuples(shares, shares),
     st.integers(0, 10**10),
-    st.sampled_from(sorted(ORDERS)),
 )
 def test_what_may_be_stopped_may_always_be_stopped_once_it_ran_longer(
-    now: tuple[int, int, int], had: tuple[int, int], ran: int, order: str
+    now: tuple[int, int, int], had: tuple[int, int], ran: int
 ) -> None:
     mine, gained, theirs = now
-    both = Standing(
-        (0, mine, mine, 1, 0, 0, 1),
-        (gained, gained),
-        (0, theirs, theirs, 1, 0, 0, 2),
-        Span(0),
-        (had[0], had[0]),
-        (had[1], had[1]),
-    )
-    policy = Policy(order=order)
-    assert not outranks(both, policy) or outranks(both._replace(ran=Span(ran)), policy)
+    waiting, running = side(mine, 1, had[0]), side(theirs, 2, had[1])
+    both, policy = Exchange(waiting, (gained, gained), running, Span(0)), Policy()
+    later = both._replace(ran=Span(ran))
+    assert not outranks(both, FAIR, policy) or outranks(later, FAIR, policy)
 
 
 def test_what_is_due_to_a_guarantee_is_always_worth_it() -> None:
-    both = Standing((0, 9, 9, 1, 0, 0, 1), (9, 9), (1, 0, 0, 0, 0, 0, 2), Span(0))
-    for name in ORDERS:
-        assert outranks(both, Policy(order=name))
+    both = Exchange(side(9, 1), (9, 9), side(0, 2, band=1), Span(0))
+    for order in ORDERS.values():
+        assert outranks(both, order, Policy(order=order.name))
+
+
+def test_orders_have_the_names_that_operators_use() -> None:
+    assert sorted(ORDERS) == ["fair_share", "fcfs", "priority", "round_robin", "shortest"]
+    assert {name for name, order in ORDERS.items() if order.may_preempt} == {
+        "fair_share",
+        "priority",
+        "round_robin",
+    }
+
+
+class LengthKey(NamedTuple):
+    """A plug-in's key: long names of functions first."""
+
+    shortness: int
+    task: int
+
+
+def test_a_new_order_decides_starts_and_preemption_by_its_own_fields() -> None:
+    def longest_name(candidate: Candidate, now: Instant, policy: Policy) -> LengthKey:
+        return LengthKey(-len(candidate.shape.group), candidate.task)
+
+    order = Order("longest_name", longest_name, decisive=("shortness",))
+    policy, orders = Policy(order="longest_name"), {"longest_name": order}
+    state = a_state(a_node(1, gpus=1))
+    short, long = (
+        replace(a_shape(group=name, gpu=(GpuRequest(1),)), preemptible=True)
+        for name in ("f", "train")
+    )
+    enqueue(state, short, [1, 2])
+    for place in plan(state, NOW, policy, orders).places:
+        state.fold(place.leased((TaskId(1),), NOW))
+    assert not plan(state, NOW, policy, orders).preemptions  # equal decisive fields
+    enqueue(state, long, [3], at=NOW + 1)
+    assert [each.task for each in plan(state, NOW, policy, orders).preemptions] == [1]

@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, GpuRequest, Instant, Shape, Span
 from gpool.core.scheduler.order.orders import Policy
-from gpool.core.scheduler.passes.plan import plan
 from gpool.core.scheduler.state.events import (
     QueuedTask,
     RunTimesObserved,
     TasksQueued,
     TasksReleased,
 )
-from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state
+from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, plan
 
 FCFS = Policy(order="fcfs")
 PATIENCE = FCFS.patience // SECOND

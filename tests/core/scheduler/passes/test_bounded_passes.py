@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import GIB, MIB, SECOND, Allocation, GpuRequest, Instant, Shape, Slice, Span
-from gpool.core.scheduler.order.orders import ORDERS, Candidate, Key, Policy, Standing, outranks
-from gpool.core.scheduler.passes.plan import plan
-from gpool.core.scheduler.passes.preemption import Victim, Victims
-from gpool.core.scheduler.passes.starts import MAX_IN_VIEW, MAX_STARTS, SEARCHES_IN_TURN
+from gpool.core.scheduler.order.builtin import ORDERS
+from gpool.core.scheduler.order.exchange import Exchange, ExchangeSide, outranks
+from gpool.core.scheduler.order.orders import Candidate, Key, Order, Policy, Rank
+from gpool.core.scheduler.passes.context import SEARCHES_IN_ROTATION
+from gpool.core.scheduler.passes.starts import MAX_SHAPES, MAX_STARTS
+from gpool.core.scheduler.passes.victims import (
+    PreemptibleCapacity,
+    Victim,
+    VictimGroup,
+    VictimGroups,
+)
 from gpool.core.scheduler.place.fit import fit, unfit
-from gpool.core.scheduler.place.preemptible_capacity import Reach
 from gpool.core.scheduler.state.events import Leased, QueuedTask, TasksLeased, TasksQueued
-from gpool.core.scheduler.state.state import Line, ShapeState, State
-from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, apply, enqueue, hold
+from gpool.core.scheduler.state.held import HeldAllocation
+from gpool.core.scheduler.state.state import State
+from gpool.core.scheduler.state.waiting import ShapeState
+from tests.core.scheduler.state.builders import (
+    NOW,
+    a_node,
+    a_shape,
+    a_state,
+    apply,
+    enqueue,
+    hold,
+    index_of,
+    plan,
+)
 
 HOUR = 3600 * SECOND
 
@@ -68,7 +86,11 @@ class Asked:
 
     def __call__(self, candidate: Candidate, now: Instant, policy: Policy) -> Key:
         self.count += 1
-        return self.order(candidate, now, policy)
+        return self.order.key(candidate, now, policy)
+
+    @property
+    def as_order(self) -> Order:
+        return replace(self.order, key=self)
 
 
 def test_no_crowd_of_users_ever_makes_a_pass_look_long_for_what_to_stop() -> None:
@@ -76,7 +98,7 @@ def test_no_crowd_of_users_ever_makes_a_pass_look_long_for_what_to_stop() -> Non
     state = full(60, 8, 60)
     one_each(state, range(1, 501), 8)
     asked = Asked()
-    plan(state, Instant(NOW + SECOND), Policy(), {"fair_share": asked})
+    plan(state, Instant(NOW + SECOND), Policy(), {"fair_share": asked.as_order})
     # of those that wait, of those that run, and anew of those whose people lost something
     assert asked.count < 500 + 480 + 2000
 
@@ -95,8 +117,10 @@ def test_no_more_shapes_are_ever_looked_at_in_a_pass_than_so_many_and_in_time_al
     for number in range(12):
         before = asked.count
         state.pass_time(Instant(NOW + number))
-        assert plan(state, NOW, Policy(), {"fair_share": order}).is_partial
-        assert asked.count - before <= MAX_IN_VIEW + SEARCHES_IN_TURN
+        assert plan(
+            state, NOW, Policy(), {"fair_share": replace(asked.order, key=order)}
+        ).is_partial
+        assert asked.count - before <= MAX_SHAPES + SEARCHES_IN_ROTATION
     assert len(seen) == 3000
     enqueue(state, started, [9999])
     assert apply(state, plan(state, NOW)) == [9999]  # what comes last starts at once
@@ -138,7 +162,7 @@ def test_who_could_have_room_made_always_has_it_made_though_very_many_look_in_va
     state.fold(TasksQueued(one, (QueuedTask(TaskId(9000), 0, Instant(NOW + 1)),)))
     at_once = plan(state, Instant(NOW + SECOND))
     assert not at_once.preemptions  # the others came first, and it took too long
-    for number in range(-(-(crowd + 1) // SEARCHES_IN_TURN)):
+    for number in range(-(-(crowd + 1) // SEARCHES_IN_ROTATION)):
         now = Instant(NOW + SECOND + number)
         state.pass_time(now)
         decided = plan(state, now)
@@ -168,8 +192,8 @@ def test_reach_never_denies_room_that_stopping_all_would_make(
             tasks = tuple(grant.task for grant in place.grants)
             state.fold(place.leased(tasks, Instant(NOW)))
     shape = a_shape(9, cpu_milli=cpus * 1000, memory_bytes=GIB, gpu=asked)
-    engine = state.engine(Policy().pricing)
-    there = Reach(engine, state.stoppable.values()).nodes(shape)
+    index = index_of(state)
+    there = PreemptibleCapacity(index, state.stoppable.values()).nodes(shape)
     for id_, entry in state.nodes.items():
         room = entry.room.copy()
         for line in entry.lines.values():
@@ -177,7 +201,7 @@ def test_reach_never_denies_room_that_stopping_all_would_make(
                 room.give(line.allocation)
         assert entry.node is not None
         fits = unfit(entry.node, shape) is None and fit(entry.node, room, shape) is not None
-        assert there[engine.board.slots[id_]] or not fits
+        assert there[index.board.slots[id_]] or not fits
 
 
 SHARES = st.integers(0, 12).map(lambda n: n * 10_000)
@@ -190,6 +214,26 @@ KEYS = st.tuples(
     st.integers(0, 3),
     st.integers(0, 9),
 )
+
+
+def rank_of(key: Key) -> Rank:
+    """A key with every field that any order compares."""
+    return Rank(key[0], AnyKey(key[1], key[1], *key[1:]))
+
+
+class AnyKey(NamedTuple):
+    running: int
+    since: int
+    tenant_share: int
+    user_share: int
+    is_due: int
+    level: int
+    age: int
+    task: int
+
+
+def standing(key: Key, had: int, held: int) -> ExchangeSide:
+    return ExchangeSide(rank_of(key), (key[1], key[2]), (had, had), (held, held))
 
 
 @settings(max_examples=200, deadline=None)
@@ -211,21 +255,19 @@ def test_no_group_is_ever_passed_over_of_which_something_may_be_stopped(
     held: tuple[int, int],
     order: str,
 ) -> None:
-    policy, entry = Policy(order=order), ShapeState(preemptible(2), {})
-    groups = []
+    policy, entry = Policy(), ShapeState(preemptible(2), {})
+    groups, waiting = [], standing(mine, had[0], held[0])
     for key in theirs:
-        line = Line(NodeId(1), Allocation(0, 0, 0, ()), entry)
-        groups.append([Victim(key, line)])
-    victims = Victims(groups, [had[1]] * len(groups), [held[1]] * len(groups))
-    looked = list(victims.worth_a_look(a_shape(1), mine, had[0], held[0], policy))
-    gained = (mine[1] + gain, mine[2] + gain)
-    for group in groups:
-        both = Standing(mine, gained, group[0].key, Span(ran), (had[0],) * 2, (had[1],) * 2)
-        both = both._replace(holds=(held[0],) * 2, others_hold=(held[1],) * 2)
-        both = both._replace(evens=(held[0] < held[1],) * 2)
-        if outranks(both, policy):
+        line = HeldAllocation(NodeId(1), Allocation(0, 0, 0, ()), entry.shape)
+        groups.append(VictimGroup([Victim(rank_of(key), line)], (key[1], key[2])))
+    victims = VictimGroups(groups, [had[1]] * len(groups), [held[1]] * len(groups))
+    looked = list(victims.worth_comparing(a_shape(1), waiting, ORDERS[order], policy))
+    gained, evens = (mine[1] + gain, mine[2] + gain), (held[0] < held[1],) * 2
+    for key, group in zip(theirs, groups, strict=True):
+        exchange = Exchange(waiting, gained, standing(key, had[1], held[1]), Span(ran), evens)
+        if outranks(exchange, ORDERS[order], policy):
             assert group in looked
-    own = victims.worth_a_look(a_shape(2), mine, had[0], held[0], policy)
+    own = victims.worth_comparing(a_shape(2), waiting, ORDERS[order], policy)
     assert list(own) == groups  # of one's own all are
     assert entry.shape.user == UserId(2)
 
@@ -238,11 +280,11 @@ def test_shapes_that_were_never_asked_for_are_looked_at_a_few_a_pass_and_in_time
         hold(state, a_shape(5000), number, Allocation(0, 1000, GIB), 10_000 + number)
     for user in range(1, 601):
         enqueue(state, a_shape(user, gpu=(GpuRequest(vram_bytes=GIB),), cpu_milli=900), [user])
-    last, fresh = a_shape(9000, cpu_milli=500), state.engine(Policy().pricing).fresh
+    last, fresh = a_shape(9000, cpu_milli=500), index_of(state).scored_for_new
     enqueue(state, last, [9000], at=NOW + 1)
     for number in range(5):
         state.pass_time(Instant(NOW + number))
         apply(state, plan(state, NOW))
-        before, fresh = fresh, state.engine(Policy().pricing).fresh
+        before, fresh = fresh, index_of(state).scored_for_new
         assert fresh - before <= 510_000
     assert TaskId(9000) in state.held

@@ -10,18 +10,20 @@ from hypothesis import strategies as st
 
 from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, GpuRequest, Instant, Shape, Span
+from gpool.core.scheduler.order.builtin import ORDERS
 from gpool.core.scheduler.order.limits import GpuLimits, Holder, gpus_of
-from gpool.core.scheduler.order.orders import DECISIVE, ORDERS, Policy
-from gpool.core.scheduler.passes.plan import plan
+from gpool.core.scheduler.order.orders import Policy
+from gpool.core.scheduler.passes import plan as passes
+from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.state.events import (
-    Plan,
+    PassPlan,
     QueuedTask,
     TasksLeased,
     TasksPreempted,
     TasksQueued,
     TasksReleased,
 )
-from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state
+from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, plan
 
 STEP = 7 * 60 * SECOND  # turns and times of protection begin and end in between
 STEPS = 60
@@ -92,16 +94,15 @@ class Story:
         for _ in range(3 * len(self.jobs) + 3):
             self.state.pass_time(self.now)
             decided = plan(self.state, self.now, self.policy)
-            assert decided == plan(
-                self.state, self.now, self.policy
-            )  # nothing but the state counts
+            fresh = PlacementIndex()  # nothing but the state counts
+            assert decided == passes.plan(self.state, fresh, self.now, self.policy)
             self.write(decided, stopped)
             self.check()
             if not decided.places and not decided.preemptions:
                 return
         raise AssertionError("it never came to rest")
 
-    def write(self, decided: Plan, stopped: set[TaskId]) -> None:
+    def write(self, decided: PassPlan, stopped: set[TaskId]) -> None:
         for place in decided.places:
             tasks = tuple(grant.task for grant in place.grants)
             leased: TasksLeased = place.leased(tasks, self.now)
@@ -126,10 +127,10 @@ class Story:
         assert job.preemptible
         assert task in self.began
         assert gainer not in self.began
-        assert policy.order in DECISIVE or policy.limits.guaranteed
+        assert ORDERS[policy.order].may_preempt or policy.limits.guaranteed
         if self.epochs[task] > 1:
             is_own = self.jobs[gainer].user == job.user
-            alone = policy.protection if is_own else min(policy.protection, policy.turn)
+            alone = policy.protection if is_own else min(policy.protection, policy.quantum)
             assert self.now - self.began[task] >= alone
 
     def check(self) -> None:

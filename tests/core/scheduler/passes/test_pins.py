@@ -11,21 +11,20 @@ from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import GpuRequest, Instant, Shape
 from gpool.core.scheduler.order.limits import GpuLimits
 from gpool.core.scheduler.order.orders import Policy
-from gpool.core.scheduler.passes.plan import plan
 from gpool.core.scheduler.state import snapshot
 from gpool.core.scheduler.state.events import (
     NodeChanged,
     NodeRemoved,
-    Place,
+    Placement,
     QueuedTask,
     TasksPreempted,
     TasksQueued,
     TasksReleased,
     TasksWithdrawn,
 )
-from gpool.core.scheduler.state.pins import Promises
+from gpool.core.scheduler.state.hints import PinnedSlots
 from gpool.core.scheduler.state.state import State
-from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state
+from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, plan
 
 LATER = Instant(NOW + HOUR)
 RUNS, FIRST, NEXT = TaskId(1), TaskId(2), TaskId(3)  # the last two wait, in this order
@@ -50,7 +49,7 @@ def a_full_pool() -> State:
     return state
 
 
-def start(state: State, *places: Place) -> list[TaskId]:
+def start(state: State, *places: Placement) -> list[TaskId]:
     tasks = [grant.task for place in places for grant in place.grants]
     for place in places:
         state.fold(place.leased(tuple(grant.task for grant in place.grants), NOW))
@@ -73,7 +72,7 @@ def test_room_goes_to_whom_it_was_made_for_and_else_to_the_first(
     stop(state, *gainer)
     state.fold(TasksReleased((RUNS,), LATER))
     assert started(state) == [gets_it]
-    assert not state.promises
+    assert not state.pins
 
 
 def test_room_that_is_being_made_is_promised_once_and_nothing_more_stops_for_it() -> None:
@@ -93,7 +92,7 @@ def test_who_was_promised_room_starts_sooner_where_there_is_some_when_it_is_thei
     assert started(state) == []
     state.fold(NodeChanged(a_node(3, gpus=1)))
     assert started(state) == [NEXT]
-    assert not state.promises
+    assert not state.pins
     submit(state, TaskId(4), LATER)
     state.fold(TasksReleased((RUNS,), LATER))
     assert started(state) == [TaskId(4)]
@@ -105,7 +104,7 @@ def test_what_a_guarantee_covers_goes_before_a_promise() -> None:
     state.fold(TasksReleased((RUNS,), LATER))
     limits = GpuLimits(guaranteed={("user", UserId(FIRST)): 1000})
     assert started(state, Policy(limits=limits)) == [FIRST]
-    assert not state.promises  # the room is gone
+    assert not state.pins  # the room is gone
 
 
 def test_a_promise_ends_with_its_task_and_with_its_node() -> None:
@@ -113,34 +112,34 @@ def test_a_promise_ends_with_its_task_and_with_its_node() -> None:
     stop(state, NEXT)
     state.fold(TasksReleased((RUNS,), LATER))
     twin = snapshot.take(state).state()
-    assert twin.promises.items() == [(NEXT, NodeId(1))]
+    assert twin.pins.items() == [(NEXT, NodeId(1))]
     state.fold(TasksWithdrawn((NEXT,)))
-    assert not state.promises
+    assert not state.pins
     assert started(state) == [FIRST]
     twin.fold(NodeRemoved(NodeId(1)))
-    assert not twin.promises
+    assert not twin.pins
 
 
 def test_a_state_in_place_of_another_keeps_promises_to_those_who_wait_in_both() -> None:
     state, again = a_full_pool(), a_full_pool()
     stop(state, NEXT)
     again.inherit(state, LATER)
-    assert again.promises.items() == [(NEXT, NodeId(1))]
+    assert again.pins.items() == [(NEXT, NodeId(1))]
     other = a_state(a_node(1, gpus=1))
     other.inherit(state, LATER)
-    assert not other.promises
+    assert not other.pins
 
 
 def test_while_more_stops_there_another_start_ends_no_promise() -> None:
-    promises, node = Promises(), NodeId(1)
-    promises.make(FIRST, node)
-    promises.make(NEXT, node)
-    promises.start(node, [False, True])
-    assert len(promises.items()) == 2
-    promises.start(NodeId(2), [])
-    assert len(promises.items()) == 2
-    promises.start(node, [False])
-    assert not promises
+    pins, node = PinnedSlots(), NodeId(1)
+    pins.pin(FIRST, node)
+    pins.pin(NEXT, node)
+    pins.note_start(node, [False, True])
+    assert len(pins.items()) == 2
+    pins.note_start(NodeId(2), [])
+    assert len(pins.items()) == 2
+    pins.note_start(node, [False])
+    assert not pins
 
 
 class Watched(Pool):

@@ -27,12 +27,26 @@ from gpool.core.model import (
     Span,
     Tier,
 )
-from gpool.core.scheduler.order.orders import ORDERS, Candidate, Key, Policy
-from gpool.core.scheduler.passes.plan import plan
-from gpool.core.scheduler.state.events import NodeChanged, Place, RunTimesObserved, TasksReleased
+from gpool.core.scheduler.order.builtin import ORDERS
+from gpool.core.scheduler.order.orders import Candidate, Key, Order, Policy
+from gpool.core.scheduler.state.events import (
+    NodeChanged,
+    Placement,
+    RunTimesObserved,
+    TasksReleased,
+)
 from gpool.core.scheduler.state.state import State
 from gpool.core.specs import gpu
-from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, apply, enqueue, hold
+from tests.core.scheduler.state.builders import (
+    NOW,
+    a_node,
+    a_shape,
+    a_state,
+    apply,
+    enqueue,
+    hold,
+    plan,
+)
 
 FCFS, ROUND_ROBIN, PRIORITY = (Policy(order=name) for name in ("fcfs", "round_robin", "priority"))
 
@@ -41,7 +55,7 @@ def gpu_shape(spec: str, user: int = 1, **more: object) -> Shape:
     return a_shape(user, spec, gpu=gpu.parse(spec), **more)
 
 
-def first_place(state: State, policy: Policy = FCFS) -> Place:
+def first_place(state: State, policy: Policy = FCFS) -> Placement:
     return plan(state, NOW, policy).places[0]
 
 
@@ -222,7 +236,7 @@ def test_an_order_of_ones_own_is_used_by_name() -> None:
     state = a_state(a_node(1, cpus=1))
     enqueue(state, a_shape(1), [1])
     enqueue(state, a_shape(2), [2])
-    decided = plan(state, NOW, Policy(order="newest"), {"newest": newest})
+    decided = plan(state, NOW, Policy(order="newest"), {"newest": Order("newest", newest)})
     assert decided.places[0].grants[0].task == 2
     with pytest.raises(Invalid, match="newest"):
         plan(state, NOW, Policy(order="newest"))
@@ -425,9 +439,9 @@ def test_a_pass_over_many_shapes_of_known_run_times_costs_a_little_for_each() ->
     def counting(candidate: Candidate, now: Instant, policy: Policy) -> Key:
         nonlocal asked
         asked += 1
-        return ORDERS["priority"](candidate, now, policy)
+        return ORDERS["priority"].key(candidate, now, policy)
 
-    plan(state, NOW, Policy(order="counting"), {"counting": counting})
+    plan(state, NOW, Policy(order="counting"), {"counting": Order("counting", counting)})
     assert asked <= 10 * len(shapes)
 
 
@@ -436,7 +450,7 @@ def test_a_pass_over_100_000_tasks_costs_no_more_than_over_1000() -> None:
     asked = []
     for state in (few, many):
         order = Counting()
-        plan(state, NOW, Policy(order="counting"), {"counting": order})
+        plan(state, NOW, Policy(order="counting"), {"counting": Order("counting", order)})
         asked.append(order.asked)
     assert asked[0] == asked[1]
 

@@ -12,21 +12,23 @@ from hypothesis import strategies as st
 
 from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import SECOND, Allocation, GpuRequest, Instant, Shape, Slice, Span
+from gpool.core.scheduler.order.builtin import ORDERS
 from gpool.core.scheduler.order.levels import AGES, attained_at, level_of
-from gpool.core.scheduler.order.orders import DECISIVE, ORDERS, Candidate, Key, Policy
-from gpool.core.scheduler.passes.plan import plan
-from gpool.core.scheduler.passes.preemption import Victim, in_sight, least
+from gpool.core.scheduler.order.orders import Candidate, Key, Policy, Rank
+from gpool.core.scheduler.passes.victim_sets import Clearable, fewest_victims
+from gpool.core.scheduler.passes.victims import Victim, in_sight
 from gpool.core.scheduler.state.capacity import Room
 from gpool.core.scheduler.state.events import (
-    Plan,
+    PassPlan,
     QueuedTask,
     TasksPreempted,
     TasksQueued,
     TasksReleased,
     TasksWithdrawn,
 )
-from gpool.core.scheduler.state.state import Line, State
-from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state
+from gpool.core.scheduler.state.held import HeldAllocation
+from gpool.core.scheduler.state.state import State
+from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, plan
 
 HOUR = 3600 * SECOND
 FAIR = Policy()
@@ -42,7 +44,7 @@ def submit(state: State, shape: Shape, *ids: int, at: int = NOW, ran: int = 0) -
     state.fold(TasksQueued(shape, tasks))
 
 
-def write(state: State, decided: Plan, now: int) -> None:
+def write(state: State, decided: PassPlan, now: int) -> None:
     for place in decided.places:
         tasks = tuple(grant.task for grant in place.grants)
         state.fold(place.leased(tasks, Instant(now)))
@@ -73,11 +75,11 @@ def test_a_fresh_task_takes_the_place_of_one_that_has_run_for_long() -> None:
     assert decided.preemptions[0].beneficiary == 2
     assert decided.places == ()  # the room is not there yet
     write(state, decided, later)
-    assert plan(state, later, FAIR) == Plan()  # asked once
+    assert plan(state, later, FAIR) == PassPlan()  # asked once
     stop(state, 1, old, later)
     write(state, plan(state, later, FAIR), later)
     assert running(state) == {2}
-    assert plan(state, later, FAIR) == Plan()  # and not back again
+    assert plan(state, later, FAIR) == PassPlan()  # and not back again
 
 
 def test_what_does_not_allow_it_is_never_stopped() -> None:
@@ -192,11 +194,11 @@ def test_no_set_that_would_do_costs_less(short: int, sizes: list[tuple[int, int]
         line = a_line(1, number, here)
         line.members = (a_line(2, number, elsewhere),) if elsewhere else ()
         line.amounts = ((here + elsewhere) * 1000, 0, 0)
-        victims.append(Victim((0, number), line))
+        victims.append(Victim(Rank(0, (number,)), line))
     node = a_node(1, gpus=short)
     room = Room(node)
     room.take(Allocation(99, 0, 0, tuple(Slice(i, 0, 1000) for i in range(short))), UserId(7))
-    chosen = least(node, room, a_gpu_task(short), victims)
+    chosen = fewest_victims(Clearable(node, room, victims), a_gpu_task(short))
     enough = [
         picked
         for count in range(len(sizes) + 1)
@@ -210,13 +212,13 @@ def test_no_set_that_would_do_costs_less(short: int, sizes: list[tuple[int, int]
     assert (sum(victim.amounts[0] for victim in chosen) // 1000, len(chosen)) == cheapest
 
 
-def a_line(node: int, number: int, gpus: int) -> Line:
+def a_line(node: int, number: int, gpus: int) -> HeldAllocation:
     slices = tuple(Slice(index, 0, 1000) for index in range(gpus))
     state = a_state(a_node(node, gpus=gpus))
     shape = a_gpu_task(gpus)
     state.fold(TasksQueued(shape, (QueuedTask(TaskId(1), 0, NOW),)))
-    entry = next(state.waiting())
-    return Line(NodeId(node), Allocation(number, 0, 0, slices), entry)
+    entry = next(state.queues.shapes())
+    return HeldAllocation(NodeId(node), Allocation(number, 0, 0, slices), entry.shape)
 
 
 def test_a_pass_considers_some_and_in_time_all_that_may_be_stopped() -> None:
@@ -277,7 +279,7 @@ def test_who_was_stopped_for_another_never_takes_the_room_back_at_once(
             for each in decided.preemptions:
                 ran = now - begun.pop(each.task)
                 is_own = shapes[each.beneficiary].user == shapes[each.task].user
-                alone = FAIR.protection if is_own else FAIR.turn
+                alone = FAIR.protection if is_own else FAIR.quantum
                 assert not stops[each.task] or ran >= alone
                 if is_own and (each.beneficiary, each.task) in stopped_for:
                     done = tasks[each.task - 1][2] * tenth - left[each.task] + ran
@@ -337,7 +339,7 @@ def test_no_order_ever_stops_in_vain_or_back_and_forth(
                 )
             for each in decided.preemptions:
                 assert shapes[each.task].preemptible
-                assert order in DECISIVE
+                assert ORDERS[order].may_preempt
                 assert each.task not in stopped
                 stopped.add(each.task)
                 stop(state, each.task, shapes[each.task], now, came[each.task])
@@ -416,12 +418,14 @@ def test_many_kinds_of_tasks_of_one_user_never_make_a_pass_look_long_for_what_to
 
     def order(candidate: Candidate, now: Instant, policy: Policy) -> Key:
         asked[0] += 1
-        return ORDERS["fair_share"](candidate, now, policy)
+        return ORDERS["fair_share"].key(candidate, now, policy)
 
     for number in range(400):
         needs = {"cpu_milli": 9000 - number, "memory_bytes": (1 << 20) + number}
         submit(state, a_shape(2, gpu=(GpuRequest(9),), **needs), 1000 + number, at=NOW + 1)
-    plan(state, Instant(NOW + SECOND), FAIR, {"fair_share": order})
+    plan(
+        state, Instant(NOW + SECOND), FAIR, {"fair_share": replace(ORDERS["fair_share"], key=order)}
+    )
     assert asked[0] < 400 + 32 + 70  # of those that wait, of those that run, of some of both
 
 

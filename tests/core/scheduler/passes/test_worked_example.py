@@ -8,17 +8,16 @@ from pathlib import Path
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import SECOND, GpuRequest, Instant, Shape
 from gpool.core.scheduler.order.limits import Holder
-from gpool.core.scheduler.passes.plan import plan
 from gpool.core.scheduler.state import snapshot
 from gpool.core.scheduler.state.events import (
-    Plan,
+    PassPlan,
     QueuedTask,
     TasksPreempted,
     TasksQueued,
     TasksReleased,
 )
 from gpool.core.scheduler.state.state import State
-from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state
+from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, plan
 
 GUIDES = Path(__file__).parents[4] / "docs" / "guides"
 PASS = 10 * SECOND
@@ -55,7 +54,7 @@ class ExamplePool:
         while self.now < end:
             self.run_pass()
 
-    def run_pass(self) -> Plan:
+    def run_pass(self) -> PassPlan:
         self.state.pass_time(self.now)
         decided = plan(self.state, self.now)
         for place in decided.places:
@@ -116,6 +115,6 @@ def test_a_pin_keeps_the_freed_node_for_the_team_of_the_guide() -> None:
     text = (GUIDES / "preemption.md").read_text()
     assert [share for share in shares.values() if share not in text] == []
     unpinned = snapshot.take(pool.state).state()
-    unpinned.promises.end([task for task, _ in unpinned.promises.items()])
+    unpinned.pins.drop([task for task, _ in unpinned.pins.items()])
     assert starts(unpinned, pool.now) == {(NodeId(3), Q), (NodeId(3), R)}
     assert starts(pool.state, pool.now) == {(NodeId(3), P)}

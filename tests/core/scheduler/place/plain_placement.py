@@ -10,8 +10,6 @@ from math import floor
 
 from gpool.core.ids import NodeId
 from gpool.core.model import GpuRequest, Node, Shape
-from gpool.core.scheduler.place.board import MAX_GPUS, merit_of
-from gpool.core.scheduler.place.candidates import price_step
 from gpool.core.scheduler.place.fit import (
     cpu_price,
     gpu_price,
@@ -24,7 +22,9 @@ from gpool.core.scheduler.place.fit import (
     unfit,
     usable,
 )
+from gpool.core.scheduler.place.kinds import MAX_GPUS, merit_of
 from gpool.core.scheduler.place.pricing import WEIGHT, Pricing, size_of
+from gpool.core.scheduler.place.rows import price_step
 from gpool.core.scheduler.state.capacity import Room
 from gpool.core.scheduler.state.state import State
 

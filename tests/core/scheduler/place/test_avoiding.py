@@ -19,8 +19,8 @@ from gpool.core.model import (
     Slice,
 )
 from gpool.core.scheduler.explain.waiting import explain
-from gpool.core.scheduler.order.orders import ORDERS, Policy
-from gpool.core.scheduler.passes.plan import plan
+from gpool.core.scheduler.order.builtin import ORDERS
+from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.place.fit import is_open, unfit
 from gpool.core.scheduler.state.events import Leased, QueuedTask, TasksLeased
 from gpool.core.scheduler.state.state import State, build
@@ -33,6 +33,7 @@ from tests.core.scheduler.state.builders import (
     apply,
     enqueue,
     hold,
+    plan,
 )
 
 POLICIES = st.sampled_from([Policy(order=name) for name in sorted(ORDERS)])

@@ -23,14 +23,14 @@ from gpool.core.model import (
     Span,
 )
 from gpool.core.scheduler.explain.waiting import explain
-from gpool.core.scheduler.order.orders import ORDERS, Policy
-from gpool.core.scheduler.passes.plan import plan
+from gpool.core.scheduler.order.builtin import ORDERS
+from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.place import gangs
 from gpool.core.scheduler.place.fit import Unfit, fit, unfit
 from gpool.core.scheduler.state.events import (
     NodeChanged,
-    Place,
-    Plan,
+    PassPlan,
+    Placement,
     QueuedTask,
     RunTimesObserved,
     TasksPreempted,
@@ -40,7 +40,7 @@ from gpool.core.scheduler.state.events import (
 from gpool.core.scheduler.state.snapshot import take
 from gpool.core.scheduler.state.state import State
 from gpool.testing.dice import Dice
-from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, hold
+from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, hold, index_of, plan
 
 HOUR = 3600 * SECOND
 LATER = Instant(NOW + HOUR)
@@ -61,14 +61,14 @@ def submit(state: State, shape: Shape, *ids: int, at: int = NOW) -> None:
     state.fold(TasksQueued(shape, tasks))
 
 
-def write(state: State, decided: Plan, at: int = NOW) -> None:
+def write(state: State, decided: PassPlan, at: int = NOW) -> None:
     for place in decided.places:
         tasks = tuple(grant.task for grant in place.grants)
         state.fold(place.leased(tasks, Instant(at)))
     state.fold(TasksPreempted(tuple(each.task for each in decided.preemptions)))
 
 
-def nodes_of(place: Place) -> set[int]:
+def nodes_of(place: Placement) -> set[int]:
     return {int(place.node), *(int(member.node) for member in place.members)}
 
 
@@ -98,7 +98,7 @@ def test_a_gang_is_placed_on_different_nodes_of_one_site(needs: dict[str, Any]) 
 def test_half_a_gang_on_each_of_two_sites_is_never_placed() -> None:
     state = a_state(*(a_node(n, gpus=1, site="ab"[n % 2]) for n in range(1, 5)))
     submit(state, a_gang(3), 1)
-    assert plan(state, NOW) == Plan()
+    assert plan(state, NOW) == PassPlan()
 
 
 @pytest.mark.parametrize("lacks", [{"site": ""}, {"address": ""}, {"gang_port": 0}])
@@ -107,7 +107,7 @@ def test_a_node_that_others_cannot_reach_never_has_a_member(lacks: dict[str, Any
     nodes[1] = replace(nodes[1], offer=replace(nodes[1].offer, **lacks))
     state = a_state(*nodes)
     submit(state, a_gang(2), 1)
-    assert plan(state, NOW) == Plan()
+    assert plan(state, NOW) == PassPlan()
     assert unfit(nodes[1], a_gang(2)) is Unfit.SITE
     submit(state, a_gang(1), 2, 3)
     assert len(plan(state, NOW).places) == 2  # single tasks run there as anywhere
@@ -116,7 +116,7 @@ def test_a_node_that_others_cannot_reach_never_has_a_member(lacks: dict[str, Any
 def test_a_gang_never_takes_two_places_on_one_node() -> None:
     state = a_state(a_node(1, cpus=8, gpus=8), a_node(2, gpus=1))
     submit(state, a_gang(3), 1)
-    assert plan(state, NOW) == Plan()
+    assert plan(state, NOW) == PassPlan()
 
 
 def test_a_gang_goes_where_it_leaves_the_larger_site_whole() -> None:
@@ -282,7 +282,7 @@ def test_the_cheapest_whole_set_of_one_site_stops_for_a_gang() -> None:
     assert {each.task for each in decided.preemptions} == {3, 4}
     assert {each.beneficiary for each in decided.preemptions} == {5}
     write(state, decided, LATER)
-    assert plan(state, LATER) == Plan()  # asked once
+    assert plan(state, LATER) == PassPlan()  # asked once
     state.fold(TasksReleased((TaskId(3),), LATER))
     assert plan(state, LATER).places == ()  # half of it is of no use
     state.fold(TasksReleased((TaskId(4),), LATER))
@@ -318,8 +318,8 @@ def test_enough_of_one_site_is_told_from_enough_in_all() -> None:
     assert gangs.most_together(nodes) == 3
     assert gangs.most_together(a_node(n, site="") for n in (1, 2)) == 0
     state = a_state(*nodes)
-    assert gangs.is_possible(state.engine(Policy().pricing), a_gang(3))
-    assert not gangs.is_possible(state.engine(Policy().pricing), a_gang(4))
+    assert gangs.is_possible(index_of(state), a_gang(3))
+    assert not gangs.is_possible(index_of(state), a_gang(4))
 
 
 def test_a_pool_without_sites_says_so() -> None:
@@ -423,8 +423,8 @@ def test_a_place_is_found_exactly_where_a_look_at_every_node_finds_one(
         submit(state, a_job(*job), id_)
     write(state, plan(state, NOW))
     gang, out = a_job(wanted, gpus, 1, False, sliced), {NodeId(id_) for id_ in barred}
-    engine = state.engine(Policy().pricing)
-    found = gangs.places(engine, gang, 0, out)
+    index = index_of(state)
+    found = gangs.places(index, gang, 0, out)
     open_to = [
         entry.node
         for id_, entry in state.nodes.items()
@@ -437,7 +437,7 @@ def test_a_place_is_found_exactly_where_a_look_at_every_node_finds_one(
     chosen = [node for node in open_to if node.id in {id_ for id_, _ in found}]
     assert len(found) in (0, wanted)
     assert gangs.most_together(chosen) == len(found)
-    kept = gangs.nearest(engine, gang, out)
+    kept = gangs.nearest(index, gang, out)
     could = [n.node for i, n in state.nodes.items() if i not in out and n.node is not None]
     could = [node for node in could if unfit(node, gang) is None]
     assert bool(kept) == (gangs.most_together(could) >= wanted)

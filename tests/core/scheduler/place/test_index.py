@@ -1,4 +1,4 @@
-"""The engine always finds what a look at every node would, by looking at few; names never decide."""
+"""The index always finds what a look at every node would, by looking at few; names never decide."""
 
 from __future__ import annotations
 
@@ -16,15 +16,26 @@ from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import GIB, SECOND, Audience, Availability, Merit, Node, Shape, Span, Tier
 from gpool.core.scheduler.order.limits import GpuLimits
 from gpool.core.scheduler.order.orders import Policy
-from gpool.core.scheduler.passes.plan import plan
-from gpool.core.scheduler.place.board import MAX_GPUS
+from gpool.core.scheduler.passes import plan as passes
 from gpool.core.scheduler.place.fit import fit, is_open, unfit
-from gpool.core.scheduler.place.index import Engine
+from gpool.core.scheduler.place.index import PlacementIndex
+from gpool.core.scheduler.place.kinds import MAX_GPUS
 from gpool.core.scheduler.place.pricing import USUAL, Pricing, Weights, price
 from gpool.core.scheduler.state.events import NodeChanged, NodeRemoved, TasksReleased
+from gpool.core.scheduler.state.node_changes import MAX_LOGGED, NodeChanges
 from gpool.core.scheduler.state.state import State
 from gpool.core.specs import gpu
-from tests.core.scheduler.state.builders import NOW, OWNER, a_node, a_shape, a_state, apply, enqueue
+from tests.core.scheduler.state.builders import (
+    NOW,
+    OWNER,
+    a_node,
+    a_shape,
+    a_state,
+    apply,
+    enqueue,
+    index_of,
+    plan,
+)
 
 H100, T4, A10G = "NVIDIA H100 80GB HBM3", "Tesla T4", "NVIDIA A10G"
 
@@ -88,16 +99,14 @@ STEPS = st.lists(
 )
 
 
-def asked(engine: Engine, shape: Shape) -> list[object]:
+def asked(index: PlacementIndex, shape: Shape) -> list[object]:
     turns = range(len(shape.requirements.gpu) or 1)
-    return [engine.best(shape, turn, ()) for turn in turns]
+    return [index.best(shape, turn, ()) for turn in turns]
 
 
-def asked_anew(state: State, shape: Shape, engine: Engine) -> list[object]:
-    fresh = Engine(engine.pricing, lambda id_: (state.nodes[id_].room, len(state.nodes[id_].lines)))
-    for entry in reversed(list(state.nodes.values())):
-        if entry.node is not None:
-            fresh.put(entry.node)
+def asked_anew(state: State, shape: Shape, index: PlacementIndex) -> list[object]:
+    fresh = PlacementIndex()
+    fresh.follow(state, index.pricing)
     return asked(fresh, shape)
 
 
@@ -141,17 +150,39 @@ def questions(
 
 @settings(max_examples=150, deadline=None)
 @given(steps=STEPS, pricing=st.sampled_from(PRICINGS))
-def test_a_remembering_engine_always_answers_as_a_new_one_and_as_a_look_at_every_node(
+def test_a_followed_index_always_answers_as_a_new_one_and_as_a_look_at_every_node(
     steps: list[tuple[Any, ...]], pricing: Pricing
 ) -> None:
     for state, shape in questions(steps, SHAPES, pricing):
-        engine = state.engine(pricing)
-        found = asked(engine, shape)
-        assert found == asked_anew(state, shape, engine)
+        index = index_of(state, pricing)
+        found = asked(index, shape)
+        assert found == asked_anew(state, shape, index)
         open_to_it = places_by_looking(state, shape)
         assert any(found) == bool(open_to_it)
         first = next(filter(None, found), None)
         assert first is None or first[0] in open_to_it  # type: ignore[index]
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=STEPS, pricing=st.sampled_from(PRICINGS))
+def test_a_fresh_index_always_gives_the_same_plan(
+    steps: list[tuple[Any, ...]], pricing: Pricing
+) -> None:
+    policy = Policy(order="fcfs", pricing=pricing)
+    for number, (state, shape) in enumerate(questions(steps, SHAPES, pricing)):
+        enqueue(state, shape, [10**6 + number])
+        decided = plan(state, NOW, policy)
+        assert decided == passes.plan(state, PlacementIndex(), NOW, policy)
+
+
+def test_a_log_that_dropped_changes_tells_those_who_have_not_read_them() -> None:
+    changes, node = NodeChanges(), NodeId(1)
+    changes.note(node)
+    read = changes.last
+    for number in range(MAX_LOGGED + 1):
+        changes.note(NodeId(number))
+    assert changes.is_complete_since(changes.last)
+    assert not changes.is_complete_since(read)
 
 
 @settings(max_examples=60, deadline=None)
@@ -187,12 +218,12 @@ def test_a_decision_never_looks_at_every_node_again(count: int) -> None:
     for number, shape in enumerate(shapes):
         enqueue(state, shape, [number + 1])
         apply(state, plan(state, NOW))
-    engine = state.engine(USUAL)
-    before = engine.scored
+    index = index_of(state)
+    before = index.scored
     for number in range(10, 50):
         enqueue(state, shapes[number % 2], [number])
         assert apply(state, plan(state, NOW)) == [number]
-    assert engine.scored - before <= 40 * 4
+    assert index.scored - before <= 40 * 4
 
 
 def test_a_plan_that_was_not_written_leaves_no_trace() -> None:
@@ -201,7 +232,7 @@ def test_a_plan_that_was_not_written_leaves_no_trace() -> None:
     first = plan(state, NOW)
     assert len(first.places) == 4
     assert plan(state, NOW) == first
-    assert asked(state.engine(USUAL), wanting("2")) != [None]
+    assert asked(index_of(state), wanting("2")) != [None]
 
 
 def test_an_environment_that_lies_ready_is_preferred_to_one_that_must_be_made() -> None:
@@ -256,20 +287,21 @@ def test_offers_that_change_all_day_do_not_pile_up() -> None:
         leased = apply(state, plan(state, NOW))
         assert leased == [number + 1]
         state.fold(TasksReleased(tuple(TaskId(id_) for id_ in leased)))
-    assert len(state.engine(USUAL).board.kinds) < 100
+    assert len(index_of(state).board.kinds.nodes) < 100
 
 
 def test_what_kinds_of_nodes_mean_is_learnt_anew_when_kinds_are_numbered_anew() -> None:
     shape = a_shape(python="3.11")
     state = a_state(a_node(1, 4))
-    engine = state.engine(USUAL)
-    assert engine.would_fit(shape, engine.free()).any()
+    index = index_of(state)
+    assert index.would_fit(shape, index.free()).any()
     for number in range(100):
         node = a_node(1, 4, pythons=frozenset({"3.9"}))
         offer = replace(node.offer, labels=frozenset({f"number={number}"}))
         state.fold(NodeChanged(replace(node, offer=offer)))
-        if len(engine.board.kinds) == 2:
-            assert not engine.would_fit(shape, engine.free()).any()
+        index.follow(state, USUAL)
+        if len(index.board.kinds.nodes) == 2:
+            assert not index.would_fit(shape, index.free()).any()
             return
     raise AssertionError("kinds were never numbered anew")
 
@@ -280,21 +312,21 @@ def test_users_who_want_the_same_slices_learn_once_what_the_nodes_are() -> None:
     for user in range(1, 40):
         enqueue(state, wanting("0.4", user), [user])
     assert len(apply(state, plan(state, NOW))) == 39
-    engine = state.engine(USUAL)
-    assert {asked(engine, wanting("0.4", user))[0] for user in (1, 2, 50)} == {
-        asked_anew(state, wanting("0.4", user), engine)[0] for user in (1, 2, 50)
+    index = index_of(state)
+    assert {asked(index, wanting("0.4", user))[0] for user in (1, 2, 50)} == {
+        asked_anew(state, wanting("0.4", user), index)[0] for user in (1, 2, 50)
     }
     state.fold(NodeChanged(a_node(31, 64, 8, audience=Audience(frozenset({2})))))
     for user in (1, 2, 50):
-        found = asked(engine, wanting("0.4", user))
-        assert found == asked_anew(state, wanting("0.4", user), engine)
+        found = asked(index, wanting("0.4", user))
+        assert found == asked_anew(state, wanting("0.4", user), index)
 
 
 def test_one_node_with_a_thousand_gpus_does_not_widen_all_others() -> None:
     state = a_state(a_node(1, 2000, 1000), a_node(2, 4, 1))
     enqueue(state, wanting("1"), range(1, 200))
     assert len(apply(state, plan(state, NOW))) == MAX_GPUS + 1
-    assert state.engine(USUAL).board.width == MAX_GPUS
+    assert index_of(state).board.columns.width == MAX_GPUS
 
 
 def test_the_board_grows_with_the_pool_and_takes_places_that_became_free() -> None:
@@ -308,7 +340,7 @@ def test_the_board_grows_with_the_pool_and_takes_places_that_became_free() -> No
         state.fold(NodeRemoved(NodeId(number)))
         state.fold(NodeChanged(a_node(1000 + number, 1)))
     assert len(apply(state, plan(state, NOW))) == 100
-    assert len(state.engine(USUAL).board.nodes) <= 600
+    assert len(index_of(state).board.nodes) <= 600
 
 
 def test_rows_are_shared_by_users_who_may_use_the_same() -> None:
@@ -316,7 +348,7 @@ def test_rows_are_shared_by_users_who_may_use_the_same() -> None:
     for user in range(1, 50):
         enqueue(state, wanting("1", user), [user])
     apply(state, plan(state, NOW))
-    assert state.engine(USUAL).scored < 100 + 49 * 3
+    assert index_of(state).scored < 100 + 49 * 3
 
 
 def test_a_slice_of_memory_never_takes_a_user_past_a_limit_and_finds_the_card_that_does_not() -> (

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from gpool.core.model import GIB, GpuRequest, Node, Requirements, Shape
 from gpool.core.scheduler.order.orders import Policy
-from gpool.core.scheduler.passes.plan import plan
 from gpool.core.scheduler.place.fit import suits
-from gpool.core.scheduler.place.fragmentation import Target
+from gpool.core.scheduler.place.fragmentation import FragmentationTarget
 from gpool.core.scheduler.place.portfolio import (
     LEAST_ARRIVALS,
     WAYS,
@@ -26,7 +25,7 @@ from gpool.core.scheduler.place.portfolio import (
 from gpool.core.scheduler.place.pricing import USUAL, WEIGHT, Pricing, price, size_of
 from gpool.core.scheduler.place.remnants import least_gpus, remnant_values
 from gpool.core.specs import gpu
-from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, apply, enqueue
+from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, apply, enqueue, plan
 
 DEMAND = st.dictionaries(st.integers(1, 50).map(lambda n: 20 * n), st.integers(1, 500), min_size=1)
 OPENB = {220: 57, 230: 136, 320: 327, 460: 132, 470: 757, 550: 75, 590: 76, 650: 249, 810: 1076}
@@ -158,11 +157,11 @@ def test_fragments_are_what_the_definition_says(free: list[int], cpu: int, kind:
     pricing = price(
         [(Requirements(gpu=gpu.parse(s), cpu_milli=1000 * i), 9 - i) for i, s in enumerate(specs)]
     )
-    target = Target(pricing)
+    target = FragmentationTarget(pricing)
     nodes = [a_node(1, 8, 8), a_node(2, 8, ("Tesla T4",) * 8)]
     for node in nodes:
         target.add_kind(node)
-    mix = target.mix_of(free)
+    mix = target.mix_of(tuple(free))
     both, total = (mix.fits[None], mix.rests[None]), np.array([sum(free)])
     found = target.fragments(np.array([kind + 1]), np.array([cpu]), both, total)
     assert found[0] == fragments_by_definition(nodes[kind], cpu, free, pricing)
@@ -171,7 +170,7 @@ def test_fragments_are_what_the_definition_says(free: list[int], cpu: int, kind:
 
 def test_gpus_without_cpu_or_memory_beside_them_are_stranded() -> None:
     usual = Requirements(gpu=gpu.parse("1"), cpu_milli=8000, memory_bytes=16 * GIB)
-    target = Target(price([(usual, 1)]))
+    target = FragmentationTarget(price([(usual, 1)]))
 
     def stranded(cpus: int, gigabytes: int) -> int:
         one = np.array([4000])
@@ -248,11 +247,3 @@ def test_pricing_leaves_fewer_gpus_idle_than_the_gradient_alone_or_best_fit() ->
 
 def test_a_pool_without_a_past_prices_as_usual() -> None:
     assert choose(CPU_POOR, a_days_work(1)[: LEAST_ARRIVALS - 1]) is USUAL
-
-
-def test_a_state_remembers_what_arrived_but_not_what_came_back() -> None:
-    state = a_state(a_node(1, 1))
-    enqueue(state, a_shape(), range(1, 1000))
-    enqueue(state, wanting("1"), [5000])
-    assert len(state.arrivals()) == 51
-    assert state.arrivals()[-1] == wanting("1")

@@ -26,19 +26,23 @@ from gpool.core.model import (
 )
 from gpool.core.scheduler.explain.waiting import explain
 from gpool.core.scheduler.order.orders import Policy
-from gpool.core.scheduler.passes.plan import plan
-from gpool.core.scheduler.place.candidates import MAX_PRICE_STEP, price_step
 from gpool.core.scheduler.place.fit import Unfit, fit, price_of, unfit
-from gpool.core.scheduler.place.start_cost import RESTART, Stakes, stakes
+from gpool.core.scheduler.place.rows import (
+    MAX_PRICE_STEP,
+    RESTART,
+    StartCost,
+    price_step,
+    start_cost,
+)
 from gpool.core.scheduler.state.capacity import Room
-from gpool.core.scheduler.state.events import NodeChanged, Plan, RunTimesObserved, TasksReleased
-from gpool.core.scheduler.state.input_caches import KEPT, Caches
+from gpool.core.scheduler.state.events import NodeChanged, PassPlan, RunTimesObserved, TasksReleased
+from gpool.core.scheduler.state.input_caches import KEPT, InputCaches
 from gpool.core.scheduler.state.shapes import LEAST_DATA, shape_of
 from gpool.core.scheduler.state.snapshot import take
 from gpool.core.scheduler.state.state import State
 from gpool.core.specs import gpu
 from gpool.core.trust.reliability import HALF_LIFE, PRIOR, ReliabilityRecord, gigaflops_of
-from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, apply, enqueue
+from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, apply, enqueue, plan
 
 HOUR = 3600 * SECOND
 FCFS = Policy(order="fcfs")
@@ -153,9 +157,9 @@ def test_a_loss_costs_half_of_what_no_checkpoint_kept_and_a_restart() -> None:
     plain = a_shape()
     kept = replace(plain, checkpoint_every=Span(600 * SECOND))
     gang = a_shape(nodes=3)
-    assert stakes(plain, hour).exposure == 4096 * (2048 + RESTART)
-    assert stakes(kept, hour).exposure == 4096 * (300 + RESTART)
-    assert stakes(gang, hour).exposure == 3 * stakes(plain, hour).exposure
+    assert start_cost(plain, hour).exposure == 4096 * (2048 + RESTART)
+    assert start_cost(kept, hour).exposure == 4096 * (300 + RESTART)
+    assert start_cost(gang, hour).exposure == 3 * start_cost(plain, hour).exposure
 
 
 def test_a_long_run_bears_a_flaky_node_with_checkpoints_better_than_without() -> None:
@@ -182,10 +186,10 @@ def test_a_long_run_bears_a_flaky_node_with_checkpoints_better_than_without() ->
 @given(st.integers(1, 10**8), st.integers(0, 10**8))
 def test_stakes_never_shrink_when_a_run_grows(run: int, more: int) -> None:
     shape = a_shape()
-    short, long = (stakes(shape, Span(each * SECOND)) for each in (run, run + more))
+    short, long = (start_cost(shape, Span(each * SECOND)) for each in (run, run + more))
     assert short.exposure <= long.exposure
-    assert short.grain <= long.grain
-    assert short == Stakes(*short)
+    assert short.step <= long.step
+    assert short == StartCost(*short)
 
 
 # ---- records
@@ -267,7 +271,7 @@ def one_runs_with_the_model(*, is_known: bool = True) -> tuple[State, Shape]:
 def test_a_task_waits_for_a_node_with_its_inputs_while_that_is_sooner_than_loading() -> None:
     state, shape = one_runs_with_the_model()
     enqueue(state, shape, [2], at=at(10))
-    assert plan(state, at(10), FCFS) == Plan()
+    assert plan(state, at(10), FCFS) == PassPlan()
     told = explain(state, TaskId(2), at(10), FCFS)
     assert told.code == "awaits_inputs"
     assert "would take 43 s" in told.sentence
@@ -285,7 +289,7 @@ def test_a_task_never_waits_for_inputs_without_good_reason_or_for_long() -> None
     assert len(plan(state, at(10), FCFS).places) == 1, "two cannot both have it"
     state, shape = one_runs_with_the_model()
     enqueue(state, shape, [2], at=at(10))
-    assert plan(state, at(69), FCFS) == Plan(), "it is late by less than loading takes"
+    assert plan(state, at(69), FCFS) == PassPlan(), "it is late by less than loading takes"
     assert len(plan(state, at(74), FCFS).places) == 1, "it is late by more"
     assert len(plan(state, at(97), FCFS).places) == 1, "and twice the loading is enough anyway"
 
@@ -313,14 +317,14 @@ def test_only_large_inputs_make_another_shape() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.sampled_from("abcdefgh")), max_size=60))
 def test_a_node_is_never_believed_to_keep_more_than_it_can(notes: list[tuple[int, str]]) -> None:
-    caches, last = Caches(), {}
+    caches, last = InputCaches(), {}
     for node, data in notes:
         caches.note(NodeId(node), data)
         last[node] = data
     for node, data in last.items():
         assert node in caches.with_data(data)
         assert sum(node in caches.with_data(each) for each in "abcdefgh") <= KEPT
-    twin = Caches()
+    twin = InputCaches()
     twin.note(NodeId(9), "z")
     twin.take(caches)
     assert twin.truth() == caches.truth()
@@ -409,7 +413,7 @@ def test_a_pool_that_remembers_always_plans_as_its_snapshot_made_anew(seed: int)
         decided = plan(state, NOW, FCFS)
         assert decided == plan(take(state).state(), NOW, FCFS)
         started = {place.grants[0].task for place in decided.places}
-        for waiting in list(state.waiting()):
+        for waiting in list(state.queues.shapes()):
             task = TaskId(next(waiting.queue.entries())[1])
             if explain(state, task, NOW, FCFS).code == "next":
                 assert task in started

@@ -1,4 +1,4 @@
-"""The engine, which scores many nodes at once and few of them again, finds what the rules written down plainly find."""
+"""The index, which scores many nodes at once and few of them again, finds what the rules written down plainly find."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from gpool.core.model import GIB, Merit, Node, Shape
 from gpool.core.scheduler.order.orders import Policy
-from gpool.core.scheduler.passes.plan import plan
 from gpool.core.scheduler.place.pricing import Pricing, Weights, price
 from gpool.core.scheduler.state.events import NodeChanged, NodeRemoved, TasksReleased
 from gpool.core.scheduler.state.state import State
@@ -27,7 +26,16 @@ from tests.core.scheduler.place.test_index import (
     questions,
     wanting,
 )
-from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, apply, enqueue
+from tests.core.scheduler.state.builders import (
+    NOW,
+    a_node,
+    a_shape,
+    a_state,
+    apply,
+    enqueue,
+    index_of,
+    plan,
+)
 
 MORE = [
     *SHAPES,
@@ -49,9 +57,9 @@ def priced(node: Node, number: int) -> Node:
 
 
 def assert_alike(state: State, shape: Shape, pricing: Pricing) -> None:
-    engine = state.engine(pricing)
+    index = index_of(state, pricing)
     for turn in range(len(shape.requirements.gpu) or 1):
-        found = engine.best(shape, turn, ())
+        found = index.best(shape, turn, ())
         answer = None
         if found is not None:
             request = shape.requirements.gpu[turn] if shape.requirements.gpu else None

@@ -14,17 +14,26 @@ from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import SECOND, Audience, Instant, Shape, Span
 from gpool.core.scheduler.explain.waiting import explain
 from gpool.core.scheduler.order.orders import Policy
-from gpool.core.scheduler.passes.plan import plan
 from gpool.core.scheduler.place.fit import Unfit, is_open, unfit
 from gpool.core.scheduler.predict.calibration import Calibration
 from gpool.core.scheduler.predict.dry_run import compare
 from gpool.core.scheduler.predict.forecast import Bounds, ForecastQuestion, courses, waits
 from gpool.core.scheduler.predict.run_times import RunTimes
 from gpool.core.scheduler.state.events import NodeChanged
-from gpool.core.scheduler.state.operator_rules import PolicyChange, Reservation, Rules
+from gpool.core.scheduler.state.operator_rules import OperatorRules, PolicyChange, Reservation
 from gpool.core.scheduler.state.snapshot import take
 from gpool.core.scheduler.state.state import State
-from tests.core.scheduler.state.builders import NOW, OWNER, a_node, a_shape, a_state, apply, enqueue
+from tests.core.scheduler.state.builders import (
+    NOW,
+    OWNER,
+    a_node,
+    a_shape,
+    a_state,
+    apply,
+    enqueue,
+    index_of,
+    plan,
+)
 
 FCFS = Policy(order="fcfs")
 PRIORITY = Policy(order="priority")
@@ -190,14 +199,14 @@ def test_rules_are_laid_upon_nodes_and_taken_off_again() -> None:
     class_ = Reservation(
         1, frozenset({NodeId(1)}), Audience(frozenset({7})), NOW, Instant(NOW + 10)
     )
-    rules = Rules(cordons={NodeId(1): "disks"}, reservations=(class_,))
+    rules = OperatorRules(cordons={NodeId(1): "disks"}, reservations=(class_,))
     laid = rules.upon(node, NOW)
     assert laid.cordoned
     assert laid.reserved_for == Audience(frozenset({7}))
     assert not is_open(laid)
     assert rules.upon(laid, NOW) is laid
     assert rules.upon(laid, Instant(NOW + 10)).reserved_for is None
-    assert Rules().upon(laid, NOW) == node
+    assert OperatorRules().upon(laid, NOW) == node
     assert rules.changes_between(Instant(NOW + 9), Instant(NOW + 10))
     assert not rules.changes_between(Instant(NOW + 10), Instant(NOW + 11))
 
@@ -211,7 +220,7 @@ def test_a_reserved_node_never_starts_a_strangers_task(
     """The second asks before the first: rows of the engine are not shared among users once somebody is kept for."""
     reserved = Audience(frozenset({7}), frozenset({3}))
     state = a_state(a_node(1, 8))
-    state.engine(FCFS.pricing)
+    index_of(state, FCFS.pricing)
     stranger = a_shape(5)
     enqueue(state, stranger, [1])
     apply(state, plan(state, NOW, FCFS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from gpool.core.ids import NodeId, TaskId, UserId
@@ -18,9 +19,14 @@ from gpool.core.model import (
     TaskKind,
     Tier,
 )
+from gpool.core.scheduler.order.builtin import ORDERS
+from gpool.core.scheduler.order.orders import Order, Policy
+from gpool.core.scheduler.passes import plan as passes
+from gpool.core.scheduler.place.index import PlacementIndex
+from gpool.core.scheduler.place.pricing import USUAL, Pricing
 from gpool.core.scheduler.state.events import (
     NodeChanged,
-    Plan,
+    PassPlan,
     QueuedTask,
     TasksLeased,
     TasksQueued,
@@ -81,11 +87,31 @@ def a_state(*nodes: Node) -> State:
     return state
 
 
+_INDEX = (
+    PlacementIndex()
+)  # follows the state of the last call, so that passes over one state share it
+
+
+def plan(
+    state: State,
+    now: Instant,
+    policy: Policy = passes.DEFAULT,
+    orders: Mapping[str, Order] = ORDERS,
+) -> PassPlan:
+    return passes.plan(state, _INDEX, now, policy, orders)
+
+
+def index_of(state: State, pricing: Pricing = USUAL) -> PlacementIndex:
+    """The index that `plan` uses, up to date with the state."""
+    _INDEX.follow(state, pricing)
+    return _INDEX
+
+
 def enqueue(state: State, shape: Shape, ids: range | list[int], at: int = NOW) -> None:
     state.fold(TasksQueued(shape, queued(*((i, 0, at) for i in ids))))
 
 
-def apply(state: State, plan: Plan) -> list[int]:
+def apply(state: State, plan: PassPlan) -> list[int]:
     """As if the store had written all of it; the tasks leased, in order."""
     for place in plan.places:
         ids = tuple(grant.task for grant in place.grants)

@@ -24,11 +24,10 @@ from gpool.core.model import (
     Span,
 )
 from gpool.core.scheduler.order.orders import Policy
-from gpool.core.scheduler.passes.plan import plan
 from gpool.core.scheduler.state.events import (
     NodeChanged,
     NodeRemoved,
-    Place,
+    Placement,
     QueuedTask,
     RunTimesObserved,
     TasksLeased,
@@ -37,7 +36,7 @@ from gpool.core.scheduler.state.events import (
     TasksWithdrawn,
 )
 from gpool.core.scheduler.state.state import Contradiction, State, build
-from tests.core.scheduler.state.builders import a_node, a_shape, queued
+from tests.core.scheduler.state.builders import a_node, a_shape, plan, queued
 
 SHAPES = [
     a_shape(1),
@@ -51,7 +50,7 @@ SHAPES = [
     replace(a_shape(1, "j", gpu=(GpuRequest(share_milli=500),)), team=7),
 ]
 POLICIES = [
-    Policy(order=order, max_line=7, max_places_per_pass=places)
+    Policy(order=order, max_prefetch=7, max_places_per_pass=places)
     for order in ("fcfs", "round_robin", "priority")
     for places in (2, 100)
 ]
@@ -145,7 +144,9 @@ class Life(RuleBasedStateMachine):
             if ids and (place.node, place.allocation.number) not in old:
                 self.nothing_of_it_is_lent_twice(place)
 
-    def check(self, place: Place, used: dict[tuple[NodeId, int], tuple[Allocation, Shape]]) -> None:
+    def check(
+        self, place: Placement, used: dict[tuple[NodeId, int], tuple[Allocation, Shape]]
+    ) -> None:
         node, number = self.nodes[place.node], place.allocation.number
         assert node.connected
         assert node.availability is Availability.AVAILABLE
@@ -159,7 +160,7 @@ class Life(RuleBasedStateMachine):
             assert shape == place.shape
             assert grant.epoch == task.epoch + 1
 
-    def nothing_of_it_is_lent_twice(self, place: Place) -> None:
+    def nothing_of_it_is_lent_twice(self, place: Placement) -> None:
         entry = self.state.nodes[place.node]
         assert entry.room.free_cpu >= 0
         assert entry.room.free_memory >= 0
@@ -273,13 +274,13 @@ def test_a_node_that_goes_keeps_its_leases_until_they_end() -> None:
 
 def test_estimates_follow_what_is_seen_and_are_no_part_of_the_truth() -> None:
     state, shape = State(), a_shape()
-    assert state.estimate(shape) is None
+    assert state.history.estimate(shape) is None
     state.fold(RunTimesObserved(shape, 10, Span(10_000)))
-    assert state.estimate(shape) == 1000
+    assert state.history.estimate(shape) == 1000
     state.fold(RunTimesObserved(shape, 1, Span(2000)))
-    assert state.estimate(shape) == 1100
+    assert state.history.estimate(shape) == 1100
     state.fold(RunTimesObserved(shape, 100, Span(200_000)))
-    assert 1990 <= (state.estimate(shape) or 0) <= 2000
+    assert 1990 <= (state.history.estimate(shape) or 0) <= 2000
     assert state == State()
 
 

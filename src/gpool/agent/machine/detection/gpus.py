@@ -61,8 +61,6 @@ LOST = "it fell off the bus: it does not answer"
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The GPUs found, and messages about what could not be read."""
-
     gpus: tuple[Gpu, ...] = ()
     complaints: tuple[str, ...] = ()
 
@@ -164,7 +162,6 @@ def _described(
 def symptoms_of(
     gpu: Gpu, vitals: Vitals, xids: tuple[int, ...] = (), hung_us: int = 0, lost: bool = False
 ) -> Symptoms:
-    """Return the input of `gpu_health.examine` for one card."""
     return Symptoms(
         vitals.temperature_c,
         vitals.slowdown_c,
@@ -182,7 +179,6 @@ def symptoms_of(
 
 
 def detect(simulate: str | None = None) -> tuple[Gpu, ...]:
-    """Return the machine's GPUs, or with `simulate` ('H100:2,RTX4090') simulated ones, marked as such."""
     detector = Detector(simulate)
     try:
         return detector.survey().gpus

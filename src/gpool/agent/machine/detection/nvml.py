@@ -14,11 +14,11 @@ DEFAULT_COMPUTE = "default"
 
 
 class NvmlError(Exception):
-    """An error of the library, with its text."""
+    pass
 
 
 class NoDriver(NvmlError):
-    """There is no NVIDIA driver."""
+    pass
 
 
 class GpuLost(NvmlError):
@@ -26,13 +26,11 @@ class GpuLost(NvmlError):
 
 
 class NotPermitted(NvmlError):
-    """Only root may do this."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """Properties of a card; they change only when it is reconfigured."""
-
     index: int
     uuid: str
     name: str
@@ -50,8 +48,6 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """Sensor values of a card. None: not supported."""
-
     utilisation_percent: int | None = None
     memory_used_bytes: int | None = None
     power_mw: int | None = None
@@ -66,8 +62,6 @@ class Vitals:
 
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
-    """A process that uses a card; `pid` in the driver's process namespace."""
-
     pid: int
     memory_bytes: int | None = None
     instance: int | None = None  # MIG instance
@@ -75,8 +69,6 @@ class GpuProcess:
 
 @dataclass(frozen=True, slots=True)
 class MigProfile:
-    """A size of MIG instances; `id` is the driver's."""
-
     id: int
     name: str  # "1g.18gb"
     memory_bytes: int
@@ -88,8 +80,6 @@ class MigProfile:
 
 @dataclass(frozen=True, slots=True)
 class MigInstance:
-    """A GPU instance with one compute instance that fills it."""
-
     id: int  # of the GPU instance
     uuid: str  # "MIG-…", for CUDA_VISIBLE_DEVICES
     profile: int
@@ -100,8 +90,6 @@ class MigInstance:
 
 @dataclass(frozen=True, slots=True)
 class Xid:
-    """An error event of the driver."""
-
     uuid: str
     code: int
 
@@ -117,9 +105,7 @@ class Nvml(Protocol):
 
     def driver(self) -> str: ...
 
-    def uuids(self) -> tuple[str, ...]:
-        """Return the uuids of the cards that answer, by index."""
-        ...
+    def uuids(self) -> tuple[str, ...]: ...
 
     def lost(self) -> int:
         """Return the number of cards that the driver counts and that do not answer."""
@@ -139,19 +125,13 @@ class Nvml(Protocol):
 
     def set_power_limit(self, uuid: str, milliwatts: int) -> None: ...
 
-    def compute_mode(self, uuid: str) -> str:
-        """Return "default", "exclusive_process" or "prohibited"."""
-        ...
+    def compute_mode(self, uuid: str) -> str: ...
 
     def set_compute_mode(self, uuid: str, mode: str) -> None: ...
 
-    def reset_clocks(self, uuid: str) -> None:
-        """Unlock all clocks and set the default power limit."""
-        ...
+    def reset_clocks(self, uuid: str) -> None: ...
 
-    def application_clocks(self, uuid: str) -> tuple[int, int] | None:
-        """Return memory and graphics clock of applications in MHz."""
-        ...
+    def application_clocks(self, uuid: str) -> tuple[int, int] | None: ...
 
     def set_application_clocks(self, uuid: str, clocks: tuple[int, int]) -> None: ...
 
@@ -167,6 +147,4 @@ class Nvml(Protocol):
         """Create an instance at memory slice `start`; None: the driver chooses."""
         ...
 
-    def unmake_mig(self, uuid: str, instance: int) -> None:
-        """Destroy an instance in which nothing runs."""
-        ...
+    def unmake_mig(self, uuid: str, instance: int) -> None: ...

@@ -112,7 +112,6 @@ def destroy(instance: Any) -> None:
 
 
 def _listed(ask: Callable[..., Any], whose: Any, profile: int, kind: Any) -> list[Any]:
-    """Return the entries that a call writes into an array."""
     count, found = ctypes.c_uint(MOST_LISTED), (kind * MOST_LISTED)()
     if if_supported(ask, whose, profile, found, ctypes.byref(count)) is None:
         return []
@@ -120,7 +119,6 @@ def _listed(ask: Callable[..., Any], whose: Any, profile: int, kind: Any) -> lis
 
 
 def _placements(h: Any, profile: int) -> list[tuple[int, int]]:
-    """Return (start, size) of every placement, free or not."""
     count = ctypes.c_uint()
     ask = pynvml.nvmlDeviceGetGpuInstancePossiblePlacements
     if if_supported(ask, h, profile, None, ctypes.byref(count)) is None:
@@ -141,7 +139,6 @@ def _instance(info: Any, device: Any, profile: MigProfile) -> MigInstance:
 
 
 def _whole_compute_profile(instance: Any) -> int:
-    """Return the driver's id of the largest compute profile of a GPU instance."""
     best: tuple[int, int] | None = None
     for number in range(pynvml.NVML_COMPUTE_INSTANCE_PROFILE_COUNT):
         ask = pynvml.nvmlGpuInstanceGetComputeInstanceProfileInfo

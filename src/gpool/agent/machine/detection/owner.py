@@ -66,7 +66,6 @@ def idle_s(now_s: float, dev: Path = DEV, sessions: str | None = None) -> float 
 
 
 def ask_logind() -> str | None:
-    """Return the properties of every login session, or None without logind."""
     asked = shutil.which("loginctl")
     if asked is None or not Path("/run/systemd/seats").is_dir():
         return None
@@ -85,8 +84,6 @@ def _answer(argv: list[str]) -> str:
 
 
 class LoadMeter:
-    """Measures the processors that programs other than the agent's keep busy."""
-
     def __init__(self, own: int, proc: Path = PROC) -> None:
         self._own = own
         self._proc = proc

@@ -77,7 +77,6 @@ class AgentProcesses:
 
 
 def name_of(pid: int, proc: Path = PROC) -> str:
-    """Return the program's file name if it can be read, else the kernel's short name of the process."""
     with contextlib.suppress(OSError):
         program = os.path.basename(os.readlink(proc / str(pid) / "exe"))
         if program:
@@ -88,7 +87,6 @@ def name_of(pid: int, proc: Path = PROC) -> str:
 
 
 def is_dying(pid: int, proc: Path = PROC) -> bool:
-    """Return whether SIGKILL is pending: the kernel cannot deliver it yet."""
     with contextlib.suppress(OSError, ValueError, UnicodeDecodeError):
         for line in (proc / str(pid) / "status").read_text().splitlines():
             name, _, value = line.partition(":")

@@ -83,7 +83,6 @@ class NvmlLibrary:
 
     @contextlib.contextmanager
     def device(self, uuid: str) -> Iterator[Any]:
-        """Yield the handle of a card, under the lock."""
         with self._lock, _translated():
             handle = self.handles.get(uuid)
             if handle is None:
@@ -97,7 +96,6 @@ class NvmlLibrary:
                 raise
 
     def uuids(self) -> list[str]:
-        """Return uuids by index; empty for a card that does not answer."""
         found = []
         for index in range(self.call(pynvml.nvmlDeviceGetCount)):
             try:
@@ -128,8 +126,6 @@ class NvmlLibrary:
 
 
 class RealNvml:
-    """`Nvml` over nvidia-ml-py."""
-
     def __init__(self) -> None:
         self._library = NvmlLibrary()
         self._heat_limits: dict[str, tuple[int | None, int | None]] = {}  # they never change
@@ -315,7 +311,6 @@ def _links(h: Any) -> Iterator[str]:
 
 
 def _bus(info: Any) -> str:
-    """Return `00000000:19:00.0` as the kernel writes it: 0000:19:00.0."""
     if info is None:
         return ""
     domain, _, rest = text_of(info.busId).lower().partition(":")

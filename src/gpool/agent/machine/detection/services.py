@@ -19,8 +19,6 @@ UP_AND_GATEWAY = 0x3
 
 @dataclass(frozen=True, slots=True)
 class ContainerEngine:
-    """A container engine's socket, with the engine that answers there or the error."""
-
     socket: str = ""
     engine: str = ""
     version: str = ""
@@ -28,7 +26,6 @@ class ContainerEngine:
 
 
 def docker(sockets: tuple[str, ...] | None = None) -> ContainerEngine:
-    """Return the first engine that answers, else the first socket that exists with its error."""
     found = ContainerEngine()
     for path in sockets if sockets is not None else _sockets():
         if not Path(path).exists():
@@ -77,7 +74,6 @@ def find_qemu() -> str:
 
 
 def has_default_route(v4: str, v6: str) -> bool:
-    """Parse `/proc/net/route` and `/proc/net/ipv6_route`."""
     for line in v4.splitlines()[1:]:
         words = line.split()
         if len(words) > 3 and words[1] == "00000000" and int(words[3], 16) & UP_AND_GATEWAY:

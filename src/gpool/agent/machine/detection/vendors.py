@@ -37,14 +37,12 @@ _PCIE_GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
 
 @dataclass(frozen=True, slots=True)
 class ParsedGpus:
-    """Devices of one source, and messages about what could not be parsed."""
-
     gpus: tuple[Gpu, ...] = ()
     complaints: tuple[str, ...] = ()
 
 
 class _Unread(Exception):
-    """A device or document that cannot be parsed; the text says why."""
+    pass
 
 
 def normalised(name: str) -> str:
@@ -146,7 +144,6 @@ def _rocm_device(row: Any, at: int, driver: str) -> Gpu:
 
 
 def xpu_ids(listing: str) -> list[str]:
-    """Return the device ids in `xpu-smi discovery -j`; none if it cannot be parsed."""
     try:
         document = _json(listing, "xpu-smi")
     except _Unread:
@@ -225,7 +222,6 @@ def _drm_device(files: Mapping[str, str], at: int, vendor: str) -> Gpu:
 
 
 def apple(text: str) -> ParsedGpus:
-    """Parse `system_profiler -json SPDisplaysDataType SPHardwareDataType`; the memory is the machine's."""
     try:
         document = _json(text, "system_profiler")
         if not isinstance(document, Mapping):
@@ -260,7 +256,6 @@ def _apple_device(row: Any, at: int, machine: Mapping[str, Any]) -> Gpu:
 
 
 def _each(source: object, name: str, read: Any, list_name: str = "gpu_data") -> ParsedGpus:
-    """Parse each row of a list, or of an object's list; an invalid row is skipped with a message."""
     complaints: list[str] = []
     found: list[Gpu] = []
     try:
@@ -351,7 +346,6 @@ def _number(value: object) -> float | None:
 
 
 def _quantity(value: object, unit: int) -> int:
-    """Return bytes from a number, a text with a unit, or {"value": …, "unit": …}."""
     if isinstance(value, Mapping):
         value = f"{_text(value.get('value'))} {_text(value.get('unit'))}"
     found = _SIZE.fullmatch(_text(value)) if _has_value(value) else None
@@ -380,7 +374,6 @@ def _pcie(speed: object, width: object) -> str:
 
 
 def _id_by_bus(vendor: str, bus: str) -> str:
-    """Return an id for a device without one: its bus address."""
     if not bus:
         raise _Unread("neither a uuid nor a bus address")
     return f"{vendor}-{bus}"

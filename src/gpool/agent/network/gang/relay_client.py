@@ -20,7 +20,7 @@ from typing import Any
 import structlog
 
 from gpool.agent.network.policy import Gang
-from gpool.agent.runtime.descriptor_wait import readable
+from gpool.agent.runtime.descriptors import readable
 from gpool.core.gangs import INTERFACE, NETWORK, address_of
 
 log = structlog.get_logger(__name__)

@@ -1,9 +1,9 @@
-"""A second wall behind the mounts: Landlock, put up inside by the last thing that runs before the command.
+"""Landlock as a second confinement behind the mounts, applied inside by the last program before the command.
 
-What a sandbox must not write it could not reach anyway; should a mount ever be wrong, this still holds. A domain
-cannot be put on from outside, and bwrap, which could not mount any more, must not have it: so a few lines of Perl
-(a part of every Debian and Ubuntu, a millisecond) read the variables from a descriptor, put the domain on and become
-the command. They start with no variable at all: nothing of the task's can change what they do.
+The mounts already hide or seal everything a sandbox must not write; Landlock still holds if a mount is wrong. A domain
+cannot be applied from outside, and not to bwrap, which could no longer mount: so a few lines of Perl (part of every
+Debian and Ubuntu; one millisecond) read the variables from a descriptor, apply the domain and exec the command. Perl
+starts with an empty environment: no variable of the task can change its behaviour.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ MAKE_CHAR, MAKE_BLOCK = 64, 2048
 REFER, TRUNCATE, IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
 FIRST_RIGHTS = (1 << 13) - 1
 ADDED_RIGHTS = ((2, REFER), (3, TRUNCATE), (5, IOCTL_DEV))
-SCOPES_FROM, SCOPES = 6, 0b11  # abstract sockets and signals stay in the domain
-OPEN = ("/work", "/values", "/tmp", "/dev/shm")
+SCOPES_FROM, SCOPES = 6, 0b11  # abstract sockets and signals are limited to the domain
+WRITABLE = ("/work", "/values", "/tmp", "/dev/shm")
 
-WALL = r"""
+CONFINE = r"""
 my ($env, $nproc, $size, $handled, $scoped, $limit, $rules) = splice @ARGV, 0, 7;
 open(my $given, "<&=", $env) or die "gpool: variables: $!\n";
 { local $/; my $text = <$given>; %ENV = $text eq "" ? () : map { split /=/, $_, 2 } split /\0/, $text; }
@@ -50,16 +50,16 @@ exit($why == 2 || $why == 20 ? 127 : 126);
 
 
 def version() -> int:
-    """Which Landlock this kernel has; 0: none, or switched off."""
+    """Return the kernel's Landlock ABI version; 0: none, or disabled."""
     libc = ctypes.CDLL(None, use_errno=True)
     found: int = libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(ASK_VERSION))
     return max(0, found)
 
 
 def rules(known: int, *, names_threads: bool = False) -> tuple[int, tuple[tuple[str, int], ...]]:
-    """(rights that are withheld unless given, what is given where) under that version of Landlock.
+    """Return (handled rights, rights granted per path) under Landlock version `known`.
 
-    `names_threads`: it may write what the kernel lets it write of its own processes' entries in /proc.
+    `names_threads`: the sandbox may write to the /proc entries of its own processes, as far as the kernel allows.
     """
     handled = FIRST_RIGHTS
     for since, right in ADDED_RIGHTS:
@@ -67,14 +67,14 @@ def rules(known: int, *, names_threads: bool = False) -> tuple[int, tuple[tuple[
     look = EXECUTE | READ_FILE | READ_DIR
     devices = (look | WRITE_FILE | TRUNCATE | IOCTL_DEV) & handled
     all_but_devices = handled & ~(MAKE_CHAR | MAKE_BLOCK)
-    given = [("/", look), ("/dev", devices), *((path, all_but_devices) for path in OPEN)]
+    given = [("/", look), ("/dev", devices), *((path, all_but_devices) for path in WRITABLE)]
     if names_threads:
         given.append(("/proc", (look | WRITE_FILE | TRUNCATE) & handled))
     return handled, tuple(given)
 
 
 def perl() -> str:
-    """The interpreter of the wall, as a sandbox finds it; "" where the host has none in /usr."""
+    """Return the path of Perl inside a sandbox; "" if the host has none in /usr."""
     found = shutil.which("perl", path="/usr/bin:/bin")
     return "/usr/bin/perl" if found and os.path.exists("/usr/bin/perl") else ""
 
@@ -82,10 +82,10 @@ def perl() -> str:
 def command(
     variables_at: int, processes: int, known: int, *, names_threads: bool = False
 ) -> Sequence[str]:
-    """Words before the command's own: variables come from that descriptor; 0 processes: no limit by user."""
+    """Return the words before the command: variables come from descriptor `variables_at`; 0 processes: no limit."""
     handled, given = rules(known, names_threads=names_threads)
     scoped = SCOPES if known >= SCOPES_FROM else 0
     size = 0 if not known else (8 if known < 4 else 16 if known < SCOPES_FROM else 24)
     numbers = (variables_at, processes, size, handled, scoped, PRLIMIT[platform.machine()])
     listed = ":".join(f"{path}={rights}" for path, rights in given)
-    return (perl(), "-e", WALL, *map(str, numbers), listed)
+    return (perl(), "-e", CONFINE, *map(str, numbers), listed)

@@ -1,14 +1,15 @@
-"""The launcher: a small process beside the agent that starts sandboxes. Stdlib only; run as a script.
+"""The launcher: a small process beside the agent that starts sandboxes. A script, standard library only.
 
 It is small so that forking is cheap, single-threaded so that forking is safe, and the reaper of every sandbox: when the
-agent is gone, however it went, the socket ends, and the launcher kills all that lives beneath it before it ends itself.
-(A death signal alone would miss a sandbox that is just being made and has not asked for one yet.)
-When root, it alone moves into a mount namespace in which interpreter, packages and work directories lie where a dropped
-uid can reach them; each child drops to its uid before `exec`. It never reads what a task wrote.
+agent is gone, for whatever reason, the socket ends, and the launcher kills every descendant before it exits. (A parent
+death signal alone would miss a sandbox in the making that has not requested one yet.)
+As root it moves into a mount namespace of its own, in which interpreter, packages and work directories are reachable for
+a dropped uid; each child drops to its uid before `exec`. It never reads data of a task.
 
-Words on the socket (one JSON document a message, descriptors beside it):
-  in   {"start": n, "argv", "uid", "groups", "limits", "mode", "lane", "gang", "binds"}   ·   {"kill": n}   ·   {"warn": n}
-  out  {"ready": true}   ·   {"ended": n, "status": s, "killed": bool, "detail": text}
+Messages on the socket (one JSON document each, descriptors beside it):
+  in   {"start": n, "argv", "uid", "groups", "limits", "mode", "namespaces", "gang", "binds"}  ·  {"kill": n}  ·  {"warn": n}
+  out  {"ready": true}   ·   {"ended": n, "status": s, "ran": bool, "killed": bool}
+One file because it is run by path, without imports of gpool.
 """
 
 from __future__ import annotations
@@ -32,12 +33,16 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND = 1, 2, 4, 32, 4096
 MS_REC, MS_SLAVE = 16384, 1 << 19
 SEALED = MS_RDONLY | MS_NOSUID | MS_NODEV
 MNT_DETACH = 2
-MOST_BROUGHT = 64  # every sandbox's mount namespace begins as a copy of ours
+MOST_MOUNTED = 64  # every sandbox's mount namespace starts as a copy of the launcher's
 MOST_SPARES = 64
-SPARE_BYTES = 128 * 1024  # what surely goes through a socket in one piece
+SPARE_BYTES = 128 * 1024  # certainly passes through a socket in one message
 MESSAGE_BYTES = 1 << 20
 MAX_DESCRIPTORS = 16
-QUIET_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # for the agent; we end when it does
+QUIET_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+)  # meant for the agent; the launcher ends after it
 CHANGED_SIGNALS = (*QUIET_SIGNALS, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD)
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -55,22 +60,22 @@ def mount(source: str, target: str, kind: bytes | None, flags: int, data: bytes 
 
 
 def enter_own_namespace(place: str, binds: list[dict[str, Any]], tree: dict[str, Any]) -> None:
-    """Everything a sandbox is made of, beneath one directory that any uid may walk; seen by this process alone."""
+    """Mount all parts of a sandbox beneath one directory open to any uid, visible to this process only."""
     checked(libc.unshare(CLONE_NEWNS), "unshare")
     mount("none", "/", None, MS_REC | MS_SLAVE)
-    # opened in the new namespace, and before the tmpfs that could hide one of them
+    # opened in the new namespace, and before the tmpfs, which could hide one of them
     sources = [(os.open(b["source"], os.O_PATH), b["name"], b["writable"]) for b in binds]
     mount("gpool", place, b"tmpfs", MS_NOSUID, b"mode=0755,size=1m")
     for descriptor, name, writable in sources:
-        lay(descriptor, os.path.join(place, name), writable=writable)
+        bind(descriptor, os.path.join(place, name), writable=writable)
         os.close(descriptor)
-    plant(place, tree)
+    mount_root(place, tree)
 
 
-def plant(place: str, tree: dict[str, Any]) -> None:
-    """The root directory of a sandbox, ready: bwrap then binds one directory instead of mounting each of its own.
+def mount_root(place: str, tree: dict[str, Any]) -> None:
+    """Mount the root directory of a sandbox once: bwrap then binds one directory instead of mounting each part.
 
-    Everything is sealed as bwrap would seal it, so that it finds nothing to mount again.
+    Everything is sealed as bwrap would seal it, so that bwrap has nothing to remount.
     """
     root = os.path.join(place, "tree")
     os.mkdir(root, 0o755)
@@ -86,8 +91,7 @@ def plant(place: str, tree: dict[str, Any]) -> None:
     mount("none", root, None, MS_REMOUNT | SEALED)
 
 
-def lay(source: int, target: str, *, writable: bool) -> None:
-    """Mount what the descriptor names at `target`."""
+def bind(source: int, target: str, *, writable: bool) -> None:
     if os.path.isdir(f"/proc/self/fd/{source}"):
         os.makedirs(target, 0o755, exist_ok=True)
     else:
@@ -107,7 +111,7 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(root: int) -> list[int]:
-    """Every process below `root`, nearest first. Races with forks: ask again until there are none."""
+    """Return every process below `root`, nearest first. Races with forks: repeat until there are none."""
     found, wave = [], [root]
     while wave:
         below = [child for pid in wave for child in children(pid)]
@@ -117,7 +121,7 @@ def descendants(root: int) -> list[int]:
 
 
 def reap_all_below(me: int) -> None:
-    """Kill every descendant, orphans included (we are their reaper), until none is left."""
+    """Kill every descendant, orphans included (this process is the subreaper), until none is left."""
     while True:
         for pid in descendants(me):
             with contextlib.suppress(OSError):
@@ -128,7 +132,7 @@ def reap_all_below(me: int) -> None:
             return
 
 
-def replace(program: list[str], environment: dict[str, str]) -> NoReturn:
+def exec_program(program: list[str], environment: dict[str, str]) -> NoReturn:
     try:
         os.execvpe(program[0], program, environment)
     except OSError as failure:
@@ -137,8 +141,8 @@ def replace(program: list[str], environment: dict[str, str]) -> NoReturn:
         os._exit(127 if missing else 126)
 
 
-def guard(run: Callable[[], NoReturn]) -> NoReturn:
-    """Stand between launcher and an unisolated command: whatever it starts dies with it, with us, or on SIGTERM."""
+def supervise(run: Callable[[], NoReturn]) -> NoReturn:
+    """Run an unisolated command; its descendants die with it, with this process, or on SIGTERM."""
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     wanted = {signal.SIGTERM, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, wanted)
@@ -149,7 +153,7 @@ def guard(run: Callable[[], NoReturn]) -> NoReturn:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, wanted)
         os.setsid()
         run()
-    os.closerange(0, 1024)  # the pipes belong to the command: they must end when it does
+    os.closerange(0, 1024)  # the command's pipes must end with the command
     status = 9
     while os.getppid() == launcher:
         if signal.sigwait(wanted) == signal.SIGTERM:
@@ -169,25 +173,23 @@ def guard(run: Callable[[], NoReturn]) -> NoReturn:
 
 
 def join(groups: Sequence[str]) -> None:
-    """This process, and all it starts, counts there from now on."""
     for path in groups:
         joining = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         os.write(joining, b"0")
         os.close(joining)
 
 
-def arrange(given: list[int], lane: list[int]) -> None:
-    """Exactly the given descriptors as 0, 1, 2 …, the lane's behind them."""
-    targets = len(given) + len(lane)
-    high = [*given, *lane]
+def arrange(descriptors: list[int]) -> None:
+    targets = len(descriptors)
+    high = [*descriptors]
     while high and min(high) < targets:
         high = [os.dup(d) for d in high]  # past every target: no dup2 hits one still needed
     for target, descriptor in enumerate(high):
         os.dup2(descriptor, target)
 
 
-class Sandbox:
-    """One we started: pids that still live (0: gone), and bwrap's report about it (-1: not bwrap's)."""
+class LaunchedSandbox:
+    """A started sandbox: live pids (0: gone), and the descriptor of bwrap's report (-1: not started by bwrap)."""
 
     def __init__(self, monitor: int, report: int, groups: tuple[str, ...]) -> None:
         self.monitor = monitor
@@ -195,25 +197,25 @@ class Sandbox:
         self.inner = 0
         self.status = 0
         self.report = report
-        self.ran = False  # the command was started and ended, whatever its code
+        self.ran = False  # the command started and ended, with any code
         self.killed = False
 
 
-class Launcher:
+class LauncherProcess:
     def __init__(self, channel: socket.socket, settings: dict[str, Any]) -> None:
         self.channel = channel
         self.seccomp = bytes.fromhex(settings["seccomp"])
         self.seccomp_of_gangs = bytes.fromhex(settings["seccomp_of_gangs"])
-        self.children: dict[int, int] = {}  # pid of the monitor -> number
+        self.children: dict[int, int] = {}  # pid of bwrap or the supervisor -> number
         self.inner: dict[int, int] = {}  # pid of a namespace's first process -> number
-        self.known: dict[int, Sandbox] = {}  # by number
+        self.known: dict[int, LaunchedSandbox] = {}  # by number
         self.place = settings["place"]
-        self.brought: dict[str, tuple[int, int]] = {}  # name -> what lies there
+        self.mounted: dict[str, tuple[int, int]] = {}  # name -> (device, inode) mounted there
         self.spares: dict[tuple[str, ...], socket.socket] = {}  # by groups: see `prepare`
         self.spare_pids: dict[tuple[str, ...], int] = {}
 
     def prepare(self, groups: tuple[str, ...]) -> None:
-        """A child that is in its groups already and waits for an order: joining takes the kernel's grace period."""
+        """Fork a spare child that is already in its groups and waits for an order: joining is slow (an RCU grace period)."""
         if not groups or groups in self.spares or len(self.spares) >= MOST_SPARES:
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -232,16 +234,14 @@ class Launcher:
                     os._exit(0)  # the launcher is gone
                 waiting.detach()
                 order = json.loads(message)
-                split = len(descriptors) - order["lane"]
                 order["groups"] = ()
-                self.be(order, order["refused"], descriptors[:split], descriptors[split:])
+                self.run_child(order, order["refused"], list(descriptors))
             except BaseException:  # noqa: BLE001 - a forked child must never return
                 os._exit(125)
         theirs.close()
         self.spares[groups], self.spare_pids[groups] = ours, pid
 
-    def hand_over(self, order: dict[str, Any], refused: str, descriptors: list[int]) -> int:
-        """To the spare of these groups, when there is one: its pid, or 0."""
+    def use_spare(self, order: dict[str, Any], refused: str, descriptors: list[int]) -> int:
         spare = self.spares.pop(tuple(order["groups"]), None)
         if spare is None:
             return 0
@@ -256,36 +256,35 @@ class Launcher:
                 return 0
             return pid
 
-    def bring(self, bind: dict[str, Any]) -> None:
-        """Into reach of a dropped uid, once; anew when another directory took its place since."""
+    def expose(self, order: dict[str, Any]) -> None:
+        """Mount a host path where a dropped uid reaches it, once; again if another directory replaced it."""
         if not self.place:
-            return  # nobody drops a uid: sandboxes reach what we reach
-        name, target = bind["name"], os.path.join(self.place, bind["name"])
-        source = os.open(bind["source"], os.O_PATH | os.O_CLOEXEC)
+            return  # no uid is dropped: sandboxes reach the same paths as the launcher
+        name, target = order["name"], os.path.join(self.place, order["name"])
+        source = os.open(order["source"], os.O_PATH | os.O_CLOEXEC)
         try:
             facts = os.fstat(source)
             identity = (facts.st_dev, facts.st_ino)
-            if self.brought.get(name) == identity:
+            if self.mounted.get(name) == identity:
                 return
-            if len(self.brought) >= MOST_BROUGHT:
-                self.put_away(next(iter(self.brought)))
-            if name in self.brought:
-                self.put_away(name)
-            lay(source, target, writable=False)
-            self.brought[name] = identity
+            if len(self.mounted) >= MOST_MOUNTED:
+                self.unmount(next(iter(self.mounted)))
+            if name in self.mounted:
+                self.unmount(name)
+            bind(source, target, writable=False)
+            self.mounted[name] = identity
         finally:
             os.close(source)
 
-    def put_away(self, name: str) -> None:
-        """Out of reach of sandboxes to come; those that run have their own copy of the mount."""
-        del self.brought[name]
+    def unmount(self, name: str) -> None:
+        del self.mounted[name]
         target = os.path.join(self.place, name)
         checked(libc.umount2(target.encode(), MNT_DETACH), f"umount {target}")
 
     def start(self, order: dict[str, Any], descriptors: list[int]) -> None:
         number = order["start"]
-        split = len(descriptors) - order["lane"]
-        descriptors, lane = descriptors[:split], descriptors[split:]
+        split = len(descriptors) - order["namespaces"]
+        descriptors, namespaces = descriptors[:split], descriptors[split:]
         report_end = given_end = filter_end = filter_in = -1
         if order["mode"] == "bubblewrap":
             report_end, given_end = os.pipe()
@@ -296,38 +295,39 @@ class Launcher:
             descriptors = [*descriptors, filter_end, given_end]
         refused = ""
         try:
-            for bind in order["binds"]:
-                self.bring(bind)
+            for each in order["binds"]:
+                self.expose(each)
         except OSError as failure:
             refused = str(failure)
-        pid = self.hand_over(order, refused, [*descriptors, *lane])
+        given = [*descriptors, *namespaces]
+        pid = self.use_spare(order, refused, given)
         if not pid:
             pid = os.fork()
             if pid == 0:
-                self.be(order, refused, descriptors, lane)
-        for descriptor in (*descriptors, *lane):
+                self.run_child(order, refused, given)
+        for descriptor in given:
             os.close(descriptor)
         self.children[pid] = number
-        self.known[number] = Sandbox(pid, report_end, tuple(order["groups"]))
+        self.known[number] = LaunchedSandbox(pid, report_end, tuple(order["groups"]))
 
-    def be(
-        self, order: dict[str, Any], refused: str, descriptors: list[int], lane: list[int]
-    ) -> NoReturn:
-        """In a child: what was ordered, or its end with a word about it on the task's stderr."""
+    def run_child(self, order: dict[str, Any], refused: str, descriptors: list[int]) -> NoReturn:
         try:
-            arrange(descriptors, lane)
+            arrange(descriptors)
             if refused:
                 raise OSError(refused)
-            self.become(order, len(descriptors), len(lane))
+            self.become(order, len(descriptors) - order["namespaces"])
         except BaseException as failure:  # noqa: BLE001 - a forked child must never return
             with contextlib.suppress(OSError):
                 os.write(2, f"bwrap: gpool cannot start it: {failure}\n".encode())
         os._exit(125)
 
-    def become(self, order: dict[str, Any], given: int, lane: int) -> None:
-        """In the child, its descriptors in place: the limits, the lane, the uid; then the program."""
+    def become(self, order: dict[str, Any], given: int) -> None:
+        """In the child: join groups and namespaces, set limits and uid, exec the program.
+
+        The first `given` descriptors are the program's; the namespaces' come after them.
+        """
         join(order["groups"])
-        for namespace in range(given, given + lane):
+        for namespace in range(given, given + order["namespaces"]):
             checked(libc.setns(namespace, 0), "setns")
         os.closerange(given, 65536)
         for kind, limit in order["limits"]:
@@ -344,7 +344,7 @@ class Launcher:
         program = order["argv"]
         environment = order["env"]
         if order["mode"] == "process":
-            guard(lambda: replace(program, environment))
+            supervise(lambda: exec_program(program, environment))
         libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         os.execve(program[0], program, environment)
 
@@ -354,16 +354,15 @@ class Launcher:
             return
         entry.killed = True
         self.learn_inner(number, entry)
-        mild = (
-            signal.SIGTERM if entry.report < 0 else signal.SIGKILL
-        )  # a guard needs a breath to kill what it guards
-        for pid, how in ((entry.inner, signal.SIGKILL), (entry.monitor, mild)):
+        # a supervisor must live to kill the descendants of its command
+        by = signal.SIGTERM if entry.report < 0 else signal.SIGKILL
+        for pid, how in ((entry.inner, signal.SIGKILL), (entry.monitor, by)):
             if pid:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, how)
 
     def warn(self, number: int) -> None:
-        """SIGTERM to the command itself: what the sandbox's first process, or the guard, has as its child."""
+        """Send SIGTERM to the command itself: the child of the sandbox's first process or of the supervisor."""
         entry = self.known.get(number)
         if entry is None:
             return
@@ -373,8 +372,7 @@ class Launcher:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
 
-    def learn_inner(self, number: int, entry: Sandbox) -> None:
-        """From bwrap's own report: the first process of the namespace, and whether the command was started."""
+    def learn_inner(self, number: int, entry: LaunchedSandbox) -> None:
         if entry.report < 0:
             return
         text = b""
@@ -382,11 +380,11 @@ class Launcher:
             text = os.read(entry.report, 65536)
         for line in text.splitlines():
             with contextlib.suppress(ValueError):
-                said = json.loads(line)
-                if "child-pid" in said:
-                    entry.inner = said["child-pid"]
+                report = json.loads(line)
+                if "child-pid" in report:
+                    entry.inner = report["child-pid"]
                     self.inner[entry.inner] = number
-                if "exit-code" in said:
+                if "exit-code" in report:
                     entry.ran = True
 
     def reap(self) -> None:
@@ -421,17 +419,17 @@ class Launcher:
             entry = self.known.pop(number)
             if entry.report >= 0:
                 os.close(entry.report)
-            said = {
+            message = {
                 "ended": number,
                 "status": entry.status,
                 "ran": entry.ran or entry.report < 0,
                 "killed": entry.killed,
             }
-            self.channel.send(json.dumps(said).encode())
-            self.prepare(entry.groups)  # whoever is next in this slot
+            self.channel.send(json.dumps(message).encode())
+            self.prepare(entry.groups)  # for the next sandbox of this slot
 
     def is_gone(self, pid: int) -> bool:
-        """Whether a namespace's first process is reaped, by us or (not our child) by its monitor before."""
+        """Whether a namespace's first process is reaped, here or earlier by bwrap."""
         try:
             return os.waitpid(pid, os.WNOHANG)[0] == pid
         except ChildProcessError:
@@ -457,7 +455,6 @@ class Launcher:
                     return
 
     def obey(self) -> bool:
-        """One order; False when the agent is gone."""
         room = socket.CMSG_LEN(MAX_DESCRIPTORS * 4)
         try:
             data, beside, _, _ = self.channel.recvmsg(MESSAGE_BYTES, room)
@@ -469,7 +466,7 @@ class Launcher:
         for _, _, raw in beside:
             descriptors.frombytes(raw[: len(raw) - len(raw) % 4])
         order = json.loads(data)
-        if "enclosed" in order:  # too long for a message
+        if "enclosed" in order:  # too long for a message: the order is in a file
             with os.fdopen(descriptors.pop(), "rb") as enclosed:
                 order = json.load(enclosed)
         if "start" in order:
@@ -490,12 +487,12 @@ def main() -> int:
     try:
         if settings["place"]:
             enter_own_namespace(settings["place"], settings["binds"], settings["tree"])
-        launcher = Launcher(channel, settings)
+        launcher = LauncherProcess(channel, settings)
     except OSError as failure:
         channel.send(json.dumps({"ready": False, "detail": str(failure)}).encode())
         return 1
     try:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it went while we spoke
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the agent is gone
             launcher.serve()
     finally:
         reap_all_below(os.getpid())

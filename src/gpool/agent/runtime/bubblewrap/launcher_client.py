@@ -1,4 +1,4 @@
-"""The agent's end of the launcher: orders out, endings in. Knows nothing of what a sandbox is for."""
+"""The agent's end of the launcher process: sends orders, receives the ends of processes. Knows nothing of tasks."""
 
 from __future__ import annotations
 
@@ -13,58 +13,55 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
-from gpool.agent.runtime.descriptor_wait import writable
+from gpool.agent.runtime.descriptors import memory_file, writable
 from gpool.agent.runtime.protocol import SandboxFailed
 
 SCRIPT = Path(__file__).with_name("launcher.py")
 ENCLOSE_PAST_BYTES = 64 * 1024
-READY_WITHIN_S = 120.0  # a machine may stand still for a while
+READY_WITHIN_S = 120.0  # an overloaded machine may stall for a while
 
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """A host path laid beneath the launcher's own directory."""
-
     source: Path
     name: str
     writable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
-    """A sandbox's root directory, which a launcher with its own mounts prepares once."""
-
+class RootTree:
     folders: tuple[str, ...] = ()
-    links: tuple[tuple[str, str], ...] = ()  # (path inside, what it says)
-    binds: tuple[tuple[str, str], ...] = ()  # (path inside, where the launcher has it)
+    links: tuple[tuple[str, str], ...] = ()  # (path inside, target)
+    binds: tuple[tuple[str, str], ...] = ()  # (path inside, source as the launcher sees it)
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What to start. `descriptors` become 0, 1, 2 … and are closed here once sent."""
+class LaunchOrder:
+    """A program to start. `descriptors` become 0, 1, 2 … and are closed here once sent."""
 
     mode: str  # "bubblewrap" or "process"
     argv: Sequence[str]
     descriptors: Sequence[int]
-    uid: int = 0  # 0: stay who we are
+    uid: int = 0  # 0: keep the agent's
     groups: Sequence[str] = ()
     limits: Sequence[tuple[int, int]] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     cwd: str = "/"
-    lane: Sequence[int] = ()  # namespaces to enter first, in this order; they stay the caller's
-    binds: Sequence[Bind] = ()  # what it needs in reach besides what every sandbox does
-    gang: bool = False  # its lane is a gang's
+    namespaces: Sequence[int] = ()  # entered first, in this order; the caller closes them
+    binds: Sequence[Bind] = ()  # beyond those of every sandbox
+    gang: bool = False  # gets the filter of a gang's sandbox
 
 
 @dataclass(frozen=True, slots=True)
-class Exit:
-    """How it ended: `ran` is false when the command never started."""
+class ProcessExit:
+    """How a process ended: `ran` is false if the command never started."""
 
     code: int  # 128+n for a signal n
     ran: bool
     killed: bool
-    lost: bool = False  # its launcher died, and it with that: nobody's doing
+    lost: bool = False  # it died with its launcher or engine
 
 
 def _bind(bind: Bind) -> dict[str, object]:
@@ -74,10 +71,23 @@ def _bind(bind: Bind) -> dict[str, object]:
 LAUNCHER_DIED = "gpool's launcher on that node died, and the sandbox with it"
 
 
-class Started:
-    """One thing the launcher runs."""
+class StartedProcess(Protocol):
+    """A started program with everything below it: a launcher's child, a container, a guest."""
 
-    def __init__(self, launcher: Launcher, number: int, exit: asyncio.Future[Exit]) -> None:
+    @property
+    def is_over(self) -> bool: ...
+
+    async def exited(self) -> ProcessExit:
+        """Wait until every process of it is gone."""
+        ...
+
+    async def kill(self) -> None: ...
+
+    async def warn(self) -> None: ...
+
+
+class LaunchedProcess:
+    def __init__(self, launcher: Launcher, number: int, exit: asyncio.Future[ProcessExit]) -> None:
         self._launcher = launcher
         self._number = number
         self._exit = exit
@@ -87,24 +97,23 @@ class Started:
     def is_over(self) -> bool:
         return self._exit.done()
 
-    async def exited(self) -> Exit:
-        """When every process of it is gone."""
+    async def exited(self) -> ProcessExit:
         return await asyncio.shield(self._exit)
 
     async def kill(self) -> None:
         if not self._exit.done():
             if self.before_kill is not None:
                 self.before_kill()
-            await self._launcher.say({"kill": self._number}, ())
+            await self._launcher.send({"kill": self._number}, ())
         await asyncio.shield(self._exit)
 
     async def warn(self) -> None:
         if not self._exit.done():
-            await self._launcher.say({"warn": self._number}, ())
+            await self._launcher.send({"warn": self._number}, ())
 
 
 class Launcher:
-    """Starts the launcher process at the first order, and again when it died."""
+    """Starts the launcher process at the first order, and again after its death."""
 
     def __init__(
         self,
@@ -112,10 +121,10 @@ class Launcher:
         place: str,
         binds: Sequence[Bind],
         seccomp: bytes,
-        tree: Tree | None = None,
+        tree: RootTree | None = None,
         seccomp_of_gangs: bytes = b"",
     ) -> None:
-        tree = tree or Tree()
+        tree = tree or RootTree()
         self._settings = {
             "place": place,
             "binds": [_bind(bind) for bind in binds],
@@ -125,17 +134,17 @@ class Launcher:
         }
         self._channel: socket.socket | None = None
         self._child: subprocess.Popen[bytes] | None = None
-        self._running: dict[int, asyncio.Future[Exit]] = {}
+        self._running: dict[int, asyncio.Future[ProcessExit]] = {}
         self._ready: asyncio.Future[None] | None = None
         self._sending = asyncio.Lock()
         self._last = 0
 
-    async def start(self, order: Order) -> Started:
+    async def start(self, order: LaunchOrder) -> LaunchedProcess:
         try:
-            await self._awake()
+            await self._ensure_running()
             self._last += 1
             number = self._last
-            exit: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+            exit: asyncio.Future[ProcessExit] = asyncio.get_running_loop().create_future()
             self._running[number] = exit
             document = {
                 "start": number,
@@ -146,27 +155,24 @@ class Launcher:
                 "limits": list(order.limits),
                 "env": dict(order.env),
                 "cwd": order.cwd,
-                "lane": len(order.lane),
+                "namespaces": len(order.namespaces),
                 "gang": order.gang,
                 "binds": [_bind(bind) for bind in order.binds],
             }
-            await self.say(document, (*order.descriptors, *order.lane))
+            await self.send(document, (*order.descriptors, *order.namespaces))
         finally:
             for descriptor in order.descriptors:
                 os.close(descriptor)
-        return Started(self, number, exit)
+        return LaunchedProcess(self, number, exit)
 
-    async def say(self, document: Mapping[str, object], descriptors: Sequence[int]) -> None:
+    async def send(self, document: Mapping[str, object], descriptors: Sequence[int]) -> None:
         channel = self._channel
         if channel is None:
-            return  # it died: everything it ran has been answered for
+            return  # it died: the end of everything it ran is known
         data = json.dumps(document).encode()
         enclosed = -1
         if len(data) > ENCLOSE_PAST_BYTES:
-            enclosed = os.memfd_create("order")
-            with os.fdopen(os.dup(enclosed), "wb") as letter:
-                letter.write(data)
-            os.lseek(enclosed, 0, os.SEEK_SET)
+            enclosed = memory_file("order", data)
             data, descriptors = b'{"enclosed": true}', (*descriptors, enclosed)
         beside = []
         if descriptors:
@@ -186,20 +192,19 @@ class Launcher:
                 os.close(enclosed)
 
     async def close(self) -> None:
-        """End the launcher and everything it runs."""
         waiting = list(self._running.values())
         self._forget()
         for exit in waiting:
             await exit
 
-    async def _awake(self) -> None:
+    async def _ensure_running(self) -> None:
         if self._ready is None:
             loop = asyncio.get_running_loop()
             self._ready = loop.create_future()
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             ours.setblocking(False)
             with theirs:
-                # -I -S: nothing but the standard library, so that its forks are small
+                # -I -S: the standard library only, so that its forks are small
                 self._child = subprocess.Popen(  # noqa: ASYNC220 - a vfork, once
                     [sys.executable, "-I", "-S", "-B", str(SCRIPT)],
                     stdin=theirs.fileno(),
@@ -209,7 +214,7 @@ class Launcher:
                 )
             ours.send(json.dumps(self._settings).encode())
             self._channel = ours
-            loop.add_reader(ours.fileno(), self._hear)
+            loop.add_reader(ours.fileno(), self._receive)
         try:
             async with asyncio.timeout(READY_WITHIN_S):
                 await asyncio.shield(self._ready)
@@ -218,7 +223,7 @@ class Launcher:
                 f"the launcher did not start within {READY_WITHIN_S:g} s"
             ) from silent
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         channel = self._channel
         if channel is None:
             return
@@ -231,23 +236,24 @@ class Launcher:
                 if not data:
                     self._forget(lost=True)
                     return
-                said = json.loads(data)
-                if "ended" in said:
-                    exit = self._running.pop(said["ended"], None)
+                message = json.loads(data)
+                if "ended" in message:
+                    exit = self._running.pop(message["ended"], None)
                     if exit is not None and not exit.done():
-                        status = said["status"]
+                        status = message["status"]
                         code = os.waitstatus_to_exitcode(status)
                         exit.set_result(
-                            Exit(code if code >= 0 else 128 - code, said["ran"], said["killed"])
+                            ProcessExit(
+                                code if code >= 0 else 128 - code, message["ran"], message["killed"]
+                            )
                         )
                 elif self._ready is not None and not self._ready.done():
-                    if said["ready"]:
+                    if message["ready"]:
                         self._ready.set_result(None)
                     else:
-                        self._ready.set_exception(SandboxFailed(said["detail"]))
+                        self._ready.set_exception(SandboxFailed(message["detail"]))
 
     def _forget(self, *, lost: bool = False) -> None:
-        """The launcher is gone, and all it ran with it."""
         if self._channel is not None:
             asyncio.get_running_loop().remove_reader(self._channel.fileno())
             self._channel.close()
@@ -259,5 +265,5 @@ class Launcher:
         self._ready = None
         for exit in self._running.values():
             if not exit.done():
-                exit.set_result(Exit(137, ran=True, killed=not lost, lost=lost))
+                exit.set_result(ProcessExit(137, ran=True, killed=not lost, lost=lost))
         self._running.clear()

@@ -1,4 +1,4 @@
-"""What a sandbox finds inside: which host paths lie where, read-only. Refuses to show anything not listed here."""
+"""File system layout of a sandbox: host paths mounted read-only, and small files written for it. Shows nothing else."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 import cloudpickle  # type: ignore[import-untyped]
 
 import gpool
-from gpool.agent.runtime.bubblewrap.launcher_client import Bind, Tree
+from gpool.agent.runtime.bubblewrap.launcher_client import Bind, RootTree
 from gpool.agent.runtime.protocol import ENVIRONMENT_AT
 
 HOME = "/opt/gpool"  # inside
 SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
 FOLDERS = ("/proc", "/dev", "/tmp", "/work", "/values")
-MASKED = (  # of /proc; the interrupts tell when others type, send and compute
+MASKED = (  # of /proc; interrupt counters show when others type, send and compute
     "interrupts",
     "kallsyms",
     "kcore",
@@ -50,8 +50,8 @@ ETC_TEXTS = {
     "hosts": "127.0.0.1 localhost\n::1 localhost\n",
     "hostname": "sandbox\n",
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
-    "nsswitch.lane": "passwd: files\ngroup: files\nhosts: files dns\n",
-    "resolv.conf": "",  # a lane's lies over it
+    "nsswitch.network": "passwd: files\ngroup: files\nhosts: files dns\n",
+    "resolv.conf": "",  # a sandbox network mounts its own over it
 }
 BOOT = f"""import sys
 
@@ -62,32 +62,30 @@ with open(__file__, "rb") as script:
     code = compile(script.read(), __file__, "exec")
 exec(code)
 """
-"""Runs the runner by an environment's interpreter, which finds cloudpickle here when it has none of its own."""
+"""Starts the runner under an environment's interpreter, which finds cloudpickle here if it has none of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`binds` are host paths by a short name; `seen` says where each lies inside."""
+    """`binds` are host paths by a short name; `seen` their mount points inside."""
 
     binds: tuple[Bind, ...]
     seen: tuple[tuple[str, str], ...]  # (name of the bind, path inside)
     python: str  # the interpreter, inside
     runner: str  # the runner's script, inside
     variables: tuple[tuple[str, str], ...]
-    bare: tuple[tuple[str, str], ...]  # `seen` of a sandbox that brings an environment
+    bare: tuple[tuple[str, str], ...]  # `seen` of a sandbox with an environment
     bare_variables: tuple[tuple[str, str], ...]
-    boot: str  # the runner's script when an environment's interpreter runs it, inside
+    boot: str  # the runner's script for an environment's interpreter, inside
 
 
 def package_folders(paths: Iterable[str], base: Path) -> list[Path]:
-    """Where the agent's own Python finds packages: a task's finds the same ones, and nothing else of its path."""
     folders = [Path(path) for path in paths if Path(path).name in PACKAGE_FOLDERS]
     known = dict.fromkeys(folder.resolve() for folder in folders if folder.is_dir())
     return [folder for folder in known if not folder.is_relative_to(base / "lib")]
 
 
 def prepare(directory: Path, paths: Iterable[str] = tuple(sys.path)) -> Layout:
-    """Writes the small files a sandbox needs beneath `directory` and says where everything lies."""
     minor = f"python{sys.version_info.major}.{sys.version_info.minor}"
     base = Path(sys.base_prefix).resolve()
     source = Path(gpool.__file__).resolve().parent
@@ -138,8 +136,7 @@ def prepare(directory: Path, paths: Iterable[str] = tuple(sys.path)) -> Layout:
     )
 
 
-def system_tree(seen: Iterable[tuple[str, str]]) -> Tree:
-    """A root directory: the host's programs and libraries, and what is `seen`, (where we have it, path inside)."""
+def system_tree(seen: Iterable[tuple[str, str]]) -> RootTree:
     binds = [("/usr", "/usr")]
     links = []
     for path in SYSTEM_LINKS:
@@ -148,11 +145,10 @@ def system_tree(seen: Iterable[tuple[str, str]]) -> Tree:
         elif os.path.isdir(path):
             binds.append((path, path))
     binds += [(inside, source) for source, inside in seen]
-    return Tree(FOLDERS, tuple(links), tuple(binds))
+    return RootTree(FOLDERS, tuple(links), tuple(binds))
 
 
-def as_arguments(tree: Tree) -> list[str]:
-    """The same for bwrap to make anew."""
+def as_arguments(tree: RootTree) -> list[str]:
     words = []
     for inside, source in tree.binds:
         words += ["--ro-bind", source, inside]
@@ -193,7 +189,6 @@ def _write_boot(boot: Path) -> None:
 
 
 def _open_to_all(directory: Path) -> None:
-    """Readable by any uid, whatever the agent's umask."""
     for folder, _, names in os.walk(directory):
         os.chmod(folder, 0o755)
         for name in names:

@@ -1,4 +1,7 @@
-"""The system call filter of a sandbox, assembled by hand for x86_64 and aarch64. Refuses other machines."""
+"""The system call filter of a sandbox: classic BPF for x86_64 and aarch64; other machines are refused.
+
+libseccomp is not a dependency; tests/agent/runtime/test_seccomp_oracle.py compares the two verdict by verdict.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,11 @@ AF_UNIX, AF_INET, AF_INET6, AF_NETLINK = 1, 2, 10, 16
 SOCKET_TYPE_MASK = 0xF
 SOCK_STREAM, SOCK_DGRAM, SOCK_RAW, SOCK_SEQPACKET = 1, 2, 3, 5
 NETLINK_ROUTE = 0
-PROTOCOLS = (
-    0,
-    6,
-    17,
-)  # the family's own, TCP, UDP: no SCTP, MPTCP, ICMP or what a module would be loaded for
-TIOCSTI, TIOCLINUX, TIOCSETD = 0x5412, 0x541C, 0x5423  # the last: line disciplines, by module
+PROTOCOLS = (0, 6, 17)  # the family's default, TCP, UDP: no SCTP, MPTCP, ICMP, no module loading
+TIOCSTI, TIOCLINUX, TIOCSETD = 0x5412, 0x541C, 0x5423  # the last loads line disciplines
 TCP_ULP, SOL_TCP = 31, 6
-LAST_KNOWN = 469  # calls a newer kernel adds are absent until somebody here has looked at them
-PERSONALITIES = (0x0, 0x8, 0x20000, 0x20008, 0xFFFFFFFF)  # plain Linux, and "tell me"
+LAST_KNOWN = 469  # calls of newer kernels get ENOSYS until they are reviewed
+PERSONALITIES = (0x0, 0x8, 0x20000, 0x20008, 0xFFFFFFFF)  # plain Linux, and the query
 FILE_TYPE_MASK, CHARACTER_DEVICE, BLOCK_DEVICE = 0o170000, 0o020000, 0o060000
 
 # name: number on x86_64, number on aarch64 (-1: has none)
@@ -96,9 +95,9 @@ REFUSED: dict[str, tuple[int, int]] = {
     "vhangup": (153, 58),
     "_sysctl": (156, -1),
 }
-# Libraries ask for these and fall back when the kernel does not know them.
+# Libraries try these and fall back on ENOSYS.
 ABSENT: dict[str, tuple[int, int]] = {
-    "clone3": (435, 435),  # its flags lie behind a pointer: a filter cannot read them
+    "clone3": (435, 435),  # its flags are behind a pointer, which a filter cannot read
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
@@ -107,8 +106,8 @@ ABSENT: dict[str, tuple[int, int]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """What differs between the two: the audit word, and the numbers of calls whose arguments count."""
+class SyscallTable:
+    """Differences of an architecture: audit word, column of the tables, numbers of calls checked by argument."""
 
     audit: int
     column: int
@@ -123,8 +122,8 @@ class Machine:
 
 
 MACHINES = {
-    "x86_64": Machine(0xC000003E, 0, 56, 41, 53, 16, 135, 133, 259, 54),
-    "aarch64": Machine(0xC00000B7, 1, 220, 198, 199, 29, 92, -1, 33, 208),
+    "x86_64": SyscallTable(0xC000003E, 0, 56, 41, 53, 16, 135, 133, 259, 54),
+    "aarch64": SyscallTable(0xC00000B7, 1, 220, 198, 199, 29, 92, -1, 33, 208),
 }
 
 
@@ -133,28 +132,25 @@ def _step(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
 
 
 def _load_argument(index: int) -> bytes:
-    return _step(LOAD, OFFSET_ARGUMENTS + 8 * index)  # the low half: little-endian machines only
+    return _step(LOAD, OFFSET_ARGUMENTS + 8 * index)  # the low half; little-endian only
 
 
 def _guarded(number: int, *body: bytes) -> list[bytes]:
-    """Steps for one call: skipped for others; the last must be a return."""
+    """Return instructions for one call, skipped for others; the last of `body` must be a return."""
     return [_step(JUMP_EQUAL, number, 0, len(body)), *body]
 
 
 def _among(values: tuple[int, ...], otherwise: int) -> list[bytes]:
-    """Allows the listed values of what is loaded, and returns `otherwise` for the rest."""
     tests = [_step(JUMP_EQUAL, value, len(values) - at, 0) for at, value in enumerate(values)]
     return [*tests, _step(RETURN, otherwise), _step(RETURN, ALLOW)]
 
 
 def _refuse_if(code: int, values: tuple[int, ...]) -> list[bytes]:
-    """Refuses when what is loaded matches one of the values, and allows the rest."""
     tests = [_step(code, value, len(values) - at, 0) for at, value in enumerate(values)]
     return [*tests, _step(RETURN, ALLOW), _step(RETURN, ERRNO | errno.EPERM)]
 
 
 def _kinds_and_protocols() -> list[bytes]:
-    """The rest of `socket`: an ordinary type, and a protocol that needs no module."""
     kinds = (SOCK_STREAM, SOCK_DGRAM, SOCK_SEQPACKET)
     tests = [_step(JUMP_EQUAL, kind, len(kinds) - at, 0) for at, kind in enumerate(kinds)]
     return [
@@ -168,8 +164,8 @@ def _kinds_and_protocols() -> list[bytes]:
 
 
 def _interfaces() -> list[bytes]:
-    """For `socket`, its family loaded: allows the kernel's door to interfaces and routes, of all that netlink is."""
-    kinds = (SOCK_RAW, SOCK_DGRAM)  # the C library asks for a raw one; to netlink both are the same
+    """Allow of netlink only NETLINK_ROUTE (interfaces and routes); the family of `socket` is loaded."""
+    kinds = (SOCK_RAW, SOCK_DGRAM)  # equal for netlink; the C library uses the raw one
     tests = [_step(JUMP_EQUAL, kind, len(kinds) - at, 0) for at, kind in enumerate(kinds)]
     body = [
         _load_argument(1),
@@ -193,9 +189,9 @@ def _device_nodes(number: int, mode_at: int) -> list[bytes]:
 
 
 def program(machine: str = "", *, interfaces: bool = False) -> bytes:
-    """The filter as the kernel reads it; `LookupError` for a machine we have no numbers for.
+    """Return the filter in the kernel's format; `LookupError` for an unknown machine.
 
-    With `interfaces` a task may ask which there are in its own network: gloo and NCCL find a gang's by that.
+    With `interfaces` a task may list the interfaces of its own network, which gloo and NCCL need in a gang.
     """
     name = machine or platform.machine()
     known = MACHINES.get(name)

@@ -1,1 +1,1 @@
-"""Sandboxes by a container engine, Docker or Podman. Refuses an engine that is not on this machine."""
+"""The Docker runtime: containers of Docker, Podman or gVisor."""

@@ -1,10 +1,11 @@
-"""The bridge: first process of a runner's container, between the engine's three streams and the runner's six. Stdlib only.
+"""The bridge: first process of a runner's container, between the engine's three streams and the runner's six.
 
-`bridge.py RUNNER PACKAGES`. The engine gives a container stdin, stdout and stderr and nothing else; a runner wants
-calls, answers and files beside them. So everything travels in frames: channel (u8), length (u32, little-endian), data.
+`bridge.py RUNNER PACKAGES`; a script, standard library only. The engine gives a container stdin, stdout and stderr; a
+runner also needs calls, answers and files. So everything travels in frames: channel (u8), length (u32, little-endian),
+data.
   in   3 calls   ·   5 a file's bytes; an empty frame ends the file
   out  1 stdout   ·   2 stderr   ·   4 answers
-What was printed before an answer leaves before it. As the first process it also reaps whatever calls leave behind.
+Output printed before an answer is sent before it. As the first process the bridge also reaps orphans of calls.
 """
 
 from __future__ import annotations
@@ -64,11 +65,11 @@ class Bridge:
             os.close(descriptor)
         theirs.close()
 
-    def say(self, channel: int, data: bytes) -> None:
+    def send(self, channel: int, data: bytes) -> None:
         write_all(1, HEAD.pack(channel, len(data)) + data)
 
     def forward(self, descriptor: int, most: int) -> bool:
-        """What is there, up to so much; False when there was nothing."""
+        """Forward at most `most` bytes of available data; False if there was none."""
         moved = 0
         while moved < most and descriptor in self.open:
             try:
@@ -78,7 +79,7 @@ class Bridge:
             if not data:
                 del self.open[descriptor]
                 break
-            self.say(self.open[descriptor], data)
+            self.send(self.open[descriptor], data)
             moved += len(data)
         return moved > 0
 
@@ -88,9 +89,9 @@ class Bridge:
         except BlockingIOError:
             return
         for stream in (self.out, self.err):
-            self.forward(stream, 2 * PIPE_BYTES)  # printed before it: lies in the pipe by now
+            self.forward(stream, 2 * PIPE_BYTES)  # printed before the answer: already in the pipe
         if data:
-            self.say(ANSWERS, data)
+            self.send(ANSWERS, data)
         else:
             del self.open[self.answers]
 
@@ -100,7 +101,7 @@ class Bridge:
                 write_all(self.calls, data)
             return
         if self.file is None:
-            self.file = tempfile.TemporaryFile(dir="/values")  # noqa: SIM115 - handed over below
+            self.file = tempfile.TemporaryFile(dir="/values")  # noqa: SIM115 - sent below
         if data:
             self.file.write(data)
             return
@@ -111,8 +112,7 @@ class Bridge:
         self.file.close()
         self.file = None
 
-    def hear(self) -> bool:
-        """What the agent said; False when it is gone."""
+    def receive(self) -> bool:
         data = os.read(0, READ_BYTES)
         self.buffer += data
         while len(self.buffer) >= HEAD.size:
@@ -131,7 +131,7 @@ class Bridge:
         while self.answers in self.open:
             for descriptor, _ in poll.poll():
                 if descriptor == 0:
-                    if not self.hear():
+                    if not self.receive():
                         os.kill(self.child, signal.SIGKILL)
                         poll.unregister(0)
                 elif descriptor == self.answers:
@@ -141,10 +141,9 @@ class Bridge:
                 if descriptor != 0 and descriptor not in self.open:
                     poll.unregister(descriptor)
             self.reap()
-        return self.last_words()
+        return self.finish()
 
     def reap(self) -> None:
-        """Orphans of calls; the runner itself is left for the end."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 gone = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -152,7 +151,7 @@ class Bridge:
                     return
                 os.waitpid(gone.si_pid, 0)
 
-    def last_words(self) -> int:
+    def finish(self) -> int:
         _, status = os.waitpid(self.child, 0)
         for stream in (self.out, self.err):
             self.forward(stream, 2 * PIPE_BYTES)
@@ -161,9 +160,13 @@ class Bridge:
 
 
 def main(words: list[str]) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which spares a namespace's first process
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # which the kernel does not deliver to a namespace's first process
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # functions must not write to us
+        ctypes.CDLL(None).prctl(
+            PR_SET_DUMPABLE, 0, 0, 0, 0
+        )  # functions must not write to this process
     bridge = Bridge(words[0], words[1])
     try:
         return bridge.serve()

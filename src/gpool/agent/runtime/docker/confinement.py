@@ -1,4 +1,4 @@
-"""What a container may do, as the engine's own words. Pure: says nothing of one host but what it is given."""
+"""Confinement of a container, as the body of the engine's `create` request. Pure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpool.agent.runtime.bubblewrap import seccomp
-from gpool.agent.runtime.protocol import Lane, Limits
+from gpool.agent.runtime.protocol import SandboxLimits, SandboxNetwork
 
 Json = dict[str, Any]
 
 ARCHITECTURES = {"x86_64": "SCMP_ARCH_X86_64", "aarch64": "SCMP_ARCH_AARCH64"}
-LOW_HALF = 0xFFFFFFFF  # what the kernel reads of an `int` argument; a filter compares all 64 bits
+LOW_HALF = 0xFFFFFFFF  # the kernel reads these bits of an `int`; a filter compares all 64
 
-# The engines' own lists, and what else of /proc and /sys tells about the host or its other users.
+# The engines' own lists, and further files of /proc and /sys that reveal the host or its other users.
 MASKED = (
     "/proc/acpi",
     "/proc/asound",
@@ -55,7 +55,7 @@ READ_ONLY = ("/proc/fs", "/proc/irq", "/proc/sys")
 SANDBOX_NAME = "sandbox"
 LEAST_TMPFS_BYTES = 1 << 20
 WORK_AT, VALUES_AT = "/work", "/values"
-JOINS = "container:"  # a network that is another container's; so are its host name and name servers then
+JOINS = "container:"  # the network, host name and name servers of another container
 
 
 def _argument(index: int, op: str, value: int, second: int = 0) -> Json:
@@ -76,7 +76,7 @@ def _rule(names: Sequence[str], code: int, *arguments: Json) -> Json:
 
 
 def _outside(allowed: Sequence[int], most: int) -> Iterator[tuple[str, int]]:
-    """Comparisons of which one holds exactly for numbers that are not allowed; `most` is the highest allowed one."""
+    """Yield comparisons; one holds for each number that is not allowed. `most` is the highest allowed one."""
     for value in range(most):
         if value not in allowed:
             yield "SCMP_CMP_EQ", value
@@ -84,10 +84,10 @@ def _outside(allowed: Sequence[int], most: int) -> Iterator[tuple[str, int]]:
 
 
 def _personalities() -> Iterator[tuple[int, int]]:
-    """(mask, value) pairs of which one holds exactly for personalities that are not allowed.
+    """Yield (mask, value) pairs; one holds for each personality that is not allowed.
 
-    Allowed are any mix of the free bits alone, and all bits at once. A word that has some of the other bits but not
-    all has, going round them, one that is set before one that is clear; with all of them set, a free one is clear.
+    Allowed are any combination of the free bits alone, and all 32 bits set. In any other word, going round the non-free
+    bits in a circle, some set bit is followed by a clear one; or all non-free bits are set and a free one is clear.
     """
     free = [
         1 << bit for bit in range(32) if 1 << bit in seccomp.PERSONALITIES and 1 << bit != LOW_HALF
@@ -101,7 +101,6 @@ def _personalities() -> Iterator[tuple[int, int]]:
 
 
 def _interfaces() -> list[Json]:
-    """Of netlink, refuses all but the door to interfaces and routes."""
     netlink = _argument(0, "SCMP_CMP_EQ", seccomp.AF_NETLINK)
     allowed = (seccomp.SOCK_RAW, seccomp.SOCK_DGRAM)
     kinds = [kind for kind in range(seccomp.SOCKET_TYPE_MASK + 1) if kind not in allowed]
@@ -114,7 +113,6 @@ def _interfaces() -> list[Json]:
 
 
 def profile(machine: str = "", *, interfaces: bool = False) -> Json:
-    """`seccomp.program` in the words of libseccomp: the same tables, so that the two cannot drift apart."""
     name = machine or platform.machine()
     known = seccomp.MACHINES.get(name)
     if known is None:
@@ -165,60 +163,58 @@ def profile(machine: str = "", *, interfaces: bool = False) -> Json:
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
-    """One container before it is asked for."""
-
-    image: str  # its id: a name could mean another one by now
+class ContainerSpec:
+    image: str  # an id: a name could denote another image by now
     argv: Sequence[str]
     env: Sequence[tuple[str, str]] = field(repr=False)
     user: int  # uid and gid inside
-    limits: Limits
+    limits: SandboxLimits
     binds: Sequence[tuple[str, str, bool]]  # (host path, inside, writable)
     labels: Mapping[str, str]
-    has_init: bool = True  # the engine's own reaper; otherwise the command is the first process
+    has_init: bool = True  # the engine's init reaps; otherwise the command is the first process
     takes_input: bool = False
-    volumes: Sequence[str] = ()  # what the image declares: unlimited host disk, were they made
+    volumes: Sequence[str] = ()  # declared by the image; mounted as tmpfs, not as host disk
     devices: Sequence[str] = ()
-    cdi: Sequence[str] = ()  # devices by their names in the engine's own CDI files
-    oci_runtime: str = ""  # "": the engine's own choice
-    keep_id: bool = False  # a rootless Podman: the agent's uid stays what it is
-    user_processes: int = 0  # most processes of that uid; 0: the engine's default
-    disk_device: str = ""  # what `io_bytes_per_s` is counted on
-    lane: Lane | None = None
-    network: str = "none"  # in the engine's words
+    cdi: Sequence[str] = ()  # device names in the engine's CDI files
+    oci_runtime: str = ""  # "": the engine's default
+    keep_id: bool = False  # rootless Podman: the agent's uid is not remapped
+    user_processes: int = 0  # process limit of that uid; 0: the engine's default
+    disk_device: str = ""  # `io_bytes_per_s` applies to it
+    sandbox_network: SandboxNetwork | None = None
+    network: str = "none"  # as the engine names it
 
 
-def request(box: Box, seccomp_profile: str, *, podman: bool = False) -> Json:
-    """The body of the engine's `create`: everything not said here is refused by the engine's defaults.
+def request(spec: ContainerSpec, seccomp_profile: str, *, podman: bool = False) -> Json:
+    """Return the body of the engine's `create`; the engine's defaults refuse everything else.
 
-    `seccomp_profile` is the profile's text for Docker and the path of a file with it for Podman, which also wants
-    what is masked among its security options.
+    `seccomp_profile` is the profile's text for Docker, and the path of its file for Podman, which also takes masked
+    paths as a security option.
     """
-    masked = [*MASKED, *(() if box.devices or box.cdi else MASKED_WITHOUT_GPU)]
+    masked = [*MASKED, *(() if spec.devices or spec.cdi else MASKED_WITHOUT_GPU)]
     options = ["no-new-privileges", f"seccomp={seccomp_profile}"]
     if podman:
         options.append("mask=" + ":".join(masked))
-    half = max(LEAST_TMPFS_BYTES, box.limits.memory_bytes // 2)
+    half = max(LEAST_TMPFS_BYTES, spec.limits.memory_bytes // 2)
     small = f"rw,nosuid,nodev,size={half},mode=1777"
-    written = {inside for _, inside, _ in box.binds}
-    tmpfs = {path: small for path in box.volumes if path not in written and path != "/"}
+    written = {inside for _, inside, _ in spec.binds}
+    tmpfs = {path: small for path in spec.volumes if path not in written and path != "/"}
     host: Json = {
         "AutoRemove": False,
         "CapAdd": [],
         "CapDrop": ["ALL"],
         "CgroupnsMode": "private",
         "CpuPeriod": 100_000,
-        "CpuQuota": max(1000, box.limits.cpu_milli * 100),
+        "CpuQuota": max(1000, spec.limits.cpu_milli * 100),
         "Devices": [
             {"PathOnHost": node, "PathInContainer": node, "CgroupPermissions": "rw"}
-            for node in box.devices
+            for node in spec.devices
         ],
-        "Init": box.has_init,
+        "Init": spec.has_init,
         "IpcMode": "private",
         "LogConfig": {"Type": "none", "Config": {}},
         "MaskedPaths": masked,
-        "Memory": box.limits.memory_bytes,
-        "MemorySwap": box.limits.memory_bytes,
+        "Memory": spec.limits.memory_bytes,
+        "MemorySwap": spec.limits.memory_bytes,
         "Mounts": [
             {
                 "Type": "bind",
@@ -227,11 +223,11 @@ def request(box: Box, seccomp_profile: str, *, podman: bool = False) -> Json:
                 "ReadOnly": not writable,
                 "BindOptions": {"Propagation": "rprivate"},
             }
-            for source, inside, writable in box.binds
+            for source, inside, writable in spec.binds
         ],
-        "NetworkMode": box.network,
+        "NetworkMode": spec.network,
         "OomScoreAdj": 500,
-        "PidsLimit": box.limits.processes,
+        "PidsLimit": spec.limits.processes,
         "Privileged": False,
         "PublishAllPorts": False,
         "ReadonlyPaths": list(READ_ONLY),
@@ -244,41 +240,43 @@ def request(box: Box, seccomp_profile: str, *, podman: bool = False) -> Json:
             {"Name": name, "Soft": most, "Hard": most}
             for name, most in (
                 ("core", 0),
-                ("nofile", box.limits.open_files),
-                ("fsize", box.limits.disk_bytes),
-                *((("nproc", box.user_processes),) if box.user_processes else ()),
+                ("nofile", spec.limits.open_files),
+                ("fsize", spec.limits.disk_bytes),
+                *((("nproc", spec.user_processes),) if spec.user_processes else ()),
             )
         ],
     }
-    joins = box.network.startswith(JOINS)
-    if not joins:  # else the host's own servers are written in
-        host["Dns"] = [box.lane.resolver if box.lane is not None else "127.0.0.1"]
-    if box.cdi:
-        host["DeviceRequests"] = [{"Driver": "cdi", "DeviceIDs": list(box.cdi)}]
-    if box.oci_runtime:
-        host["Runtime"] = box.oci_runtime
-    if box.keep_id:
+    joins = spec.network.startswith(JOINS)
+    if not joins:  # Docker refuses it beside another container's network
+        host["Dns"] = [
+            spec.sandbox_network.resolver if spec.sandbox_network is not None else "127.0.0.1"
+        ]
+    if spec.cdi:
+        host["DeviceRequests"] = [{"Driver": "cdi", "DeviceIDs": list(spec.cdi)}]
+    if spec.oci_runtime:
+        host["Runtime"] = spec.oci_runtime
+    if spec.keep_id:
         host["UsernsMode"] = "keep-id"
-    if box.limits.io_bytes_per_s is not None and box.disk_device:
-        rate = [{"Path": box.disk_device, "Rate": box.limits.io_bytes_per_s}]
+    if spec.limits.io_bytes_per_s is not None and spec.disk_device:
+        rate = [{"Path": spec.disk_device, "Rate": spec.limits.io_bytes_per_s}]
         host["BlkioDeviceReadBps"] = host["BlkioDeviceWriteBps"] = rate
     return {
-        "AttachStdin": box.takes_input,
+        "AttachStdin": spec.takes_input,
         "AttachStdout": True,
         "AttachStderr": True,
-        "Cmd": list(box.argv[1:]),
-        "Entrypoint": list(box.argv[:1]),
-        "Env": [f"{name}={value}" for name, value in box.env],
+        "Cmd": list(spec.argv[1:]),
+        "Entrypoint": list(spec.argv[:1]),
+        "Env": [f"{name}={value}" for name, value in spec.env],
         "Healthcheck": {"Test": ["NONE"]},
         "HostConfig": host,
         "Hostname": "" if joins else SANDBOX_NAME,
-        "Image": box.image,
-        "Labels": dict(box.labels),
+        "Image": spec.image,
+        "Labels": dict(spec.labels),
         "NetworkDisabled": False,
-        "OpenStdin": box.takes_input,
-        "StdinOnce": box.takes_input,
+        "OpenStdin": spec.takes_input,
+        "StdinOnce": spec.takes_input,
         "Tty": False,
-        "User": f"{box.user}:{box.user}",
+        "User": f"{spec.user}:{spec.user}",
         "WorkingDir": WORK_AT,
     }
 

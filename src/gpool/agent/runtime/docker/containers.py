@@ -1,39 +1,103 @@
-"""A running container: waits for its end in a thread of its own, and removes it before anyone hears of the end."""
+"""Containers of one agent: started under the right OCI runtime, watched to their end, removed by a guard if it dies.
+
+Depends on the engine and on `network`; knows nothing of jobs or work directories.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Executor
-from dataclasses import replace
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
 
-from gpool.agent.runtime.bubblewrap.launcher_client import Exit, Started
-from gpool.agent.runtime.docker.engine import Engine, Gone
+from gpool.agent.runtime.bubblewrap.launcher_client import ProcessExit
+from gpool.agent.runtime.docker.confinement import JOINS, ContainerSpec, profile_text, request
+from gpool.agent.runtime.docker.engine import ContainerExit, EngineClient
+from gpool.agent.runtime.docker.network import NamespaceHolders, path_of
 from gpool.agent.runtime.protocol import SandboxFailed
 
 T = TypeVar("T")
-LAST_WORDS_S = 0.25
+GUARD = Path(__file__).with_name("guard.py")
+AGENT_LABEL, BOOT_LABEL = "pool.gpool.agent", "pool.gpool.boot"
+THREADS = 16
+LAST_OUTPUT_S = 0.25
 KILLED = 137
 log = structlog.get_logger(__name__)
 
 
-class Contained(Started):
-    """A `Started` whose launcher is a container engine. Make it on the loop, after the container has started."""
+class Gvisor(StrEnum):
+    """Whether containers run under gVisor: where it works, always, or never."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+class ContainerGuard:
+    """Keeps `guard.py` running, which removes this agent's containers after the agent's death.
+
+    Every method blocks; thread-safe.
+    """
+
+    def __init__(self, socket: str, label: str) -> None:
+        # -I -S: the standard library only
+        self._words = [sys.executable, "-I", "-S", "-B", str(GUARD), socket, label]
+        self._lock = threading.Lock()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def ensure(self) -> None:
+        """Start the guard if it does not run; `SandboxFailed` if it cannot start. Called before a container is made."""
+        with self._lock:
+            if self.process is not None and self.process.poll() is None:
+                return
+            if self.process is not None:
+                self.process.communicate()  # it died: only its pipes are left
+            self.process = guard = subprocess.Popen(
+                self._words,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={},
+                cwd="/",
+                start_new_session=True,
+            )
+            assert guard.stdout is not None
+            if guard.stdout.readline() != b"ready\n":
+                raise SandboxFailed("the process that removes containers did not start (guard.py)")
+
+    def dismiss(self) -> None:
+        with self._lock:
+            if self.process is not None:
+                self.process.communicate(b"done")
+                self.process = None
+
+
+class RunningContainer:
+    """A `StartedProcess`: a container, removed before its end is reported. Make it on the loop, after the start."""
 
     def __init__(
-        self, engine: Engine, container: str, threads: Executor, streams: Coroutine[Any, Any, None]
+        self,
+        engine: EngineClient,
+        container: str,
+        threads: Executor,
+        streams: Coroutine[Any, Any, None],
     ) -> None:
         self.container = container
-        self.gone: Gone | None = None
+        self.exit: ContainerExit | None = None
         self._engine = engine
         self._threads = threads
         self._loop = asyncio.get_running_loop()
-        self._over: asyncio.Future[Exit] = self._loop.create_future()
+        self._over: asyncio.Future[ProcessExit] = self._loop.create_future()
         self._killed = False
         self._streams = self._loop.create_task(streams)
         threading.Thread(target=self._wait, name=f"wait-{container[:12]}", daemon=True).start()
@@ -42,10 +106,10 @@ class Contained(Started):
     def is_over(self) -> bool:
         return self._over.done()
 
-    def when_over(self, tell: Callable[[Contained], None]) -> None:
+    def when_over(self, tell: Callable[[RunningContainer], None]) -> None:
         self._over.add_done_callback(lambda _: tell(self))
 
-    async def exited(self) -> Exit:
+    async def exited(self) -> ProcessExit:
         return await asyncio.shield(self._over)
 
     async def kill(self) -> None:
@@ -59,43 +123,147 @@ class Contained(Started):
             await self._signal("SIGTERM")
 
     async def _signal(self, name: str) -> None:
-        with contextlib.suppress(SandboxFailed):  # no engine: the wait says so
+        with contextlib.suppress(SandboxFailed):  # no engine: `_wait` reports it
             await self._loop.run_in_executor(
                 self._threads, self._engine.signal, self.container, name
             )
 
     def _wait(self) -> None:
-        """In its own thread: it may take days."""
-        gone: Gone | None = None
+        exit: ContainerExit | None = None
         try:
-            gone = self._engine.wait(self.container)
-            if gone.code == KILLED and not gone.out_of_memory and not self._killed:
+            exit = self._engine.wait(self.container)
+            if exit.code == KILLED and not exit.out_of_memory and not self._killed:
                 exceeded = self._engine.exceeded_memory(self.container)
-                gone = replace(gone, out_of_memory=exceeded)
+                exit = replace(exit, out_of_memory=exceeded)
         except SandboxFailed as lost:
             log.warning("container_lost", container=self.container, error=str(lost))
         try:
             self._engine.remove(self.container)
         except SandboxFailed as refused:
-            log.warning("container_left", container=self.container, error=str(refused))
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-            self._loop.call_soon_threadsafe(self._hear, gone)
+            log.warning("container_not_removed", container=self.container, error=str(refused))
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._ended, exit)
 
-    def _hear(self, gone: Gone | None) -> None:
-        self._telling = self._loop.create_task(self._tell(gone))
+    def _ended(self, exit: ContainerExit | None) -> None:
+        self._reporting = self._loop.create_task(self._report(exit))
 
-    async def _tell(self, gone: Gone | None) -> None:
-        """Its last words are in the pipes by then, unless those are full and nobody reads them."""
-        await asyncio.wait([self._streams], timeout=LAST_WORDS_S)
-        self.gone = gone
-        if gone is None:
-            self._over.set_result(Exit(137, ran=True, killed=self._killed, lost=True))
+    async def _report(self, exit: ContainerExit | None) -> None:
+        """Report the end once the last output is in the pipes, unless they are full and not read."""
+        await asyncio.wait([self._streams], timeout=LAST_OUTPUT_S)
+        self.exit = exit
+        if exit is None:
+            self._over.set_result(ProcessExit(KILLED, ran=True, killed=self._killed, lost=True))
         else:
-            self._over.set_result(Exit(gone.code, ran=gone.ran, killed=self._killed))
+            self._over.set_result(ProcessExit(exit.code, ran=exit.ran, killed=self._killed))
+
+
+@dataclass(frozen=True, slots=True)
+class SeccompProfiles:
+    plain: str
+    gangs: str
+
+    @classmethod
+    def of(cls, data_dir: Path, *, podman: bool) -> SeccompProfiles:
+        texts = profile_text(), profile_text(interfaces=True)
+        if not podman:
+            return cls(*texts)
+        paths = [data_dir / f"seccomp{suffix}.json" for suffix in ("", "-of-gangs")]
+        for path, text in zip(paths, texts, strict=True):
+            path.write_text(text)
+        return cls(*map(str, paths))
+
+
+class ContainerStarter:
+    def __init__(
+        self,
+        engine: EngineClient,
+        labels: dict[str, str],
+        profiles: SeccompProfiles,
+        gvisor: Gvisor,
+    ) -> None:
+        self._engine = engine
+        self._profiles = profiles
+        self.gvisor = gvisor
+        self.podman = engine.facts.kind == "podman"
+        runsc = [name for name in engine.facts.runtimes if name.startswith("runsc")]
+        if gvisor is Gvisor.ALWAYS and not runsc:
+            raise SandboxFailed("the engine has no runtime runsc: install gVisor and name it there")
+        self._runsc = runsc if gvisor is not Gvisor.NEVER else []
+        self.guard = ContainerGuard(engine.socket, f"{BOOT_LABEL}={labels[BOOT_LABEL]}")
+        agent, boot = ((name, labels[name]) for name in (AGENT_LABEL, BOOT_LABEL))
+        self.holders = NamespaceHolders(engine, agent, boot, self.guard.ensure)
+        self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="engine")
+        self.running: set[RunningContainer] = set()
+
+    async def start(self, spec: ContainerSpec) -> tuple[str, socket.socket]:
+        """Return (container id, its streams); a container that does not start is removed."""
+        await asyncio.to_thread(self.guard.ensure)
+        # gVisor passes no GPU through and has its own network stack.
+        beyond = bool(spec.devices or spec.cdi or spec.sandbox_network is not None)
+        under = [] if beyond and self.gvisor is Gvisor.AUTO else self._runsc
+        for name in under:
+            tried = replace(spec, oci_runtime=name)
+            try:
+                return await undivided(self.threads, partial(self._begin, tried), self._undo)
+            except SandboxFailed:
+                if self.gvisor is Gvisor.ALWAYS and name == under[-1]:
+                    raise
+                # Whether this gVisor works at all is tested with a container of the agent's own:
+                # a consumer's may start nowhere.
+                works = partial(self.holders.start_under, name)
+                if not await undivided(self.threads, works, lambda _: None):
+                    log.warning("gvisor_disabled", runtime=name)
+                    self._runsc = [one for one in self._runsc if one != name]
+        return await undivided(self.threads, partial(self._begin, spec), self._undo)
+
+    def _begin(self, spec: ContainerSpec) -> tuple[str, socket.socket]:
+        network = spec.sandbox_network
+        gang = network is not None and network.gang
+        profile = self._profiles.gangs if gang else self._profiles.plain
+        with contextlib.ExitStack() as held:
+            if network is not None:
+                given = f"ns:{path_of(network)}"
+                if not self.podman:
+                    given = JOINS + held.enter_context(self.holders.holding(network))
+                spec = replace(spec, network=given)
+            container = self._engine.create(request(spec, profile, podman=self.podman))
+            channel: socket.socket | None = None
+            try:
+                channel = self._engine.attach(container, with_input=spec.takes_input)
+                self._engine.start(container)
+                if network is not None:
+                    self.holders.check(container, network, may_be_over=True)
+            except BaseException:
+                if channel is not None:
+                    channel.close()
+                self._engine.remove(container)
+                raise
+        return container, channel
+
+    def _undo(self, begun: tuple[str, socket.socket]) -> None:
+        container, channel = begun
+        channel.close()
+        self._engine.remove(container)
+
+    def follow(self, container: str, streams: Coroutine[Any, Any, None]) -> RunningContainer:
+        started = RunningContainer(self._engine, container, self.threads, streams)
+        self.running.add(started)
+        started.when_over(self.running.discard)
+        return started
+
+    async def kill_all(self) -> None:
+        await asyncio.gather(*(started.kill() for started in list(self.running)))
+
+    async def close(self) -> None:
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(SandboxFailed):  # no engine: the next agent's sweep does it
+            await loop.run_in_executor(self.threads, self.holders.close)
+        await asyncio.to_thread(self.guard.dismiss)
+        self.threads.shutdown()
 
 
 async def undivided(threads: Executor, work: Callable[[], T], undo: Callable[[T], object]) -> T:
-    """The work of a thread cannot be cancelled: when we are, what it made is undone before we end."""
+    """Run `work` in a thread; on cancellation wait for it and undo its result, since a thread cannot be cancelled."""
     loop = asyncio.get_running_loop()
     future = loop.run_in_executor(threads, work)
 

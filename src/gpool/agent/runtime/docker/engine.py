@@ -1,7 +1,7 @@
-"""The door to a container engine on this machine, Docker's or Podman's, through the docker SDK. Every call blocks.
+"""Client of the container engine on this machine, Docker or Podman, through the docker SDK. Every call blocks.
 
-Foreign errors are translated here: `SandboxFailed` says what the owner or the consumer can do. An engine that is
-reached over a network is refused: it could not see the work directory.
+The SDK's errors become `SandboxFailed`, which says what the owner or the consumer can do. An engine on another machine
+is refused: it could not see the work directory.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from docker.errors import (  # type: ignore[import-untyped]
 from urllib3.exceptions import HTTPError
 
 from gpool.agent.runtime.docker.images import (
-    Image,
-    Pull,
+    ContainerImage,
+    ImagePull,
     answers_to,
     follow,
     image_from,
@@ -41,33 +41,24 @@ UNIX = "unix://"
 USUAL_SOCKETS = ("/run/docker.sock", "/run/podman/podman.sock")
 TIMEOUT_S = 120
 POOL = 64
-LATE_NOTICE = timedelta(
-    seconds=2
-)  # how long after an end Docker may still hear why; whole seconds count
+LATE_NOTICE = timedelta(seconds=2)  # Docker's event may come so late; whole seconds count
 FRACTION = re.compile(r"\.(\d{1,6})\d*")
-REMAPPED = re.compile(r"/(\d+)\.(\d+)$")  # what userns-remap adds to the engine's directory
-Told = Callable[[Pull], None]
+REMAPPED = re.compile(r"/(\d+)\.(\d+)$")  # suffix of the engine's directory under userns-remap
+PullObserver = Callable[[ImagePull], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What kind of engine it is."""
-
+class EngineFacts:
     kind: str  # "docker" or "podman"
-    version: str
-    runtimes: tuple[str, ...]  # OCI runtimes it lists
+    runtimes: tuple[str, ...]  # configured OCI runtimes
     rootless: bool
     first_uid: int  # on the host, of a container's uid 0; 0: not remapped
-    cgroup_version: str
     cdi_folders: tuple[str, ...]
-    warnings: tuple[str, ...]
-    default_runtime: str = ""  # of those it lists
+    default_runtime: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
-    """How a container's first process ended."""
-
+class ContainerExit:
     code: int
     out_of_memory: bool
     detail: str
@@ -75,7 +66,6 @@ class Gone:
 
 
 def usual_socket(environ: Mapping[str, str]) -> str:
-    """Where an engine listens: DOCKER_HOST, or the usual places; "" when there is none."""
     asked = environ.get("DOCKER_HOST", "")
     if asked:
         return asked
@@ -86,30 +76,26 @@ def usual_socket(environ: Mapping[str, str]) -> str:
     return ""
 
 
-def facts_from(info: Mapping[str, Any], version: Mapping[str, Any]) -> Facts:
+def facts_from(info: Mapping[str, Any], version: Mapping[str, Any]) -> EngineFacts:
     names = {str(part.get("Name")) for part in version.get("Components") or ()}
     options = [str(option) for option in info.get("SecurityOptions") or ()]
     remapped = any("name=userns" in option for option in options)
     found = REMAPPED.search(str(info.get("DockerRootDir", ""))) if remapped else None
-    return Facts(
+    return EngineFacts(
         kind="podman" if "Podman Engine" in names else "docker",
-        version=str(version.get("Version", "")),
         runtimes=tuple(sorted(info.get("Runtimes") or ())),
         rootless=any("rootless" in option for option in options) or bool(info.get("Rootless")),
         first_uid=int(found.group(1)) if found else 0,
-        cgroup_version=str(info.get("CgroupVersion", "")),
         cdi_folders=tuple(info.get("CDISpecDirs") or ()),
-        warnings=tuple(str(warning) for warning in info.get("Warnings") or ()),
         default_runtime=str(info.get("DefaultRuntime") or ""),
     )
 
 
 def _instant(text: str) -> datetime:
-    """As engines write it: with nanoseconds, which Python does not read."""
     return datetime.fromisoformat(FRACTION.sub(r".\1", text))
 
 
-def _said(error: Exception) -> str:
+def _explanation(error: Exception) -> str:
     return str(getattr(error, "explanation", None) or error).strip()
 
 
@@ -118,11 +104,11 @@ def translated(what: str) -> Iterator[None]:
     try:
         yield
     except (DockerException, requests.RequestException, HTTPError, OSError) as error:
-        raise SandboxFailed(f"{what}: {_said(error)}") from error
+        raise SandboxFailed(f"{what}: {_explanation(error)}") from error
 
 
-class Engine:
-    """Thread-safe; each method is one short conversation, but `wait` and `pull`."""
+class EngineClient:
+    """Thread-safe. Each method is short, except `wait` and `pull`."""
 
     def __init__(self, address: str) -> None:
         if not address:
@@ -142,13 +128,10 @@ class Engine:
         self._api.close()
 
     def ping(self) -> None:
-        """Raises `SandboxFailed` where nobody answers."""
         with translated(f"the engine at {self.socket} does not answer"):
             self._api.ping()
 
-    # ---- images
-
-    def find(self, reference: str) -> Image | None:
+    def find(self, reference: str) -> ContainerImage | None:
         wrong = wrong_reference(reference)
         if wrong:
             raise SandboxFailed(wrong)
@@ -159,8 +142,7 @@ class Engine:
                 return None
         return image if answers_to(image, reference) else None
 
-    def pull(self, reference: str, told: Told) -> Image:
-        """From its registry; `SandboxFailed` says why not."""
+    def pull(self, reference: str, observe: PullObserver) -> ContainerImage:
         name, _, digest = reference.partition("@")
         if not name or reference.startswith("sha256:"):
             raise SandboxFailed(
@@ -169,39 +151,33 @@ class Engine:
         tag = digest or ("" if ":" in name.rpartition("/")[2] else "latest")
         try:
             documents = self._api.pull(name, tag=tag or None, stream=True, decode=True)
-            pull = follow(reference, documents, told)
+            pull = follow(reference, documents, observe)
         except (DockerException, requests.RequestException, OSError) as error:
-            pull = Pull(reference, failed=_said(error))
-            told(pull)
+            pull = ImagePull(reference, failed=_explanation(error))
+            observe(pull)
         if pull.failed:
             raise SandboxFailed(
                 f"{pull.text}; check the name, or ask this node's owner to sign in to the registry"
             )
         image = self.find(reference)
         if image is None:
-            raise SandboxFailed(f"the registry gave another image than {reference}")
+            raise SandboxFailed(f"the registry returned another image than {reference}")
         return image
-
-    def images(self) -> list[Image]:
-        with translated("cannot list images"):
-            return [image_from(document) for document in self._api.images()]
-
-    # ---- containers
 
     def create(self, body: Mapping[str, Any]) -> str:
         with translated("the engine refused the container"):
-            # the SDK's own arguments leave out masked paths; the body is what it would send
+            # the SDK's own arguments cannot set masked paths; the body is what it would send
             made = self._api.create_container_from_config(dict(body))
         return str(made["Id"])
 
     def attach(self, container: str, *, with_input: bool) -> socket.socket:
-        """The container's streams as one socket, to be opened before the start so that nothing is missed."""
+        """Open the container's streams as one socket; before the start, so that no output is lost."""
         wanted = {"stdout": 1, "stderr": 1, "stream": 1, "stdin": 1 if with_input else 0}
         with translated("cannot attach to the container"):
             given = self._api.attach_socket(container, params=wanted)
             channel = socket.socket(fileno=os.dup(given.fileno()))
             under = given._sock
-            given._response.close()  # a file over a socket: either alone would keep it open
+            given._response.close()  # file and socket: either alone would keep it open
             under.close()
         channel.setblocking(False)
         return channel
@@ -210,20 +186,21 @@ class Engine:
         with translated("the container did not start"):
             self._api.start(container)
 
-    def wait(self, container: str) -> Gone:
-        """Until it has ended, however long that takes."""
+    def wait(self, container: str) -> ContainerExit:
         with translated("the engine went away"):
-            said = self._api.wait(container, timeout=None)
+            answer = self._api.wait(container, timeout=None)
             state = self._api.inspect_container(container)["State"]
-        error = (said.get("Error") or {}).get("Message", "") or state.get("Error", "")
+        error = (answer.get("Error") or {}).get("Message", "") or state.get("Error", "")
         started = str(state.get("StartedAt", "")) > "0002"
-        return Gone(int(said["StatusCode"]), bool(state.get("OOMKilled")), str(error), started)
+        return ContainerExit(
+            int(answer["StatusCode"]), bool(state.get("OOMKilled")), str(error), started
+        )
 
     def exceeded_memory(self, container: str, *, kernel_log: str = KERNEL_LOG) -> bool:
-        """Whether one that ended was killed for memory though its state does not say so. It must not be removed yet.
+        """Whether an ended container was killed for memory though its state does not say so; call before `remove`.
 
-        Docker's state is right only if containerd's notice came before the end; under load it comes after it, or
-        never. Podman with runc has none. The kernel's own log is exact where we may read it; else Docker's events.
+        Docker's state is right only if containerd's event came before the end; under load it comes later or never.
+        Podman with runc has none. The kernel log is exact where it is readable; otherwise Docker's events are asked.
         """
         if exceeded_its_limit(container, records(kernel_log)):
             return True
@@ -241,16 +218,15 @@ class Engine:
                 return any(True for _ in events)
 
     def signal(self, container: str, name: str) -> None:
-        """Nothing happens when it has ended or is gone."""
         with translated(f"cannot send {name}"), contextlib.suppress(NotFound):
             try:
                 self._api.kill(container, name)
             except APIError as error:
-                if error.status_code != 409 and "improper" not in _said(error):
-                    raise  # those two are Docker's and Podman's "is not running"
+                if error.status_code != 409 and "improper" not in _explanation(error):
+                    raise  # the two mean "is not running": Docker's and Podman's
 
     def remove(self, container: str) -> None:
-        """Ends it first. Idempotent."""
+        """Kill and remove. Idempotent."""
         with translated("cannot remove the container"), contextlib.suppress(NotFound):
             try:
                 self._api.remove_container(container, force=True, v=True)
@@ -264,34 +240,31 @@ class Engine:
         return [str(entry["Id"]) for entry in found]
 
     def pid_of(self, container: str) -> int:
-        """Of its first process, on this host; 0: it has ended."""
+        """Return the host pid of the first process; 0: the container has ended."""
         with translated("cannot look at the container"):
             try:
                 return int(self._api.inspect_container(container)["State"].get("Pid") or 0)
             except NotFound:
                 return 0
 
-    # ---- images of our own
-
     def import_image(self, tar: bytes, labels: Mapping[str, str]) -> str:
-        """The id of an image without a name, made from a tar."""
         changes = [f"LABEL {label}={value}" for label, value in labels.items()]
         with translated("the engine refused an image"):
-            said = self._api.import_image_from_data(tar, changes=changes)
+            answer = self._api.import_image_from_data(tar, changes=changes)
         try:
-            return str(json.loads(said.splitlines()[-1])["status"])
+            return str(json.loads(answer.splitlines()[-1])["status"])
         except (LookupError, ValueError) as unknown:
-            raise SandboxFailed(f"the engine refused an image: {said[:200]}") from unknown
+            raise SandboxFailed(f"the engine refused an image: {answer[:200]}") from unknown
 
     def unnamed_images(self, label: str) -> list[str]:
-        """Those with this label that go by no name; one that was pulled has one, whatever its label says."""
+        """List images with this label and no name; a pulled image has a name, whatever its label."""
         with translated("cannot list images"):
             found = self._api.images(filters={"label": [label]}, all=True)
         images = [image_from(entry) for entry in found]
         return [one.id for one in images if all(name.startswith("<none>") for name in one.names)]
 
     def remove_image(self, image: str) -> None:
-        """Unless a container is made from it. Idempotent."""
+        """Remove an image unless a container uses it. Idempotent."""
         with translated("cannot remove an image"), contextlib.suppress(NotFound):
             try:
                 self._api.remove_image(image)

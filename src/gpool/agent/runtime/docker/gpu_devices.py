@@ -1,4 +1,4 @@
-"""What a container needs for the real GPUs of a lease: device nodes, driver libraries, or the engine's own CDI names."""
+"""Real GPUs of a lease in a container: device nodes and driver libraries, or the engine's CDI device names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpool.agent.runtime.devices import device_nodes
-from gpool.agent.runtime.protocol import GpuSeat
+from gpool.agent.runtime.protocol import GpuShare
 from gpool.core.model import Gpu, Slice
 
 DRIVER_AT = "/opt/gpool/driver"
@@ -25,8 +25,8 @@ LDCONFIG = ("/sbin/ldconfig", "-p")
 
 
 @dataclass(frozen=True, slots=True)
-class Graphics:
-    """Either `nodes` and `binds`, or `cdi`; nothing for a lease without a real GPU."""
+class GpuMounts:
+    """Either `nodes` and `binds`, or `cdi`; empty for a lease without a real GPU."""
 
     nodes: tuple[str, ...] = ()
     binds: tuple[tuple[str, str, bool], ...] = ()
@@ -34,7 +34,7 @@ class Graphics:
 
 
 def driver_libraries(cache: str) -> dict[str, str]:
-    """soname -> host path, from what `ldconfig -p` prints; the first of a name is the one the loader takes."""
+    """Return soname -> host path from the output of `ldconfig -p`; the loader takes the first of a name."""
     found: dict[str, str] = {}
     for name, path in CACHE_LINE.findall(cache):
         if LIBRARIES.fullmatch(name):
@@ -43,7 +43,6 @@ def driver_libraries(cache: str) -> dict[str, str]:
 
 
 def cdi_names(folders: Sequence[str], uuids: Sequence[str]) -> tuple[str, ...]:
-    """The GPUs by their CDI names, when one of the engine's files describes all of them."""
     for folder in folders:
         for file in sorted(Path(folder).glob("*")):
             if file.suffix not in CDI_SUFFIXES:
@@ -54,25 +53,24 @@ def cdi_names(folders: Sequence[str], uuids: Sequence[str]) -> tuple[str, ...]:
     return ()
 
 
-def graphics(
+def gpu_mounts(
     gpus: Mapping[int, Gpu],
     slices: Sequence[Slice],
     cdi_folders: Sequence[str],
-    seat: GpuSeat | None = None,
-) -> Graphics:
-    """For one lease; what was got ready for it goes before what the engine would make of it."""
+    share: GpuShare | None = None,
+) -> GpuMounts:
     real = [
         gpus[s.gpu_index] for s in slices if s.gpu_index in gpus and not gpus[s.gpu_index].simulated
     ]
-    nodes = device_nodes(real) if seat is None else seat.nodes
+    nodes = device_nodes(real) if share is None else share.nodes
     nodes = tuple(node for node in nodes if os.path.exists(node))
     if not nodes:
-        return Graphics()
-    named = () if seat is not None else cdi_names(cdi_folders, [gpu.uuid for gpu in real])
+        return GpuMounts()
+    named = () if share is not None else cdi_names(cdi_folders, [gpu.uuid for gpu in real])
     if named:
-        return Graphics(cdi=named)
+        return GpuMounts(cdi=named)
     cache = subprocess.run(LDCONFIG, capture_output=True, text=True, check=False, env={}).stdout
     libraries = driver_libraries(cache)
     binds = [(path, f"{DRIVER_AT}/{name}", False) for name, path in libraries.items()]
-    more = () if seat is None else seat.binds
-    return Graphics(nodes, (*binds, *((str(host), inside, True) for inside, host in more)))
+    more = () if share is None else share.binds
+    return GpuMounts(nodes, (*binds, *((str(host), inside, True) for inside, host in more)))

@@ -1,8 +1,8 @@
-"""The guard: a small process beside the agent that outlives it just long enough to remove its containers. Stdlib only.
+"""The guard: a process beside the agent that outlives it to remove its containers. A script, standard library only.
 
-`guard.py SOCKET LABEL`; says `ready` on stdout. When its stdin ends, every container with the label is killed and
-removed, until none has shown up for a while (one may have been asked for just before); then images with the label that
-go by no name: the agent's own. `done` on stdin: nothing is left.
+`guard.py SOCKET LABEL`; prints `ready`. When its stdin ends, every container with the label is killed and removed, until
+none has appeared for `QUIET_S` (one may have been requested just before); then images with the label and no name, which
+are the agent's own. `done` on stdin: nothing is left to remove.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ import threading
 from typing import Any
 from urllib.parse import quote
 
-QUIET_S = 3.0  # none seen for so long: none is coming
+QUIET_S = 3.0  # without a new container: none will appear
 LOOK_EVERY_S = 0.05
 MOST_S = 60.0
 TIMEOUT_S = 10.0
 
 
 def ask(path: str, method: str, target: str) -> bytes:
-    """One request to the engine; the body of its answer. Raises OSError when it is not there."""
     with socket.socket(socket.AF_UNIX) as channel:
         channel.settimeout(TIMEOUT_S)
         channel.connect(path)
@@ -47,7 +46,7 @@ def end(path: str, container: str) -> None:
         ask(path, "POST", f"/v1.40/containers/{container}/kill?signal=KILL")
         ask(path, "DELETE", f"/v1.40/containers/{container}?force=1&v=1")
     except OSError:
-        return  # it is looked for again
+        return  # retried at the next look
 
 
 def remove_all(path: str, label: str) -> None:
@@ -57,7 +56,7 @@ def remove_all(path: str, label: str) -> None:
         try:
             left = labelled(path, label)
         except (OSError, ValueError, KeyError):
-            left = []  # no engine, or it is just ending: its containers end with it
+            left = []  # no engine, or it is ending: its containers end with it
         for container in left:
             if container not in working or not working[container].is_alive():
                 working[container] = threading.Thread(target=end, args=(path, container))
@@ -70,7 +69,6 @@ def remove_all(path: str, label: str) -> None:
 
 
 def remove_images(path: str, label: str) -> None:
-    """One that was pulled has a name, whatever its label says."""
     filters = quote(json.dumps({"label": [label]}))
     try:
         found: Any = json.loads(ask(path, "GET", f"/v1.40/images/json?all=1&filters={filters}"))
@@ -86,10 +84,10 @@ def main(path: str, label: str) -> int:
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
     os.write(1, b"ready\n")
-    said = b""
+    message = b""
     while data := os.read(0, 64):
-        said += data
-    if not said.startswith(b"done"):
+        message += data
+    if not message.startswith(b"done"):
         remove_all(path, label)
         remove_images(path, label)
     return 0

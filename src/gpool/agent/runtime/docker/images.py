@@ -1,4 +1,4 @@
-"""Images: found on the node or pulled by the engine, with progress as it comes. Keeps none and removes none: the engine does."""
+"""Image references, and the progress of a pull as the engine reports it. Pure; the engine stores images."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-# name[:tag][@digest] or an image's own id; anything else never reaches the engine
+# name[:tag][@digest] or an image id; nothing else reaches the engine
 REFERENCE = re.compile(
     r"(?:[a-z0-9](?:[a-z0-9._:-]*[a-z0-9])?/)*[a-z0-9]+(?:[._-]+[a-z0-9]+)*"
     r"(?::[A-Za-z0-9_][A-Za-z0-9._-]{0,127})?(?:@sha256:[0-9a-f]{64})?"
@@ -18,23 +18,21 @@ MOST_REFERENCE = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Image:
-    """What a container is made from: `id` names the content, whatever a tag says later."""
+class ContainerImage:
+    """An image on this node: `id` identifies the content, whatever a tag denotes later."""
 
     id: str
     size_bytes: int
-    names: tuple[str, ...] = ()  # tags and digests it is known by here
+    names: tuple[str, ...] = ()  # tags and digests
     volumes: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Pull:
-    """How far a pull has come; `text` is what the consumer sees in the task's status."""
-
+class ImagePull:
     image: str
     layers: Mapping[str, tuple[int, int]] = field(default_factory=lambda: MappingProxyType({}))
-    """Layer -> (bytes here, bytes of it); (0, 0) before its size is known."""
+    """Layer -> (bytes received, size); (0, 0) before the size is known."""
     done: frozenset[str] = frozenset()
     failed: str = ""
 
@@ -53,18 +51,17 @@ class Pull:
 LAYER_DONE = ("Pull complete", "Already exists", "Download complete")
 
 
-def advance(pull: Pull, said: Mapping[str, Any]) -> Pull:
-    """The next state, by one document of the engine's progress; what it does not know it leaves alone."""
-    if said.get("error"):
-        return replace(pull, failed=str(said["error"]))
-    layer, status = str(said.get("id") or ""), str(said.get("status") or "")
+def advance(pull: ImagePull, document: Mapping[str, Any]) -> ImagePull:
+    if document.get("error"):
+        return replace(pull, failed=str(document["error"]))
+    layer, status = str(document.get("id") or ""), str(document.get("status") or "")
     is_layer = layer and (
         layer in pull.layers or status == "Pulling fs layer" or status in LAYER_DONE
     )
     if not is_layer:
         return pull
     here, whole = pull.layers.get(layer, (0, 0))
-    detail = said.get("progressDetail") or {}
+    detail = document.get("progressDetail") or {}
     if status == "Downloading":
         whole = max(whole, int(detail.get("total") or 0))
         here = max(here, min(int(detail.get("current") or 0), whole))
@@ -74,39 +71,37 @@ def advance(pull: Pull, said: Mapping[str, Any]) -> Pull:
     return replace(pull, layers=MappingProxyType({**pull.layers, layer: (here, whole)}), done=done)
 
 
-def follow(image: str, documents: Iterator[Any], told: Callable[[Pull], None]) -> Pull:
-    """Reads a pull to its end; `told` hears of every step that changed something."""
-    pull = Pull(image)
-    told(pull)
-    for said in documents:
-        following = advance(pull, said)
+def follow(image: str, documents: Iterator[Any], observe: Callable[[ImagePull], None]) -> ImagePull:
+    pull = ImagePull(image)
+    observe(pull)
+    for document in documents:
+        following = advance(pull, document)
         if following != pull:
             pull = following
-            told(pull)
+            observe(pull)
     return pull
 
 
 def wrong_reference(image: str) -> str:
-    """Why this cannot be the name of an image; "" when it can."""
+    """Return why this is no image reference; "" if it is one."""
     if DIGEST.fullmatch(image):
         return ""
     if len(image) <= MOST_REFERENCE and REFERENCE.fullmatch(image):
         return ""
-    return f"'{image[:80]}' is not the name of an image; write name:tag or, better, name@sha256:…"
+    return f"'{image[:80]}' is no image reference; write name:tag or, better, name@sha256:…"
 
 
 def registry_of(reference: str) -> str:
-    """The registry that a reference names itself, by the engines' own rule; "" where it leaves that to the engine."""
+    """Return the registry named by a reference, by the engines' own rule; "" for the engine's default."""
     first, slash, _ = reference.partition("/")
     return first if slash and ("." in first or ":" in first or first == "localhost") else ""
 
 
-def image_from(document: Mapping[str, Any]) -> Image:
-    """From the engine's `inspect`."""
+def image_from(document: Mapping[str, Any]) -> ContainerImage:
     config = document.get("Config") or {}
     names = [*(document.get("RepoTags") or ()), *(document.get("RepoDigests") or ())]
     pairs = [word.partition("=") for word in config.get("Env") or ()]
-    return Image(
+    return ContainerImage(
         str(document["Id"]),
         int(document.get("Size") or 0),
         tuple(str(name) for name in names),
@@ -115,8 +110,8 @@ def image_from(document: Mapping[str, Any]) -> Image:
     )
 
 
-def answers_to(image: Image, reference: str) -> bool:
-    """Whether what the engine gave is what a digest asks for; a plain tag is whatever the engine says it is."""
+def answers_to(image: ContainerImage, reference: str) -> bool:
+    """Whether the image has the digest of the reference; a tag without digest matches any image."""
     wanted = DIGEST.search(reference)
     if wanted is None:
         return True

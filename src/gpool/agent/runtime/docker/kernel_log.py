@@ -1,7 +1,7 @@
-"""Whom the kernel killed for memory, by its own log. Refuses to guess: where the log may not be read it says nothing.
+"""Processes the kernel killed for memory, read from the kernel log; without the right to read it, none are found.
 
-The kernel writes the line before the victim is gone, so whoever sees a container's end and looks then finds it. An
-engine hears of it by a notice that it may have asked for too late, or that comes after the end.
+The kernel writes the record before the victim is gone, so it is there when the container's end is seen. The engine's
+own notification may come after the end, or be lost if the engine subscribed too late.
 """
 
 from __future__ import annotations
@@ -12,14 +12,11 @@ from collections.abc import Iterable, Iterator
 
 KERNEL_LOG = "/dev/kmsg"
 LONGEST_RECORD = 1 << 14
-KERNELS_OWN = (
-    8  # a record's number is 8 × facility + severity, and only the kernel writes facility 0
-)
+USER_RECORDS_FROM = 8  # a record's number is 8 × facility + severity; facility 0 is the kernel's
 KILLED_FOR_A_LIMIT = re.compile(r"oom-kill:constraint=CONSTRAINT_MEMCG,.*?\boom_memcg=([^,]*),")
 
 
 def records(path: str = KERNEL_LOG) -> Iterator[str]:
-    """Every record that is still there, oldest first, as the kernel gives them: `number,…;text`."""
     try:
         log = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:  # not root, or no such log here
@@ -28,7 +25,7 @@ def records(path: str = KERNEL_LOG) -> Iterator[str]:
         while True:
             try:
                 record = os.read(log, LONGEST_RECORD)
-            except BrokenPipeError:  # overwritten while we read: the next one is given
+            except BrokenPipeError:  # overwritten meanwhile: the next read gives the next one
                 continue
             except OSError:  # EAGAIN: this was the last
                 return
@@ -40,14 +37,14 @@ def records(path: str = KERNEL_LOG) -> Iterator[str]:
 
 
 def exceeded_its_limit(container: str, found: Iterable[str]) -> bool:
-    """Whether something in this container was killed because the container's own limit was reached.
+    """Whether a process of this container was killed at the container's own limit.
 
-    Not when the machine, or a group above the container's, had no memory left: then it may have used what it asked for.
+    False if the machine, or a group above the container's, ran out of memory: the container may be within its limit.
     """
     for record in found:
         about, _, text = record.partition(";")
         number = about.partition(",")[0]
-        if not number.isdecimal() or int(number) >= KERNELS_OWN:
+        if not number.isdecimal() or int(number) >= USER_RECORDS_FROM:
             continue
         limited = KILLED_FOR_A_LIMIT.match(text)
         if limited is not None and container in limited[1]:

@@ -1,10 +1,10 @@
-"""How a container of Docker's gets a lane for its network: by a holder. Refuses to guess: every step is looked at.
+"""Sandbox networks for Docker containers, entered by way of a namespace holder. Every step is verified.
 
-Docker makes a container's network itself and can't be given one; but it lets a container join the network of another,
-and takes for that wherever the first process of the other one is. So a holder goes first: a container of our own, from
-an image with nothing in it, whose only program (the host's) moves into the lane and waits. The task's container joins
-it and is in the lane before anything of the task runs; it never has another network. Then the holder is removed. While
-it lives it holds one right, to enter namespaces, and runs nothing but what root on the host installed.
+Docker makes a container's network itself and accepts none from outside; but a container may join the network of
+another one, which Docker finds through that container's first process. So a namespace holder starts first: a container
+of the agent, from an empty image, whose only program (the host's nsenter) moves into the sandbox network and waits. The
+task's container joins it, is in the sandbox network before any process of the task runs, and never has another one.
+Then the holder is removed. While it lives it has one capability, to enter namespaces, and runs host programs only.
 """
 
 from __future__ import annotations
@@ -25,41 +25,40 @@ import structlog
 
 from gpool.agent.runtime.bubblewrap.layout import ETC_TEXTS
 from gpool.agent.runtime.docker.confinement import JOINS, SANDBOX_NAME
-from gpool.agent.runtime.docker.engine import Engine, Facts
-from gpool.agent.runtime.protocol import Lane, SandboxFailed
-from gpool.agent.runtime.work_directory import Workplace
+from gpool.agent.runtime.docker.engine import EngineClient, EngineFacts
+from gpool.agent.runtime.protocol import SandboxFailed, SandboxNetwork
+from gpool.agent.runtime.work_directory import WorkDirectory
 
 Json = dict[str, Any]
 
-LANE_AT = "/lane"  # inside a holder
+NETWORK_AT = "/network"  # inside a holder
 SYSTEM = ("bin", "lib", "lib32", "lib64", "libx32", "sbin", "usr")
 INSIDE = b"inside\n"
 WAIT = "echo inside; exec cat"
-"""Until its input ends, which it does with the agent."""
+"""Waits until its input ends, which it does with the agent."""
 HOLDER_BYTES = 64 << 20
 HOLDER_PROCESSES = 8
-KERNEL_BYTES, KERNEL_THREADS = 512 << 20, 512  # of one that brings a kernel of its own
+KERNEL_BYTES, KERNEL_THREADS = 512 << 20, 512  # of an OCI runtime with its own kernel
 WITHIN_S = 60.0
+RENEW_AFTER_S = 600.0
+RENEW_FAILED_AFTER_S = 60.0  # sooner: the owner may be repairing it
 log = structlog.get_logger(__name__)
-CANNOT = "this node's container engine cannot enter a lane"
+CANNOT = "this node's container engine cannot enter a sandbox network"
 
 
 @dataclass(frozen=True, slots=True)
-class System:
-    """Where the host's programs are: directories to show, and links beside them."""
-
+class HostSystem:
     folders: tuple[str, ...]
     links: tuple[tuple[str, str], ...]
 
 
-def system_of(root: Path = Path("/")) -> System:
+def system_of(root: Path = Path("/")) -> HostSystem:
     folders = [name for name in SYSTEM if (root / name).is_dir() and not (root / name).is_symlink()]
     links = [(name, os.readlink(root / name)) for name in SYSTEM if (root / name).is_symlink()]
-    return System(tuple(folders), tuple(links))
+    return HostSystem(tuple(folders), tuple(links))
 
 
-def empty_image(system: System) -> bytes:
-    """A tar with nothing in it but those links."""
+def empty_image(system: HostSystem) -> bytes:
     text = io.BytesIO()
     with tarfile.open(fileobj=text, mode="w") as tar:
         for name, target in system.links:
@@ -73,18 +72,20 @@ def holder_request(
     image: str,
     argv: Sequence[str],
     labels: Mapping[str, str],
-    system: System,
+    system: HostSystem,
     *,
-    lane: str = "",
+    network: str = "",
     joins: str = "",
 ) -> Json:
-    """The body of the engine's `create` for a holder of the `lane`, a namespace's path on the host; or for one that
-    `joins` another and can do nothing."""
+    """Return the body of the engine's `create` for a holder.
+
+    `network` is the host path of the namespace to enter; or the container `joins` another one, without any capability.
+    """
     shown = [(f"/{name}", f"/{name}") for name in system.folders]
-    shown += [(lane, LANE_AT)] if lane else []
+    shown += [(network, NETWORK_AT)] if network else []
     host: Json = {
         "AutoRemove": False,
-        "CapAdd": ["SYS_ADMIN"] if lane else [],  # what `setns` asks for
+        "CapAdd": ["SYS_ADMIN"] if network else [],  # required by `setns`
         "CapDrop": ["ALL"],
         "CgroupnsMode": "private",
         "Dns": [] if joins else ["127.0.0.1"],
@@ -118,7 +119,7 @@ def holder_request(
         "Entrypoint": list(argv[:1]),
         "Env": ["PATH=/usr/sbin:/usr/bin:/sbin:/bin"],
         "HostConfig": host,
-        "Hostname": "" if joins else SANDBOX_NAME,  # whoever joins has it too
+        "Hostname": "" if joins else SANDBOX_NAME,  # a joining container shares it
         "Image": image,
         "Labels": dict(labels),
         "OpenStdin": True,
@@ -129,52 +130,92 @@ def holder_request(
     }
 
 
-def why_never(facts: Facts, *, root: bool, gvisor: bool) -> str:
-    """Why containers of such an engine enter no lanes, whatever is tried; "": they may."""
+def why_never(facts: EngineFacts, *, root: bool, gvisor: bool) -> str:
     if not root:
-        return "containers enter lanes only where both the agent and its engine are root's"
+        return "containers enter sandbox networks only if both the agent and its engine run as root"
     if gvisor or facts.default_runtime.startswith("runsc"):
-        return "gVisor has a network of its own, which cannot be a lane"
+        return "gVisor has a network stack of its own, which cannot be a sandbox network"
     if facts.kind != "podman" and facts.first_uid:
-        return "an engine with a user namespace of its own cannot have its containers enter lanes"
+        return "containers of an engine with userns-remap cannot enter sandbox networks"
     return ""
 
 
-def names_in(place: Workplace, lane: Lane | None) -> list[tuple[str, str, bool]]:
-    """What is shown to a container in the lane: whom to ask for names, and those it needs not ask for."""
-    if lane is None:
+def name_files(place: WorkDirectory, network: SandboxNetwork | None) -> list[tuple[str, str, bool]]:
+    if network is None:
         return []
-    place.write_aside("resolv.conf", f"nameserver {lane.resolver}\n")
-    place.write_aside("hosts", ETC_TEXTS["hosts"] + lane.hosts)
+    place.write_aside("resolv.conf", f"nameserver {network.resolver}\n")
+    place.write_aside("hosts", ETC_TEXTS["hosts"] + network.hosts)
     return [(str(place.root / name), f"/etc/{name}", False) for name in ("resolv.conf", "hosts")]
 
 
-def path_of(lane: Lane) -> str:
-    """Of its namespace, as every process of this host's root finds it while we live."""
-    return f"/proc/{os.getpid()}/fd/{lane.namespaces[0]}"
+def path_of(network: SandboxNetwork) -> str:
+    """Return the namespace's path for root processes of this host; valid while the agent lives."""
+    return f"/proc/{os.getpid()}/fd/{network.namespaces[0]}"
 
 
-def is_in(pid: int, lane: Lane) -> bool | None:
-    """Whether a process of the host is in the lane; None: it is gone."""
+def is_in(pid: int, network: SandboxNetwork) -> bool | None:
+    """Whether a host process is in the sandbox network; None: the process is gone."""
     try:
         there = os.stat(f"/proc/{pid}/ns/net")
     except OSError:
         return None
-    own = os.fstat(lane.namespaces[0])
+    own = os.fstat(network.namespaces[0])
     return (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino)
 
 
-class Holders:
-    """Holds lanes for one engine's containers to join. Every method blocks; from any thread."""
+class ProbeCache:
+    """The result of a slow test that may change: taken at the first call, renewed later in another thread.
+
+    `begin` runs a function in another thread; it may refuse with `RuntimeError`.
+    """
 
     def __init__(
         self,
-        engine: Engine,
+        test: Callable[[], str],
+        begin: Callable[[Callable[[], None]], object],
+        clock: Callable[[], float],
+    ) -> None:
+        self._test, self._begin, self._clock = test, begin, clock
+        self._lock = threading.Lock()
+        self._found: tuple[float, str] | None = None
+        self._renewing = False
+
+    def why_not(self) -> str:
+        """Return the last result: empty, or why it does not work. Slow at the first call only."""
+        with self._lock:
+            if self._found is None:
+                self._found = (self._clock(), self._test())
+                return self._found[1]
+            at, why = self._found
+            is_old = self._clock() >= at + (RENEW_FAILED_AFTER_S if why else RENEW_AFTER_S)
+            if not is_old or self._renewing:
+                return why
+            self._renewing = True
+        try:
+            self._begin(self._renew)
+        except RuntimeError:  # the executor is shut down: the runtime is closing
+            self._renewing = False
+        return why
+
+    def _renew(self) -> None:
+        try:
+            why = self._test()
+            self._found = (self._clock(), why)
+        finally:
+            self._renewing = False
+
+
+class NamespaceHolders:
+    """Holds sandbox networks for one engine's containers to join. Every method blocks; thread-safe."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
         label: tuple[str, str],
         boot: tuple[str, str],
         guarded: Callable[[], None] = lambda: None,
     ) -> None:
-        """`label` is on all it makes, for the next agent's sweep; `boot` too, for the guard, which `guarded` has stand."""
+        """Every object gets `label`, for the next agent's sweep, and `boot`, for the guard that `guarded` starts."""
         self._engine = engine
         self._label = label
         self._guarded = guarded
@@ -183,12 +224,12 @@ class Holders:
         self._making = threading.Lock()
 
     def why_not(self) -> str:
-        """Tries it on the network we are in ourselves, with two holders; "" when the second got there by the first."""
+        """Test with the agent's own network and two holders; "" if the second joined it by way of the first."""
         own = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            lane = Lane((own,), "")
-            with self.holding(lane) as first, self._joined(first) as second:
-                self.check(second, lane)
+            network = SandboxNetwork((own,), "")
+            with self.holding(network) as first, self._joined(first) as second:
+                self.check(second, network)
         except SandboxFailed as failure:
             return str(failure)
         finally:
@@ -196,7 +237,6 @@ class Holders:
         return ""
 
     def start_under(self, runtime: str) -> bool:
-        """Whether a container of ours, without a network, starts under this OCI runtime."""
         system = system_of()
         try:
             body = holder_request(
@@ -210,37 +250,34 @@ class Holders:
             return False
 
     @contextlib.contextmanager
-    def holding(self, lane: Lane) -> Iterator[str]:
-        """A container in the lane, for others to join while the block lasts. Raises `SandboxFailed`."""
+    def holding(self, network: SandboxNetwork) -> Iterator[str]:
+        """Run a container in the sandbox network, to be joined while the block lasts. Raises `SandboxFailed`."""
         program = shutil.which("nsenter")
         if program is None:
             raise SandboxFailed(f"{CANNOT}: there is no nsenter here (Debian: util-linux)")
         system = system_of()
-        argv = (program, f"--net={LANE_AT}", "/bin/sh", "-c", WAIT)
+        argv = (program, f"--net={NETWORK_AT}", "/bin/sh", "-c", WAIT)
         image = self._empty(system)
-        body = holder_request(image, argv, self._labels, system, lane=path_of(lane))
+        body = holder_request(image, argv, self._labels, system, network=path_of(network))
         with self._running(body) as container:
-            self.check(container, lane)
+            self.check(container, network)
             yield container
 
-    def check(self, container: str, lane: Lane, *, may_be_over: bool = False) -> None:
-        """Raises `SandboxFailed` unless it is in the lane."""
+    def check(self, container: str, network: SandboxNetwork, *, may_be_over: bool = False) -> None:
         pid = self._engine.pid_of(container)
-        found = is_in(pid, lane) if pid else None
+        found = is_in(pid, network) if pid else None
         if found is False:
             raise SandboxFailed(f"{CANNOT}: a container got another network")
         if found is None and not may_be_over:
             raise SandboxFailed(f"{CANNOT}: its holder ended")
 
     def close(self) -> None:
-        """The image, which is nobody else's."""
         with self._making:
             if self._image:
                 self._engine.remove_image(self._image)
                 self._image = ""
 
     def sweep(self) -> None:
-        """Images that an earlier agent left."""
         for image in self._engine.unnamed_images("=".join(self._label)):
             if image != self._image:
                 self._engine.remove_image(image)
@@ -254,25 +291,23 @@ class Holders:
                     self._engine.start(container)
                 except SandboxFailed as failure:
                     raise SandboxFailed(f"{CANNOT}: {failure}") from failure
-                _until_inside(channel)
+                _wait_inside(channel)
                 yield container
         finally:
             try:
                 self._engine.remove(container)
-            except SandboxFailed as refused:  # it has ended; whoever joined it may run
-                log.warning("holder_left", container=container, error=str(refused))
+            except SandboxFailed as refused:  # it has ended; a container that joined it may run
+                log.warning("holder_not_removed", container=container, error=str(refused))
 
     @contextlib.contextmanager
     def _joined(self, holder: str) -> Iterator[str]:
-        """A container as the task's would be, as far as its network goes."""
         system = system_of()
         argv = ("/bin/sh", "-c", WAIT)
         body = holder_request(self._empty(system), argv, self._labels, system, joins=holder)
         with self._running(body) as container:
             yield container
 
-    def _empty(self, system: System) -> str:
-        """Made again where the owner has cleared away what no container uses."""
+    def _empty(self, system: HostSystem) -> str:
         with self._making:
             if not self._image or self._engine.find(self._image) is None:
                 self._guarded()
@@ -280,15 +315,15 @@ class Holders:
             return self._image
 
 
-def _until_inside(channel: socket.socket) -> None:
+def _wait_inside(channel: socket.socket) -> None:
     channel.settimeout(WITHIN_S)
-    said = b""
-    with contextlib.suppress(OSError):  # too late, or the engine went away
-        while INSIDE not in said:
+    output = b""
+    with contextlib.suppress(OSError):  # timeout, or the engine went away
+        while INSIDE not in output:
             data = channel.recv(4096)
             if not data:
                 break
-            said += data
-    if INSIDE not in said:
-        words = bytes(letter for letter in said if 32 <= letter < 127).decode()
+            output += data
+    if INSIDE not in output:
+        words = bytes(letter for letter in output if 32 <= letter < 127).decode()
         raise SandboxFailed(f"{CANNOT}: {words or 'its holder did not start'}")

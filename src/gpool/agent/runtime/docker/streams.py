@@ -1,7 +1,7 @@
-"""A container's one stream to and from the pipes that commands and runners are read by. Holds one piece at a time.
+"""Copies between a container's single stream and the pipes of commands and runners, one piece at a time.
 
-The engine sends both outputs in frames over one socket. When nobody reads the pipes, nothing is taken from the
-socket, the engine's own buffer fills, and the command waits: back-pressure all the way.
+The engine sends both outputs in frames over one socket. While the pipes are not read, the socket is not read either,
+the engine's buffer fills and the command blocks: back-pressure all the way.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import socket
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from gpool.agent.runtime.descriptor_wait import readable, writable
+from gpool.agent.runtime.descriptors import close_all, readable, writable
 from gpool.agent.runtime.docker.bridge import ANSWERS, CALLS, FILES, HEAD, STDERR, STDOUT
 
 READ_BYTES = 64 * 1024
@@ -22,8 +22,8 @@ MOST_FILES = 16
 HEAD_BYTES = 512
 
 
-class Frames:
-    """Cuts a stream of (channel, length, data) frames; a long one is passed on piece by piece."""
+class FrameDecoder:
+    """Decodes (channel, length, data) frames; a long frame is yielded in pieces."""
 
     def __init__(self, head: struct.Struct) -> None:
         self._head = head
@@ -66,24 +66,19 @@ async def _received(channel: socket.socket) -> bytes:
             await readable([channel.fileno()])
 
 
-def _close(descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
-
-
 async def pour(
     channel: socket.socket, ends: Mapping[int, int], explain: Callable[[bytes], bytes]
 ) -> None:
-    """A command's output, until the container's streams end; closes everything it was given.
+    """Copy a command's output until the container's streams end; closes all descriptors.
 
-    `explain` is given how stderr began and says what to add to it.
+    `explain` returns text to append, given the beginning of stderr.
     """
     for descriptor in ends.values():
         os.set_blocking(descriptor, False)
-    frames = Frames(ENGINE_HEAD)
+    frames = FrameDecoder(ENGINE_HEAD)
     head = b""
     try:
-        with contextlib.suppress(OSError):  # a reader that is gone, or an engine that is
+        with contextlib.suppress(OSError):  # the reader or the engine is gone
             while data := await _received(channel):
                 for stream, piece in frames.feed(data):
                     if stream == STDERR and len(head) < HEAD_BYTES:
@@ -93,39 +88,39 @@ async def pour(
             await _send(ends[STDERR], explain(head))
     finally:
         channel.close()
-        _close(tuple(ends.values()))
+        close_all(tuple(ends.values()))
 
 
 async def relay(channel: socket.socket, given: Sequence[int]) -> None:
-    """A runner's six descriptors over the container's three; until its streams end. Closes everything it was given."""
+    """Copy a runner's six descriptors over the container's three until its streams end; closes all descriptors."""
     nothing, out, err, calls, answers, files = given
     os.close(nothing)
     for descriptor in (out, err, calls, answers, files):
         os.set_blocking(descriptor, False)
     inward = asyncio.create_task(_inward(channel, calls, files))
     ends = {STDOUT: out, STDERR: err, ANSWERS: answers}
-    outer, inner = Frames(ENGINE_HEAD), Frames(HEAD)
+    outer, inner = FrameDecoder(ENGINE_HEAD), FrameDecoder(HEAD)
     try:
         with contextlib.suppress(OSError):
             while data := await _received(channel):
                 for stream, piece in outer.feed(data):
-                    if stream == STDERR:  # the bridge's own words
+                    if stream == STDERR:  # messages of the bridge itself
                         await _send(err, piece)
                         continue
                     for number, part in inner.feed(piece):
                         if number not in ends:
-                            return  # no bridge of ours says that
+                            return  # not sent by our bridge
                         await _send(ends[number], part)
     finally:
         inward.cancel()
         await asyncio.wait([inward])
         channel.close()
-        _close((out, err, calls, answers, files))
+        close_all((out, err, calls, answers, files))
 
 
 async def _inward(channel: socket.socket, calls: int, files: int) -> None:
-    """Calls and the files they name; a file was handed over before its call was written, and goes before it."""
-    with socket.socket(fileno=os.dup(files)) as letters, contextlib.suppress(OSError):
+    """Forward calls and their files; a file was received before its call and is sent before it."""
+    with socket.socket(fileno=os.dup(files)) as received, contextlib.suppress(OSError):
         while True:
             try:
                 data = os.read(calls, READ_BYTES)
@@ -135,7 +130,7 @@ async def _inward(channel: socket.socket, calls: int, files: int) -> None:
             if not data:
                 channel.shutdown(socket.SHUT_WR)
                 return
-            for descriptor in _handed_over(letters):
+            for descriptor in _received_files(received):
                 try:
                     while piece := os.read(descriptor, READ_BYTES):
                         await _send(channel.fileno(), HEAD.pack(FILES, len(piece)) + piece)
@@ -145,11 +140,11 @@ async def _inward(channel: socket.socket, calls: int, files: int) -> None:
             await _send(channel.fileno(), HEAD.pack(CALLS, len(data)) + data)
 
 
-def _handed_over(letters: socket.socket) -> list[int]:
+def _received_files(received: socket.socket) -> list[int]:
     found: list[int] = []
     with contextlib.suppress(BlockingIOError):
         while True:
-            data, descriptors, _, _ = socket.recv_fds(letters, 1, MOST_FILES)
+            data, descriptors, _, _ = socket.recv_fds(received, 1, MOST_FILES)
             found += descriptors
             if not data:
                 break

@@ -1,1 +1,1 @@
-"""Sandboxes that are machines of their own: one guest, two monitors (QEMU, Firecracker) behind one door."""
+"""The microVM runtime: each task in a guest with its own kernel."""

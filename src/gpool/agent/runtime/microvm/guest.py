@@ -1,18 +1,19 @@
-"""The guest's first process: mounts, starts one command without privileges, tells what it does. Stdlib only; a script.
+"""The guest's first process: mounts, starts one command without privileges, reports to the agent. A script; stdlib only.
 
-Everything goes over one line to the agent (a virtio-serial port, or a vsock where the monitor has no such port) in
-frames: length (u32, of what follows the stream), stream (u8), body; little-endian.
-  0 words     one JSON document
-  1, 2        what the command prints                        out, by credit
+Everything travels over one line to the agent (a virtio-serial port, or a vsock if the monitor has no such port) in
+frames: length (u32, of the body), stream (u8), body; little-endian.
+  0 messages  one JSON document
+  1, 2        output of the command                          out, by credit
   3           calls for a runner                             in, by credit
   4           a runner's answers                             out, by credit
-  5, 6        bytes of a file announced by a word            in, out
-  7 credit    stream (u8), bytes (u32): so many more may be sent on it, both ways
-Words in:   begin {argv, env, limits, runner, inputs …} · file {path, size, executable} · go · arguments {size} · warn
-            collect {number, wanted, most} · take {number, name, most} · stop
-Words out:  hello {version} · started · ended {code, oom} · output {number, path, size, executable} ·
-            collected {number} · refused {number, text} · failed {text}
-The agent believes none of it; this program is careful so that an honest task's outputs are what the task wrote.
+  5, 6        bytes of a file announced by a message         in, out
+  7 credit    stream (u8), bytes (u32): the peer may send so many more on it; both directions
+Messages in:  begin {argv, env, limits, runner, inputs …} · file {path, size, executable} · go · arguments {size} · warn
+              collect {number, wanted, most} · take {number, name, most} · stop
+Messages out: hello {version} · started · ended {code, oom} · output {number, path, size, executable} ·
+              collected {number} · refused {number, text} · failed {text}
+The agent trusts none of it; this program is careful so that an honest task's outputs are exactly its files.
+One file because the guest runs it by path, without imports of gpool.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ DEVICES = {"null": 3, "zero": 5, "full": 7, "random": 8, "urandom": 9}  # minors
 GROUPS_AT = "/run/groups"
 READ_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 READ_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-MAX_DEPTH = 100  # as everywhere: the agent's `workplace` has the same
-Sending = Generator[None, None, int]  # a step at a time; in the end how many bytes it was
+MAX_DEPTH = 100  # as in the agent's work_directory.py
+Sending = Generator[None, None, int]  # one step at a time; returns the number of bytes
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -71,7 +72,6 @@ def mount(source: str, target: str, kind: str, flags: int = 0, data: str = "") -
 
 
 def open_line(how: str) -> int:
-    """The line to the agent, as a descriptor that does not block."""
     if how == "vsock":
         line = socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)
         line.connect((AGENT_CID, AGENT_PORT))
@@ -82,8 +82,8 @@ def open_line(how: str) -> int:
     return number
 
 
-class Line:
-    """Frames in and out; nothing here ever blocks, and what waits to be sent is bounded by credit and by asking first."""
+class AgentLine:
+    """Frames of the line. Never blocks; queued output is bounded by credit and by `serve`."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -93,8 +93,8 @@ class Line:
     def put(self, stream: int, body: bytes) -> None:
         self.outward += HEAD.pack(len(body), stream) + body
 
-    def say(self, **words: Any) -> None:
-        self.put(WORDS, json.dumps(words).encode())
+    def send(self, **fields: Any) -> None:
+        self.put(WORDS, json.dumps(fields).encode())
 
     def flush(self) -> None:
         try:
@@ -104,8 +104,8 @@ class Line:
         except BlockingIOError:
             return
 
-    def hear(self) -> Iterator[tuple[int, bytes]]:
-        """Whole frames that are there; ends the machine when the agent is gone."""
+    def receive(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the complete frames received; powers off if the agent is gone."""
         try:
             more = os.read(self.number, 1 << 18)
             if not more:
@@ -126,20 +126,18 @@ class Line:
 
 
 def power_off() -> NoReturn:
-    libc.reboot(0x01234567)  # a restart: the monitor was told not to, and ends
+    libc.reboot(0x01234567)  # a restart, on which the monitor ends
     os._exit(1)
 
 
-class Outlet:
-    """One pipe of the command's, sent as credit allows."""
-
+class OutputPipe:
     def __init__(self, descriptor: int, stream: int) -> None:
         self.descriptor = descriptor
         self.stream = stream
         self.credit = WINDOW_BYTES
         self.open = True
 
-    def pump(self, line: Line) -> None:
+    def forward(self, line: AgentLine) -> None:
         try:
             data = os.read(self.descriptor, min(CHUNK_BYTES, self.credit))
         except BlockingIOError:
@@ -153,20 +151,18 @@ class Outlet:
 
 
 class Guest:
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: AgentLine) -> None:
         self.line = line
         self.task = 0  # pid of the namespace's first process
         self.status: int | None = None
-        self.told = False
-        self.outlets: list[Outlet] = []
+        self.end_sent = False
+        self.outlets: list[OutputPipe] = []
         self.calls = -1
         self.calls_waiting = bytearray()
-        self.handing: socket.socket | None = None
+        self.files: socket.socket | None = None
         self.receiving: tuple[int, int, str] | None = None  # descriptor, bytes to come, path
         self.sending: list[Iterator[None]] = []
         self.job: dict[str, Any] = {}
-
-    # ---- words
 
     def obey(self, stream: int, body: bytes) -> None:
         if stream == FILE_IN:
@@ -179,28 +175,28 @@ class Guest:
         elif stream == CALLS:
             self.calls_waiting += body
         elif stream == WORDS:
-            word = json.loads(body)
-            if word["word"] == "begin":
-                self.job = word
+            message = json.loads(body)
+            if message["word"] == "begin":
+                self.job = message
             else:
-                getattr(self, "do_" + word["word"])(word)
+                getattr(self, "do_" + message["word"])(message)
 
-    def do_file(self, word: dict[str, Any]) -> None:
-        *folders, name = word["path"].split("/")
+    def do_file(self, message: dict[str, Any]) -> None:
+        *folders, name = message["path"].split("/")
         at = "/work"
         for folder in folders:
             at += "/" + folder
             with contextlib.suppress(FileExistsError):
                 os.mkdir(at, 0o755)
                 os.chown(at, TASK_UID, TASK_UID)
-        mode = 0o755 if word["executable"] else 0o644
+        mode = 0o755 if message["executable"] else 0o644
         made = os.open(f"{at}/{name}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, mode)
         os.fchown(made, TASK_UID, TASK_UID)
-        self.expect(made, word["size"], word["path"])
+        self.expect(made, message["size"], message["path"])
 
-    def do_arguments(self, word: dict[str, Any]) -> None:
+    def do_arguments(self, message: dict[str, Any]) -> None:
         made = os.open("/values", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        self.expect(made, word["size"], "")
+        self.expect(made, message["size"], "")
 
     def expect(self, descriptor: int, size: int, path: str) -> None:
         self.receiving = (descriptor, size, path)
@@ -216,40 +212,38 @@ class Guest:
                 view = view[os.write(descriptor, view) :]
         except OSError as full:
             if self.calls < 0:
-                self.line.say(word="failed", text=f"input {path}: {full.strerror}")
+                self.line.send(word="failed", text=f"input {path}: {full.strerror}")
         left -= len(body)
         self.receiving = (descriptor, left, path)
         if left > 0:
             return
         self.receiving = None
-        if not path and self.handing is not None:
+        if not path and self.files is not None:
             os.lseek(descriptor, 0, os.SEEK_SET)
             with contextlib.suppress(OSError):
-                socket.send_fds(self.handing, [b"f"], [descriptor])
+                socket.send_fds(self.files, [b"f"], [descriptor])
         os.close(descriptor)
 
-    def do_go(self, word: dict[str, Any]) -> None:  # noqa: ARG002 - a word like the others
+    def do_go(self, message: dict[str, Any]) -> None:  # noqa: ARG002 - the signature of all
         try:
             self.start()
         except OSError as failure:
-            self.line.say(word="failed", text=f"the guest cannot start it: {failure}")
+            self.line.send(word="failed", text=f"the guest cannot start it: {failure}")
             return
-        self.line.say(word="started")
+        self.line.send(word="started")
 
-    def do_warn(self, word: dict[str, Any]) -> None:  # noqa: ARG002
+    def do_warn(self, message: dict[str, Any]) -> None:  # noqa: ARG002
         if self.task and self.status is None:
             os.kill(self.task, signal.SIGTERM)
 
-    def do_collect(self, word: dict[str, Any]) -> None:
-        self.sending.append(self.collect(word["number"], word["wanted"], word["most"]))
+    def do_collect(self, message: dict[str, Any]) -> None:
+        self.sending.append(self.collect(message["number"], message["wanted"], message["most"]))
 
-    def do_take(self, word: dict[str, Any]) -> None:
-        self.sending.append(self.take(word["number"], word["name"], word["most"]))
+    def do_take(self, message: dict[str, Any]) -> None:
+        self.sending.append(self.take(message["number"], message["name"], message["most"]))
 
-    def do_stop(self, word: dict[str, Any]) -> None:  # noqa: ARG002
-        self.sending.clear()  # the agent asks for one thing at a time, and wants no more of that
-
-    # ---- outputs
+    def do_stop(self, message: dict[str, Any]) -> None:  # noqa: ARG002
+        self.sending.clear()  # the agent makes one request at a time and abandoned this one
 
     def collect(self, number: int, wanted: list[str], most: int) -> Iterator[None]:
         top = os.open("/work", READ_DIRECTORY)
@@ -267,9 +261,9 @@ class Guest:
                         most -= yield from self.send(number, above, parts[-1], path, most)
                 finally:
                     os.close(above)
-            self.line.say(word="collected", number=number)
-        except (Refused, OSError) as failure:
-            self.line.say(word="refused", number=number, text=str(failure))
+            self.line.send(word="collected", number=number)
+        except (OutputRefused, OSError) as failure:
+            self.line.send(word="refused", number=number, text=str(failure))
         finally:
             os.close(top)
 
@@ -278,15 +272,17 @@ class Guest:
         try:
             yield from self.send(number, top, name, name, most)
             os.unlink(name, dir_fd=top)
-            self.line.say(word="collected", number=number)
-        except (Refused, OSError) as failure:
-            self.line.say(word="refused", number=number, text=str(failure))
+            self.line.send(word="collected", number=number)
+        except (OutputRefused, OSError) as failure:
+            self.line.send(word="refused", number=number, text=str(failure))
         finally:
             os.close(top)
 
     def walk(self, number: int, directory: int, path: str, most: int) -> Sending:
         if path.count("/") > MAX_DEPTH:
-            raise Refused(f"an output lies more than {MAX_DEPTH} folders deep; use an archive")
+            raise OutputRefused(
+                f"an output lies more than {MAX_DEPTH} folders deep; use an archive"
+            )
         left = most
         for name in sorted(os.listdir(directory)):
             facts = os.stat(name, dir_fd=directory, follow_symlinks=False)
@@ -304,21 +300,27 @@ class Guest:
         try:
             facts = os.stat(name, dir_fd=above, follow_symlinks=False)
         except FileNotFoundError:
-            raise Refused(missing(above, path)) from None
+            raise OutputRefused(missing(above, path)) from None
         if stat.S_ISDIR(facts.st_mode):
-            raise Refused(f"output '{path}' is a directory; ask for '{path}/'")
+            raise OutputRefused(f"output '{path}' is a directory; ask for '{path}/'")
         if not stat.S_ISREG(facts.st_mode):
-            raise Refused(f"output '{path}' is {kind(facts.st_mode)}; only plain files can be one")
+            raise OutputRefused(
+                f"output '{path}' is {kind(facts.st_mode)}; only plain files can be one"
+            )
         if facts.st_size > most:
-            raise Refused(f"output '{path}' is over the disk limit by {facts.st_size - most} bytes")
+            raise OutputRefused(
+                f"output '{path}' is over the disk limit by {facts.st_size - most} bytes"
+            )
         held = os.open(name, READ_FILE, dir_fd=above)
         try:
             whole = size = os.fstat(held).st_size
             executable = bool(facts.st_mode & stat.S_IXUSR)
-            self.line.say(word="output", number=number, path=path, size=size, executable=executable)
+            self.line.send(
+                word="output", number=number, path=path, size=size, executable=executable
+            )
             while size > 0:
                 data = os.read(held, min(CHUNK_BYTES, size))
-                data = data or bytes(min(CHUNK_BYTES, size))  # it shrank: zeros, as in a hole
+                data = data or bytes(min(CHUNK_BYTES, size))  # the file shrank: zeros, as in a hole
                 size -= len(data)
                 self.line.put(FILE_OUT, data)
                 yield
@@ -327,20 +329,18 @@ class Guest:
         yield
         return whole
 
-    # ---- the command
-
     def start(self) -> None:
         out, out_end = os.pipe()
         err, err_end = os.pipe()
         given = [os.open(os.devnull, os.O_RDONLY), out_end, err_end]
-        self.outlets = [Outlet(out, OUT), Outlet(err, ERR)]
+        self.outlets = [OutputPipe(out, OUT), OutputPipe(err, ERR)]
         if self.job["runner"]:
             calls_end, self.calls = os.pipe()
             answers, answers_end = os.pipe()
-            self.handing, theirs = socket.socketpair()
-            self.handing.setblocking(False)
+            self.files, theirs = socket.socketpair()
+            self.files.setblocking(False)
             os.set_blocking(self.calls, False)
-            self.outlets.append(Outlet(answers, ANSWERS))
+            self.outlets.append(OutputPipe(answers, ANSWERS))
             given += [calls_end, answers_end, theirs.detach()]
         for outlet in self.outlets:
             os.set_blocking(outlet.descriptor, False)
@@ -349,7 +349,7 @@ class Guest:
         self.task = os.fork()
         if self.task == 0:
             try:
-                stand_above(self.job, given, group)
+                supervise(self.job, given, group)
             except BaseException as failure:  # noqa: BLE001 - a forked child must never return
                 with contextlib.suppress(OSError):
                     os.write(given[2], f"gpool: the guest cannot start it: {failure}\n".encode())
@@ -358,7 +358,6 @@ class Guest:
             os.close(descriptor)
 
     def make_group(self) -> int:
-        """What the command and all it starts may take together; a descriptor to join it by, -1 where there are none."""
         limits = self.job["limits"]
         try:
             with open(f"{GROUPS_AT}/cgroup.subtree_control", "w") as switch:
@@ -393,13 +392,12 @@ class Guest:
                 if pid == self.task:
                     self.status = status
 
-    def tell_end(self) -> None:
-        """When the command is gone, and with its namespace all it started, and all it printed is sent."""
-        if self.told or self.status is None or any(outlet.open for outlet in self.outlets):
+    def send_end(self) -> None:
+        if self.end_sent or self.status is None or any(outlet.open for outlet in self.outlets):
             return
-        self.told = True
+        self.end_sent = True
         code = os.waitstatus_to_exitcode(self.status)
-        self.line.say(
+        self.line.send(
             word="ended", code=code if code >= 0 else 128 - code, oom=self.memory_kills() > 0
         )
 
@@ -419,9 +417,9 @@ class Guest:
         os.set_blocking(alarm_out, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(alarm_in, warn_on_full_buffer=False)
-        self.line.say(word="hello", version=VERSION)
+        self.line.send(word="hello", version=VERSION)
         while True:
-            self.tell_end()
+            self.send_end()
             self.line.flush()
             reading: list[Any] = [self.line.number, alarm_out]
             writing: list[Any] = [self.line.number] if self.line.outward else []
@@ -438,31 +436,31 @@ class Guest:
                 self.reap()
             for outlet in self.outlets:
                 if outlet.open and outlet.descriptor in ready:
-                    outlet.pump(self.line)
+                    outlet.forward(self.line)
             if self.calls in able:
                 self.push_calls()
             if self.line.number in ready:
-                for stream, body in self.line.hear():
+                for stream, body in self.line.receive():
                     self.obey(stream, body)
-            if busy and self.sending:  # it may have been told to stop meanwhile
+            if busy and self.sending:  # a `stop` may have cleared it meanwhile
                 try:
                     next(self.sending[0])
                 except StopIteration:
                     del self.sending[0]
 
 
-class Refused(Exception):
-    """An output that is not what was asked for; the text goes to the agent."""
+class OutputRefused(Exception):
+    """An output that cannot be sent; the text goes to the agent."""
 
 
 def down(above: int, name: str, path: str, wanted: str) -> int:
     try:
         below = os.open(name, READ_DIRECTORY, dir_fd=above)
     except FileNotFoundError:
-        raise Refused(missing(above, wanted)) from None
+        raise OutputRefused(missing(above, wanted)) from None
     except OSError:
         found = kind(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode)
-        raise Refused(f"output '{wanted}': '{path}' is {found}, not a directory") from None
+        raise OutputRefused(f"output '{wanted}': '{path}' is {found}, not a directory") from None
     os.close(above)
     return below
 
@@ -478,12 +476,12 @@ def kind(mode: int) -> str:
     return "a " + words.get(stat.filemode(mode)[0], "device")
 
 
-def stand_above(job: dict[str, Any], given: list[int], group: int) -> NoReturn:
-    """The first process of the command's namespaces: makes its view, starts it, reaps; all inside dies with us."""
+def supervise(job: dict[str, Any], given: list[int], group: int) -> NoReturn:
+    """Be the first process of the command's namespaces: mount its view, start it, reap; all die with this process."""
     signal.set_wakeup_fd(-1)
     checked(libc.unshare(CLONE_NEWNS | CLONE_NEWIPC), "unshare")
     mount("none", "/", "", MS_REC | MS_PRIVATE)
-    make_view(job["limits"]["memory_bytes"])
+    mount_view(job["limits"]["memory_bytes"])
     warned = {signal.SIGTERM, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, warned)
     child = os.fork()
@@ -505,8 +503,8 @@ def stand_above(job: dict[str, Any], given: list[int], group: int) -> NoReturn:
                 break
 
 
-def make_view(memory_bytes: int) -> None:
-    """What a task sees: no disk, no line, no groups, no /sys; /dev with a handful of harmless devices."""
+def mount_view(memory_bytes: int) -> None:
+    """Mount the task's view: no disk, no line, no control groups, no /sys; a few harmless devices."""
     quiet = MS_NOSUID | MS_NODEV
     half = f"size={max(1 << 20, memory_bytes // 2)},mode=1777"
     mount("proc", "/proc", "proc", quiet | MS_NOEXEC)
@@ -561,14 +559,13 @@ def become(job: dict[str, Any], given: list[int], group: int) -> NoReturn:
 
 
 def prepare(work_disk: str) -> str:
-    """The machine as the command needs it; which line to the agent the monitor said there is."""
     mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     mount("run", "/run", "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=0700")
     os.mkdir(GROUPS_AT)
     with contextlib.suppress(OSError):
         mount("groups", GROUPS_AT, "cgroup2", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     with contextlib.suppress(OSError), open("/proc/sys/vm/overcommit_memory", "w") as setting:
-        setting.write("1")  # the group's limit decides, and says so
+        setting.write("1")  # the group's limit decides, and counts its kills
     os.mkdir("/run/disk")
     mount(work_disk, "/run/disk", "ext4", MS_NOSUID | MS_NODEV | MS_NOATIME, "nobarrier")
     for name in ("work", "values"):
@@ -581,14 +578,14 @@ def prepare(work_disk: str) -> str:
     ):
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", IFF_UP))
     with open("/proc/cmdline") as line:
-        said = dict(word.partition("=")[::2] for word in line.read().split())
+        words = dict(word.partition("=")[::2] for word in line.read().split())
     socket.sethostname("sandbox")
-    return said.get("gpool.control", "port")
+    return words.get("gpool.control", "port")
 
 
 def main() -> NoReturn:
     try:
-        Guest(Line(open_line(prepare("/dev/vdd")))).serve()
+        Guest(AgentLine(open_line(prepare("/dev/vdd")))).serve()
     except BaseException as failure:  # noqa: BLE001 - the first process must not return
         sys.stderr.write(f"gpool guest: {type(failure).__name__}: {failure}\n")
         sys.stderr.flush()

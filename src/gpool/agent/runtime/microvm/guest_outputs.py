@@ -1,14 +1,16 @@
-"""Outputs as a guest sends them: checked, bounded, hashed here. A guest may lie about all of it; nothing is believed."""
+"""Outputs sent by a guest: requested, checked, bounded and hashed by the agent, which believes none of the guest's data."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from gpool.agent.runtime.microvm.guest_streams import FrameWriter, GuestViolation
 from gpool.agent.runtime.protocol import BadOutput
 from gpool.agent.runtime.work_directory import MAX_NAMES_BYTES, MAX_OUTPUTS, NAME_COST_BYTES
 from gpool.core.errors import Invalid
@@ -16,16 +18,16 @@ from gpool.core.model import OutputFile
 from gpool.core.specs.paths import checked, folded
 
 MOST_TEXT = 500
+STALLED_AFTER_S = 60.0
+MOST_DROPPED_BYTES = 64 << 20  # of outputs that were refused while they arrived
+ENDED = "the guest ended before its outputs were fetched"
 
 
 def printable(text: object) -> str:
-    """What a guest says, fit for a message."""
     return str(text)[:MOST_TEXT].encode("unicode_escape").decode()
 
 
-class Taking:
-    """What comes in answer to one request: announced by a word, then so many bytes, then the next."""
-
+class OutputCollection:
     def __init__(self, wanted: Sequence[str], into: Path, quota_bytes: int) -> None:
         try:
             self._wanted = [checked(path, directory=path.endswith("/")) for path in wanted]
@@ -36,14 +38,15 @@ class Taking:
         self._names_bytes = 0
         self._names: dict[str, str] = {}
         self.found: list[OutputFile] = []
-        self._file: _Arriving | None = None
+        self._file: _IncomingFile | None = None
 
-    def announce(self, word: Mapping[str, object]) -> None:
-        path, size, executable = word.get("path"), word.get("size"), word.get("executable")
+    def announce(self, message: Mapping[str, object]) -> None:
+        path, size = message.get("path"), message.get("size")
+        executable = message.get("executable")
         if not isinstance(path, str) or type(size) is not int or not isinstance(executable, bool):
-            raise BadOutput("the guest announced an output that is none")
+            raise BadOutput("the guest announced a malformed output")
         if self._file is not None:
-            raise BadOutput("the guest announced an output before the last one had come")
+            raise BadOutput("the guest announced an output before the last one was complete")
         try:
             checked(path)
         except Invalid as bad:
@@ -51,13 +54,11 @@ class Taking:
         if not any(
             path == one or (one.endswith("/") and path.startswith(one)) for one in self._wanted
         ):
-            raise BadOutput(f"the guest sent '{printable(path)}', which nobody asked for")
+            raise BadOutput(f"the guest sent '{printable(path)}', which was not requested")
         twin = self._names.setdefault(folded(path), path)
         if twin != path:
-            told = (
-                f"outputs '{printable(twin)}' and '{printable(path)}' are one name on some machines"
-            )
-            raise BadOutput(told)
+            names = f"'{printable(twin)}' and '{printable(path)}'"
+            raise BadOutput(f"outputs {names} are one name on some machines")
         if len(self.found) >= MAX_OUTPUTS:
             raise BadOutput(f"more than {MAX_OUTPUTS} outputs; put them into one archive")
         self._names_bytes += len(path.encode()) + NAME_COST_BYTES
@@ -68,7 +69,7 @@ class Taking:
                 f"output '{printable(path)}' of {size} bytes is over the disk limit of {self._quota_bytes}"
             )
         self._left_bytes -= size
-        self._file = _Arriving(self._into, path, size, executable)
+        self._file = _IncomingFile(self._into, path, size, executable)
         self.take(b"")
 
     def take(self, data: bytes) -> None:
@@ -97,21 +98,20 @@ class Taking:
             self._file = None
 
 
-class _Arriving:
+class _IncomingFile:
     def __init__(self, into: Path, path: str, size: int, executable: bool) -> None:
         self._into = into
         self._path = path
         self._size = self._left = size
         self._executable = executable
-        self._temporary = into / f"taking-{secrets.token_hex(8)}"
+        self._temporary = into / f"collecting-{secrets.token_hex(8)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._descriptor = os.open(self._temporary, flags, 0o600)
         self._digest = hashlib.sha256()
 
     def take(self, data: bytes) -> bool:
-        """Whether it is whole."""
         if len(data) > self._left:
-            raise BadOutput("the guest sent more of an output than it said")
+            raise BadOutput("the guest sent more of an output than it announced")
         self._digest.update(data)
         view = memoryview(data)
         while view:
@@ -129,3 +129,100 @@ class _Arriving:
         os.close(self._descriptor)
         with contextlib.suppress(FileNotFoundError):
             self._temporary.unlink()
+
+
+class OutputRequests:
+    """Requests for outputs over one line, one at a time; each may fail and leave the line usable."""
+
+    def __init__(self, writer: FrameWriter, is_readable: Callable[[], bool]) -> None:
+        self._writer = writer
+        self._is_readable = is_readable
+        self._collection: OutputCollection | None = None
+        self._done: asyncio.Future[None] | None = None
+        self._progress = asyncio.Event()
+        self._number = 0
+        self._stale = False  # arriving bytes belong to an abandoned request
+        self._dropped_bytes = 0
+        self._lock = asyncio.Lock()
+
+    async def collect(
+        self, wanted: Sequence[str], into: Path, quota_bytes: int
+    ) -> list[OutputFile]:
+        collection = OutputCollection(wanted, into, quota_bytes)
+        return await self._request("collect", collection, quota_bytes, wanted=list(wanted))
+
+    async def take_value(self, name: str, into: Path, quota_bytes: int) -> Path:
+        collection = OutputCollection([name], into, quota_bytes)
+        found = await self._request("take", collection, quota_bytes, name=name)
+        return into / found[0].sha256
+
+    async def _request(
+        self, word: str, collection: OutputCollection, quota_bytes: int, **fields: object
+    ) -> list[OutputFile]:
+        async with self._lock:
+            self._number += 1
+            self._dropped_bytes = 0
+            self._collection = collection
+            done = self._done = asyncio.get_running_loop().create_future()
+            send = self._writer.send_message
+            try:
+                await send(word=word, number=self._number, most=quota_bytes, **fields)
+                await self._wait(done)
+                done.result()
+                return collection.finish()
+            except BadOutput:
+                self._stale = True
+                await send(word="stop")  # else the guest goes on sending
+                raise
+            finally:
+                collection.drop()
+                self._collection = self._done = None
+
+    async def _wait(self, done: asyncio.Future[None]) -> None:
+        while not done.done():
+            self._progress.clear()
+            if not self._is_readable():
+                raise BadOutput(ENDED)
+            progress = asyncio.create_task(self._progress.wait())
+            finished, _ = await asyncio.wait(
+                (done, progress), timeout=STALLED_AFTER_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            progress.cancel()
+            if not finished:
+                raise BadOutput(f"the guest sent nothing for {STALLED_AFTER_S:.0f} s")
+
+    def receive_message(self, name: str, message: Mapping[str, object]) -> None:
+        collection, done = self._collection, self._done
+        if collection is None or done is None or done.done():
+            return
+        if message.get("number") != self._number:
+            return  # of an abandoned request
+        self._stale = False
+        self._progress.set()
+        try:
+            if name == "output":
+                collection.announce(message)
+            elif name == "collected":
+                done.set_result(None)
+            else:
+                raise BadOutput(printable(message.get("text")))
+        except (BadOutput, OSError) as bad:
+            done.set_exception(bad)
+
+    def receive_bytes(self, body: bytes) -> None:
+        collection, done = self._collection, self._done
+        if collection is None or done is None or done.done() or self._stale:
+            self._dropped_bytes += len(body)
+            if self._dropped_bytes > MOST_DROPPED_BYTES:
+                raise GuestViolation("it sends outputs that were not requested")
+            return
+        self._progress.set()
+        try:
+            collection.take(body)
+        except (BadOutput, OSError) as bad:
+            done.set_exception(bad)
+
+    def finish(self) -> None:
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(BadOutput(ENDED))
+        self._progress.set()

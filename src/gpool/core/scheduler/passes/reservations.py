@@ -1,9 +1,8 @@
-"""Reservations for what cannot start: a node is kept for it, and others may use that meanwhile if they will be gone in time.
+"""The reserve stage: a node is kept for a task that has waited for `policy.patience` and does not fit anywhere.
 
-Which node, and when it will have room, follows from the predicted ends of what runs: the one that is ready first. A prediction
-may be wrong: then the one that waits starts later than said, never not at all, because nothing that is expected to outlast the
-reservation gets in before it. While predictions hold, nothing that passes the one that stands first delays it; who stands behind
-others that wait has no such promise.
+The node is the one predicted to have room first; tasks predicted to end before that may backfill it (`NodeClaims`). If a
+prediction is wrong the task starts later, but it does start: no task predicted to outlast the reservation gets in before.
+Only the first task in the order is never delayed by backfill while predictions hold.
 """
 
 from __future__ import annotations
@@ -11,55 +10,204 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from gpool.core.model import Allocation, Instant, Node, Shape, Span
+import numpy as np
+
+from gpool.core.ids import NodeId
+from gpool.core.model import SECOND, Allocation, Instant, Node, Shape, Span
+from gpool.core.scheduler.order.fair_share import asked_by, tenant_of
+from gpool.core.scheduler.order.limits import Holder, gpus_of, least_gpus
+from gpool.core.scheduler.passes.context import PassContext, QueueCursor
+from gpool.core.scheduler.passes.ledger import BackfillReservation
+from gpool.core.scheduler.passes.run_times import UNKNOWN
+from gpool.core.scheduler.place import gangs
 from gpool.core.scheduler.place.fit import fit, is_slice
 from gpool.core.scheduler.state.capacity import Room
 
-UNKNOWN = Span(3600 * 1_000_000)
-"""What a task counts as when nothing is known of its kind: long enough to be careful, short enough to be of use."""
+MIN_RESERVED_NODES = 8
+"""Nodes that may be reserved in the smallest pool; in larger ones a quarter of the nodes."""
+
+_FAR = Span(30 * 24 * UNKNOWN)
+_BEHIND_MILLI = 20  # by which recent usage must be less to count as less
+_NODES_COMPARED = 32
 
 
-class Reservation(NamedTuple):
-    shape: Shape
-    at: Instant  # when there will be room, as predicted
-    since: Instant = Instant(0)  # when the one it is for began to wait
+class Contention(NamedTuple):
+    """Shares of the tenants with waiting tasks, in millionths of the pool."""
+
+    most_share: int = 0
+    most_recent: int = 0  # recent usage
+    mean_held: int = 0
 
 
-class End(NamedTuple):
-    """When an allocation will be given back, as predicted."""
+def contention(ctx: PassContext, cursors: Iterable[QueueCursor]) -> Contention:
+    if not ctx.order.uses_shares:
+        return Contention()
+    tenants = {tenant_of(cursor.shape) for cursor in cursors}
+    shares = {each: ctx.tenants.share(each) for each in tenants}
+    recent = {each: ctx.tenants.recent(each) for each in tenants}
+    held = sum(shares[each] - recent[each] for each in tenants)
+    return Contention(
+        max(shares.values(), default=0),
+        max(recent.values(), default=0),
+        held // max(1, len(tenants)),
+    )
 
+
+def reserve_for(ctx: PassContext, cursor: QueueCursor, among: Contention) -> None:
+    shape, claims, queued_at = cursor.shape, ctx.claims, Instant(cursor.head.queued_at)
+    if ctx.now - queued_at < ctx.policy.patience:
+        return
+    if cursor.entry.lines and not _is_owed(ctx, shape, among):
+        return
+    if cursor.is_blocked:
+        return
+    most = max(MIN_RESERVED_NODES, len(ctx.state.nodes) // 4)
+    if not ctx.budget.may_reserve() or claims.reserved_count >= most:
+        return
+    ctx.budget.use_reservation()
+    if shape.requirements.nodes > 1:
+        nodes = gangs.nearest(ctx.index, shape, claims.closed_to_reservation_for(shape))
+        if nodes:  # the whole set for a gang, or none
+            at = Instant(max(_ready_at(ctx, id_, shape) for id_ in nodes))
+            claims.reserve(nodes, BackfillReservation(shape, at, queued_at))
+        return
+    owed = _allocations_owed(ctx, cursor, among)
+    while owed > 0 and claims.reserved_count < most:
+        nearest = _nearest(ctx, cursor)
+        if nearest is None:
+            return
+        at = Instant(_ready_at(ctx, nearest, shape))
+        claims.reserve([nearest], BackfillReservation(shape, at, queued_at))
+        gpus = 1000 * len(ctx.capacity.room(nearest).gpus)
+        owed -= max(1, gpus // max(1, least_gpus(shape)))
+
+
+def _allocations_owed(ctx: PassContext, cursor: QueueCursor, among: Contention) -> int:
+    """Number of allocations of this shape the tenant is short of its equal share; 1 if the order ignores shares."""
+    shape, tenant = cursor.shape, tenant_of(cursor.shape)
+    if not ctx.order.uses_shares or shape.preemptible:
+        return 1
+    recent = ctx.tenants.recent(tenant)
+    held = ctx.tenants.share(tenant) - recent
+    one = ctx.tenants.share(tenant, None, asked_by(shape)) - recent - held
+    return max(1, min(cursor.left, (among.mean_held - held) // max(1, one)))
+
+
+def _is_owed(ctx: PassContext, shape: Shape, among: Contention) -> bool:
+    """Whether a node is reserved for a shape of which some tasks run: they do not starve, but large allocations are part
+    of a fair share. The tenant must have had less than others recently, or have less even with one more allocation."""
+    tenant = tenant_of(shape)
+    if not ctx.budget.may_help(tenant):
+        return False
+    if ctx.order.uses_shares:
+        gained, _ = ctx.tenants.shares(shape, None, asked_by(shape))
+        is_behind = _is_less(ctx.tenants.recent(tenant), among.most_recent)
+        if not is_behind and gained > among.most_share:
+            return False
+    ctx.budget.help(tenant)
+    return True
+
+
+def _is_less(had: int, other: int) -> bool:
+    return 1000 * other > (1000 + _BEHIND_MILLI) * had
+
+
+def _is_behind(ctx: PassContext, tenant: Holder, other: Holder) -> bool:
+    return tenant != other and _is_less(ctx.tenants.recent(tenant), ctx.tenants.recent(other))
+
+
+def _nearest(ctx: PassContext, cursor: QueueCursor) -> NodeId | None:
+    """The node to reserve: the one ready first or, where shares count, with the least remaining work of others.
+
+    A sample of nodes is compared, the same in every pass, so that the choice is stable. A preemptible shape may preempt,
+    and takes the node with the fewest allocations.
+    """
+    shape = cursor.shape
+    taken = ctx.claims.closed_to_reservation_for(shape)
+    if shape.preemptible:
+        return ctx.index.nearest(shape, taken)
+    slots, _ = ctx.index.could_run(shape, taken)
+    ids = np.sort(ctx.index.board.columns.ids[slots])
+    some: list[NodeId] = ids[:: max(1, len(ids) // _NODES_COMPARED)].tolist()
+    if not ctx.order.uses_shares:
+        return min(some, key=lambda id_: (_ready_at(ctx, id_, shape), id_), default=None)
+    works = [(_work_before(ctx, id_, cursor), id_) for id_ in some]
+    known = [(work, id_) for work, id_ in works if work is not None]
+    return min(known)[1] if known else None
+
+
+def _work_before(ctx: PassContext, id_: NodeId, cursor: QueueCursor) -> int | None:
+    """Predicted work on the node before the shape fits; None if reserving it would not help.
+
+    The sum of the squares of remaining seconds: long tasks count, backfilled ones hardly do, and on a reserved node the sum
+    shrinks, so that the next pass reserves the same node. If tasks of the shape run already, only tasks of tenants that had
+    more recently have to leave, and a single GPU is not reserved where the next task to end frees it anyway.
+    """
+    shape, is_first = cursor.shape, not cursor.entry.lines
+    entry, room, needs = ctx.state.nodes[id_], ctx.capacity.room(id_), shape.requirements
+    gpus = min((request.count for request in needs.gpu), default=0) * 1000
+    free = sum(1000 for gpu in room.gpus.values() if not gpu.holders)
+    cpu, work, tenant = room.free_cpu, 0, tenant_of(shape)
+    if free >= gpus and cpu >= needs.cpu_milli:
+        return work
+    remaining = ctx.run_times.remaining(entry)
+    if not is_first:
+        remaining = [
+            each for each in remaining if _is_behind(ctx, tenant, tenant_of(each.line.shape))
+        ]
+    for number, (time, line) in enumerate(remaining):
+        free, cpu = free + gpus_of(line.allocation), cpu + line.allocation.cpu_milli
+        work += (time // SECOND) ** 2
+        if free >= gpus and cpu >= needs.cpu_milli:
+            return work if is_first or number or gpus > 1000 else None
+    return None
+
+
+def _ready_at(ctx: PassContext, id_: NodeId, shape: Shape) -> int:
+    entry, now = ctx.state.nodes[id_], ctx.now
+    node = entry.node
+    if node is None:
+        return now
+    lasts = ctx.run_times.on
+    ends = [
+        PredictedEnd(line.since + lasts(node, line.shape, line.allocation), line.allocation)
+        for line in entry.lines.values()
+    ]
+    ends += [
+        PredictedEnd(now + lasts(node, kind, allocation), allocation)
+        for kind, allocation in ctx.capacity.started(id_)
+    ]
+    found = ready_at(node, ctx.capacity.room(id_), ends, shape, now)
+    return now + _FAR if found is None else found
+
+
+class PredictedEnd(NamedTuple):
     at: int
     allocation: Allocation
 
 
 def ready_at(
-    node: Node, room: Room, ends: Iterable[End], shape: Shape, now: Instant
+    node: Node, room: Room, ends: Iterable[PredictedEnd], shape: Shape, now: Instant
 ) -> Instant | None:
-    """When this node will have room for the shape; None: not even when all of these have ended. The room is not changed."""
-    wanted = _idle_wanted(shape)
-    if _has_room(node, room, shape, wanted):
-        return now  # of a gang's nodes some are ready before the others
+    """When the node will have room for the shape; None: not even after all these ends. The room is not changed."""
+    idle = _idle_gpus_needed(shape)
+    if _has_room(node, room, shape, idle):
+        return now
     free = room.copy()
     for end in sorted(ends, key=lambda end: (end.at, end.allocation.number)):
         free.give(end.allocation)
-        if _has_room(node, free, shape, wanted):
+        if _has_room(node, free, shape, idle):
             return Instant(max(now, end.at))
     return None
 
 
-def _has_room(node: Node, room: Room, shape: Shape, wanted: int) -> bool:
-    idle = sum(1 for gpu in room.gpus.values() if not gpu.holders) if wanted else 0
-    return idle >= wanted and fit(node, room, shape) is not None
+def _has_room(node: Node, room: Room, shape: Shape, idle_needed: int) -> bool:
+    idle = sum(1 for gpu in room.gpus.values() if not gpu.holders) if idle_needed else 0
+    return idle >= idle_needed and fit(node, room, shape) is not None
 
 
-def _idle_wanted(shape: Shape) -> int:
-    """GPUs that must be idle, whatever it chooses: a look that is cheaper than fitting."""
+def _idle_gpus_needed(shape: Shape) -> int:
     requests = shape.requirements.gpu
     if any(is_slice(request) for request in requests):
         return 0
     return min((request.count for request in requests), default=0)
-
-
-def may_pass(shape: Shape, kept: Reservation, now: Instant, predicted: Span | None) -> bool:
-    """Whether a task that starts now on a kept node is expected to be gone by then."""
-    return kept.shape is shape or (predicted is not None and now + predicted <= kept.at)

@@ -1,204 +1,206 @@
-"""Every node's free room as rows of numbers, so that many nodes are compared at once. It mirrors rooms; it decides nothing.
+"""The free room of all nodes as arrays, so that many nodes are compared at once. It mirrors rooms and decides nothing.
 
-A node has a **slot**, the row it stands in, and a **kind**: what it offers when idle. Nodes of one kind answer alike to
-"could you ever run this?", so that is asked once a kind. Nodes of one kind that have the same free are **alike**: one is
-measured for all of them. Changes are counted, and each node's last one is noted; whoever remembers how far they have read
-need only look at the nodes that changed since.
+A node has a slot, its position in the arrays, and a kind (`kinds`). Nodes of one kind with equal free room are alike: one is
+measured for all of them. Each change has a number; a reader that remembers the last number it read looks only at the slots
+that changed since.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from gpool.core.ids import NodeId
-from gpool.core.model import SECOND, Gpu, Health, Node, Tier
-from gpool.core.scheduler.place.fit import is_open, joins_gangs
-from gpool.core.scheduler.place.fragmentation import Mix, Slots, Target
+from gpool.core.model import SECOND, Node
+from gpool.core.scheduler.place.fragmentation import Floats, FragmentationTarget, Ints, Slots
+from gpool.core.scheduler.place.kinds import (
+    CLOSED,
+    MAX_GPUS,
+    EqualGroups,
+    KindTable,
+    lent_gpus,
+    merit_of,
+)
 from gpool.core.scheduler.place.pricing import Pricing
 from gpool.core.scheduler.state.capacity import NOBODY, Room
-from gpool.core.scheduler.state.equal_groups import Alike
 
-CLOSED = 0
-"""The kind of slots that take nothing: empty ones, and nodes that are away or paused."""
+HAS_GPUS = 1 << 16
+"""More than the free thousandths of GPUs of any node."""
 
-MAX_GPUS = 64
-"""Of one node; further ones are not lent. A wide node makes the rows of all others as wide."""
+MERIT, MERIT_BITS = HAS_GPUS << 1, 7
+"""Unit of a node's merit in a score: above its free GPU."""
 
-LENDS = 1 << 16
-"""More than any node has free, in thousandths of a GPU."""
-
-MERIT, MERIT_BITS = LENDS << 1, 7
-"""What a node's merit counts for in a key: above what it has free. Seven bits: trust, then speed."""
-
-FEW = 8  # nodes that are looked at one by one before the arrays are asked
+FEW = 8  # changed slots that are looked at one by one rather than as arrays
 _SLACK = 64
-TWIN = -1  # the share of a GPU that is like another of its node, which stands for both
-_MAX_MIXES = 4096
+TWIN = -1  # share of a GPU like its neighbour, which stands for both
 
 CPU, MEMORY, DISK, IDLE, TOTAL, FRAGMENTS, UNFED, WHOLE, LARGEST = range(9)
-"""Columns of `amounts`. Free: CPU, memory, disk, GPUs that nobody holds; thousandths of GPUs in all, those that the mix cannot
-use, those that CPU and memory do not feed; GPUs that are lent and idle, and the most of one GPU."""
+"""Rows of `BoardColumns.amounts`: free CPU, memory, disk, GPUs that nobody holds; thousandths of GPUs in all, those that the
+mix cannot use, those without enough CPU and memory; GPUs that are lent and idle, and the most of one GPU."""
 
 NEEDED = 4
-"""So many of them, the first, are what a task may need."""
+"""The first rows, which a task may need."""
 
-Look = Callable[[NodeId], tuple[Room, int]]
-
-
-def merit_of(node: Node) -> int:
-    """The less the better: first whether its GPUs are proven and healthy, then by speed in half octaves."""
-    if not node.offer.gpus:
-        return 0
-    is_ailing = any(gpu.health is not Health.HEALTHY for gpu in node.offer.gpus)
-    trust = 2 if is_ailing else 0 if node.merit.is_proven else 1
-    gigaflops = node.merit.gigaflops
-    slowness = 31 - min(31, (gigaflops * gigaflops >> 16).bit_length())
-    return (trust << 5) + slowness
+RoomAndCount = tuple[Room, int]
 
 
-def _lent(node: Node) -> int:
-    return min(len(node.offer.gpus), MAX_GPUS)
+@dataclass(frozen=True, slots=True)
+class BoardColumns:
+    """Arrays by slot. Amounts are whole numbers below 2**53 (but for `UNFED`), kept as floats since prices are floats."""
+
+    ids: Ints
+    kind: Slots
+    alike: Slots  # a number, equal where nodes are alike
+    merit: Ints
+    mtbf: Ints  # seconds
+    site: Slots
+    changed: Ints  # number of the last change
+    lines: Ints  # allocations
+    # Orders nodes of equal price, least first: all free GPU and above it, for tasks without GPU (0), HAS_GPUS where the node
+    # has GPUs, for tasks with GPU (1) the merit.
+    rank: Ints
+    tight: Ints  # free CPU, then memory: orders what is equal otherwise
+    amounts: Floats
+    gpus: Ints  # by slot: share, memory, free thousandths and holder of each GPU
+    fits: Floats  # by class of the mix: GPUs that fit it
+    rests: Floats  # by class of the mix: free parts too small for it
+    model: Slots
+    size: int  # slots
+    width: int  # GPUs of a slot
+    free: Ints  # of `gpus`
+    holder: Ints  # of `gpus`
+
+    @classmethod
+    def empty(cls, rows: int, gpus: int, classes: int) -> BoardColumns:
+        parts = np.zeros((rows, 4, gpus), np.int64)
+        parts[:, 3] = NOBODY
+        return cls(
+            ids=np.zeros(rows, np.int64),
+            kind=np.zeros(rows, np.intp),
+            alike=np.zeros(rows, np.intp),
+            merit=np.zeros(rows, np.int64),
+            mtbf=np.ones(rows, np.int64),
+            site=np.zeros(rows, np.intp),
+            changed=np.zeros(rows, np.int64),
+            lines=np.zeros(rows, np.int64),
+            rank=np.zeros((2, rows), np.int64),
+            tight=np.zeros(rows, np.int64),
+            amounts=np.zeros((9, rows)),
+            gpus=parts,
+            fits=np.zeros((rows, classes)),
+            rests=np.zeros((rows, classes)),
+            model=np.zeros(rows, np.intp),
+            size=rows,
+            width=gpus,
+            free=parts[:, 2],
+            holder=parts[:, 3],
+        )
 
 
-def _kind_of(gpu: Gpu) -> tuple[object, ...]:
-    """What of a GPU bears on which tasks could ever use it."""
-    return (
-        gpu.index,
-        gpu.model,
-        gpu.vendor,
-        gpu.memory_bytes,
-        bool(gpu.closed),
-        gpu.sharing,
-        gpu.profiles,
-    )
+class MostFree(NamedTuple):
+    """The most that any node, or any GPU, has free."""
 
-
-def _sorts_of(node: Node) -> tuple[int, ...]:
-    """By GPU a number: equal where the same tasks could use them."""
-    known: dict[tuple[object, ...], int] = {}
-    lent, withheld = node.offer.gpus[:MAX_GPUS], node.gpus_withheld
-    sorts = [(gpu.index in withheld, *_kind_of(gpu)[1:]) for gpu in lent]
-    return tuple([known.setdefault(sort, len(known)) for sort in sorts])
+    at: int  # number of the last change
+    cpu: int = 0
+    memory: int = 0
+    gpu_milli: int = 0
+    idle_gpus: int = 0
 
 
 class Board:
-    """Rows by slot. `look` tells a node's room and the lines on it at this moment; `touch` says that they have changed."""
+    """`look` returns the room and the number of allocations of a node; `touch` says that they may have changed."""
 
-    def __init__(self, pricing: Pricing, look: Look) -> None:
-        self.target = Target(pricing)
-        self.pricing = pricing
+    def __init__(self, pricing: Pricing, look: Callable[[NodeId], RoomAndCount]) -> None:
+        self.target = FragmentationTarget(pricing)
+        self.kinds = KindTable(self.target)
+        self.columns = BoardColumns.empty(64, 8, self.target.classes)
         self.slots: dict[NodeId, int] = {}
         self.nodes: list[Node | None] = []
-        self.mtbfs: Counter[int] = Counter()  # how many nodes have each
-        self.kinds: list[Node | None] = [None]  # one node of each kind
-        self._sorts: list[tuple[int, ...]] = [()]  # of each, by GPU: equal where they are alike
-        self.now = 0  # how many changes there were
-        self._latest: deque[int] = deque(maxlen=FEW)  # slots, in the order of changing
-        self.generation = 0  # grows when rows change their length
+        self.mtbfs: Counter[int] = Counter()  # nodes with each
+        self.now = 0  # number of the last change
+        self.generation = 1  # grows when the arrays or the kinds are others
+        self._latest: deque[int] = deque(maxlen=FEW)  # slots, in the order of their changes
         self._look = look
-        self._kinds_by: dict[tuple[Any, ...], int] = {}
-        self._sites: dict[str, int] = {}
-        self._unused: list[int] = []
         self._stale: set[NodeId] = set()
-        self._said: dict[int, tuple[object, ...]] = {}  # by slot: what its row was made from
-        self._alike = Alike()
-        self._mixes: dict[tuple[int, ...], Mix] = {}  # by the free parts of a node's GPUs
+        self._seen: dict[int, tuple[object, ...]] = {}  # by slot: from what its columns were made
+        self._alike = EqualGroups()
         self._with_gpus: set[int] = set()
-        self._most: tuple[int, ...] = (0, 0, 0, 0)
-        self._most_at = -1
-        self._lay_out(64, 8)
-
-    def _lay_out(self, rows: int, gpus: int) -> None:
-        self.size, self.width = rows, gpus
-        self.ids = np.zeros(rows, np.int64)
-        self.kind = np.zeros(rows, np.intp)
-        self.alike = np.zeros(rows, np.intp)  # a number: equal where nodes are alike
-        self.merit = np.zeros(rows, np.int64)
-        self.mtbf = np.ones(rows, np.int64)  # seconds
-        self.site = np.zeros(rows, np.intp)  # its number; 0: it takes no part in gangs
-        self.changed = np.zeros(rows, np.int64)  # what `now` was then
-        self.lines = np.zeros(rows, np.int64)
-        # What orders nodes of equal price, the least first: all free GPU, and above it `LENDS` where there are GPUs, for tasks
-        # without one (0), or the merit of those, for tasks with (1).
-        self.rank = np.zeros((2, rows), np.int64)
-        self.tight = np.zeros(rows, np.int64)  # CPU, then memory: orders what is equal otherwise
-        # What is read together lies together: one `take` fetches it all.
-        # Amounts are whole numbers below 2**53, but for what is not fed, kept as floats because prices are computed from them.
-        self.amounts = np.zeros((9, rows))
-        self.cpu, self.memory, self.disk = self.amounts[: DISK + 1]
-        self.gpus = np.zeros((rows, 4, gpus), np.int64)  # share, memory, free, holder
-        self.free, self.holder = self.gpus[:, 2], self.gpus[:, 3]
-        self.holder[:] = NOBODY  # free: what both share and memory leave, in thousandths
-        # By class of the mix: GPUs that fit it, and rests too small for it.
-        self.fits = np.zeros((rows, self.target.classes))
-        self.rests = np.zeros((rows, self.target.classes))
-        self._model = np.zeros(rows, np.intp)
-        self.generation += 1
-
-    # ---- nodes come, change and go
+        self._most = MostFree(-1)
 
     def expect(self, nodes: int, gpus: int) -> None:
-        """So many nodes will come, of so many GPUs at most: to make place for them at once."""
-        if nodes > self.size or min(gpus, MAX_GPUS) > self.width:
+        if nodes > self.columns.size or min(gpus, MAX_GPUS) > self.columns.width:
             self._grow(nodes, min(gpus, MAX_GPUS))
+
+    def node(self, id_: NodeId) -> Node | None:
+        slot = self.slots.get(id_)
+        return None if slot is None else self.nodes[slot]
 
     def put(self, node: Node) -> None:
         slot = self.slots.get(node.id)
         if slot is None:
-            slot = self._unused.pop() if self._unused else len(self.nodes)
-            if slot == len(self.nodes):
-                self.nodes.append(None)
+            slot = self._free_slot()
             self.slots[node.id] = slot
         self._count_mtbf(self.nodes[slot], -1)
         self._count_mtbf(node, 1)
         self.nodes[slot] = node
-        gpus = _lent(node)
-        if slot >= self.size or gpus > self.width:
-            self._grow(slot + 1, gpus)
+        if slot >= self.columns.size or lent_gpus(node) > self.columns.width:
+            self._grow(slot + 1, lent_gpus(node))
         self._describe(slot, node)
         self._stale.add(node.id)
-        if max(len(self.kinds), len(self._sites)) > 2 * len(self.slots) + _SLACK:
-            self._regroup()
+        if self.kinds.size > 2 * len(self.slots) + _SLACK:
+            self._renumber_kinds()
 
-    def _regroup(self) -> None:
-        """Offers change, and kinds and sites that no node is of any more are of no use."""
-        self.kinds, self._kinds_by, self._sites, self._sorts = [None], {}, {}, [()]
-        self.target.forget_kinds()
-        self._alike = Alike()  # went by kinds
+    def _free_slot(self) -> int:
+        if len(self.slots) < len(self.nodes):
+            return self.nodes.index(None)
+        self.nodes.append(None)
+        return len(self.nodes) - 1
+
+    def _renumber_kinds(self) -> None:
+        self.kinds = KindTable(self.target)
+        self._alike = EqualGroups()  # went by kinds
         self.generation += 1
         for slot, node in enumerate(self.nodes):
             if node is not None:
-                self.kind[slot] = self._kind(node)
-                self.site[slot] = self._site(node)
+                self.columns.kind[slot] = self.kinds.kind(node)
+                self.columns.site[slot] = self.kinds.site(node)
                 self._stale.add(node.id)
             else:
-                self.alike[slot] = self._alike.set(slot, None)
+                self.columns.alike[slot] = self._alike.set(slot, None)
 
     def _grow(self, rows: int, gpus: int) -> None:
-        self._lay_out(max(self.size, 2 * rows if rows > self.size else 0), max(self.width, gpus))
+        size, width = self.columns.size, self.columns.width
+        size = max(size, 2 * rows if rows > size else 0)
+        self.columns = BoardColumns.empty(size, max(width, gpus), self.target.classes)
+        self.generation += 1
         for slot, node in enumerate(self.nodes):
             if node is not None:
                 self._describe(slot, node)
                 self._stale.add(node.id)
             else:
-                self.alike[slot] = self._alike.set(slot, None)
+                self.columns.alike[slot] = self._alike.set(slot, None)
 
     def _describe(self, slot: int, node: Node) -> None:
-        self.ids[slot] = node.id
-        self.kind[slot] = self._kind(node)
-        self.merit[slot] = merit_of(node) * MERIT
-        self.mtbf[slot] = max(1, node.merit.mtbf // SECOND)
-        self.site[slot] = self._site(node)
+        columns = self.columns
+        columns.ids[slot] = node.id
+        columns.kind[slot] = self.kinds.kind(node)
+        columns.merit[slot] = merit_of(node) * MERIT
+        columns.mtbf[slot] = max(1, node.merit.mtbf // SECOND)
+        columns.site[slot] = self.kinds.site(node)
         if node.offer.gpus:
             self._with_gpus.add(slot)
-        elif slot in self._with_gpus:  # it had some, or another node stood here
+        elif slot in self._with_gpus:  # it had some, or another node had this slot
             self._with_gpus.remove(slot)
-            self._clear_gpus(slot)
+            columns.gpus[slot] = 0
+            columns.holder[slot] = NOBODY
+            columns.amounts[IDLE:, slot] = 0
+            columns.fits[slot] = columns.rests[slot] = 0
+            columns.rank[:, slot] = 0
 
     def remove(self, id_: NodeId) -> None:
         slot = self.slots.pop(id_, None)
@@ -207,11 +209,10 @@ class Board:
         self._stale.discard(id_)
         self._count_mtbf(self.nodes[slot], -1)
         self.nodes[slot] = None
-        self._said.pop(slot, None)
-        self._unused.append(slot)
-        self.kind[slot] = CLOSED
-        self.alike[slot] = self._alike.set(slot, None)
-        self.amounts[:, slot] = 0
+        self._seen.pop(slot, None)
+        self.columns.kind[slot] = CLOSED
+        self.columns.alike[slot] = self._alike.set(slot, None)
+        self.columns.amounts[:, slot] = 0
         self._note(slot)
 
     def _count_mtbf(self, node: Node | None, change: int) -> None:
@@ -222,56 +223,16 @@ class Board:
                 del self.mtbfs[mtbf]
 
     def touch(self, id_: NodeId, *, anew: bool = False) -> None:
-        """Its room may not be what it was; `anew`: it counts as changed even if it is."""
+        """The node's room may have changed; `anew`: it counts as changed even if its room has not."""
         if id_ in self.slots:
             self._stale.add(id_)
             if anew:
-                self._said.pop(self.slots[id_], None)
-
-    def _site(self, node: Node) -> int:
-        if not joins_gangs(node.offer):
-            return 0
-        return self._sites.setdefault(node.offer.site, len(self._sites) + 1)
-
-    def _kind(self, node: Node) -> int:
-        if not is_open(node):
-            return CLOSED
-        offer = node.offer
-        is_for_some = node.audience is not None or node.reserved_for is not None
-        owner = node.owner if is_for_some or Tier.NONE in offer.tiers else None
-        key = (
-            offer.cpu_milli,
-            offer.memory_bytes,
-            offer.disk_bytes,
-            tuple([_kind_of(gpu) for gpu in offer.gpus]),
-            offer.pythons,
-            offer.tiers,
-            offer.environments,
-            offer.builds,
-            offer.networks,
-            offer.runtimes,
-            offer.labels,
-            offer.price_microcredits,
-            node.audience,
-            node.reserved_for,
-            node.gpus_withheld,
-            owner,
-            joins_gangs(offer),
-        )
-        kind = self._kinds_by.get(key)
-        if kind is None:
-            kind = self._kinds_by[key] = len(self.kinds)
-            self.kinds.append(node)
-            self._sorts.append(_sorts_of(node))
-            self.target.add_kind(node)
-        return kind
-
-    # ---- reading the rooms
+                self._seen.pop(self.slots[id_], None)
 
     def refresh(self) -> None:
-        """Brings the rows of all touched nodes up to date and notes those that are not as they were.
+        """Update the columns of all touched nodes and note those that changed.
 
-        Most that a pass takes is granted, and is what the board says already when that is folded.
+        Most allocations that a pass proposes are granted: folded into the state, they are what the board has already.
         """
         if not self._stale:
             return
@@ -290,98 +251,89 @@ class Board:
         assert node is not None
         gpus = self._gpus_of(slot, node, room) if slot in self._with_gpus else None
         cpu, memory, disk = room.free_cpu, room.free_memory, room.free_disk
-        said = (node, self.generation, lines, cpu, memory, disk, gpus)
-        if self._said.get(slot) == said:
+        seen = (node, self.generation, lines, cpu, memory, disk, gpus)
+        if self._seen.get(slot) == seen:
             return None
-        self._said[slot] = said
-        self.lines[slot] = lines
-        amounts = self.amounts[:, slot]
+        self._seen[slot] = seen
+        columns = self.columns
+        columns.lines[slot] = lines
+        amounts = columns.amounts[:, slot]
         amounts[CPU], amounts[MEMORY], amounts[DISK] = cpu, memory, disk
-        self.tight[slot] = (min(max(cpu, 0), 1 << 26) << 32) + (min(max(memory, 0) >> 20, 1 << 31))
-        kind, merit = int(self.kind[slot]), int(self.merit[slot])
+        columns.tight[slot] = (min(max(cpu, 0), 1 << 26) << 32) + (
+            min(max(memory, 0) >> 20, 1 << 31)
+        )
+        kind, merit = int(columns.kind[slot]), int(columns.merit[slot])
         if gpus is not None:
-            self.gpus[slot] = gpus
-            free = gpus[2]
+            columns.gpus[slot] = gpus
+            _, _, free, holder = gpus
             total = sum(free)
-            amounts[TOTAL], amounts[IDLE] = total, gpus[3].count(NOBODY) - self.width + _lent(node)
+            amounts[TOTAL] = total
+            amounts[IDLE] = holder.count(NOBODY) - columns.width + lent_gpus(node)
             amounts[WHOLE], amounts[LARGEST] = free.count(1000), max(free)
-            self.rank[0, slot], self.rank[1, slot] = LENDS + total, merit + total
+            columns.rank[0, slot], columns.rank[1, slot] = HAS_GPUS + total, merit + total
         value = (kind, merit, node.merit.mtbf, cpu, memory, disk, gpus)
-        self.alike[slot] = self._alike.set(slot, value)
+        columns.alike[slot] = self._alike.set(slot, value)
         return slot
 
     def _gpus_of(self, slot: int, node: Node, room: Room) -> tuple[tuple[int, ...], ...]:
-        """As they stand in `gpus`. Of neighbours that are alike the first alone has a share: what slices are offered."""
+        """As in `BoardColumns.gpus`. Of neighbours that are alike only the first offers a share to slices."""
         gpus, withheld = room.gpus, node.gpus_withheld
         parts = [gpus[device.index].offered for device in node.offer.gpus[:MAX_GPUS]]
         share, vram, free, holder = map(list, zip(*parts, strict=True))
-        sorts = self._sorts[self.kind[slot]]
-        for place in range(1, len(sorts)):
-            if parts[place] == parts[place - 1] and sorts[place] == sorts[place - 1]:
+        groups = self.kinds.gpu_groups[self.columns.kind[slot]]
+        for place in range(1, len(groups)):
+            if parts[place] == parts[place - 1] and groups[place] == groups[place - 1]:
                 share[place] = TWIN
         for place, device in enumerate(node.offer.gpus[:MAX_GPUS] if withheld else ()):
             if device.index in withheld:
                 free[place] = 0
-        pad = (0,) * (self.width - len(parts))
+        pad = (0,) * (self.columns.width - len(parts))
         nobody = (NOBODY,) * len(pad)
         return (*share, *pad), (*vram, *pad), (*free, *pad), (*holder, *nobody)
-
-    def _clear_gpus(self, slot: int) -> None:
-        self.gpus[slot] = 0
-        self.holder[slot] = NOBODY
-        self.amounts[IDLE:, slot] = 0
-        self.fits[slot] = self.rests[slot] = 0
-        self.rank[:, slot] = 0
 
     def _measure(self, slot: int) -> None:
         if slot not in self._with_gpus:
             return
-        target, amounts = self.target, self.amounts[:, slot]
-        free = tuple(self.free[slot].tolist())
-        known = self._mixes.get(free)
-        if known is None:
-            if len(self._mixes) >= _MAX_MIXES:
-                self._mixes.clear()
-            known = self._mixes[free] = target.mix_of(free)
+        target, columns = self.target, self.columns
+        amounts = columns.amounts[:, slot]
+        mix = target.mix_of(tuple(columns.free[slot].tolist()))
         cpu, memory, total = amounts[CPU], amounts[MEMORY], amounts[TOTAL]
-        self.fits[slot], self.rests[slot] = known.fits, known.rests
-        amounts[FRAGMENTS] = target.fragments_of(int(self.kind[slot]), cpu, known)
+        columns.fits[slot], columns.rests[slot] = mix.fits, mix.rests
+        amounts[FRAGMENTS] = target.fragments_of(int(columns.kind[slot]), cpu, mix)
         amounts[UNFED] = target.stranded_of(cpu, memory, total)
 
     def _measure_all(self, slots: Slots) -> None:
         models, some = self.models(slots)
         for slot in some.tolist():
             self._measure(slot)
-        self.fits[slots], self.rests[slots] = self.fits[models], self.rests[models]
-        for column in (FRAGMENTS, UNFED):
-            self.amounts[column, slots] = self.amounts[column, models]
+        columns = self.columns
+        columns.fits[slots], columns.rests[slots] = columns.fits[models], columns.rests[models]
+        for row in (FRAGMENTS, UNFED):
+            columns.amounts[row, slots] = columns.amounts[row, models]
 
     def models(self, slots: Slots) -> tuple[Slots, Slots]:
-        """For each of these slots one of them that is alike; and those, without any that is alike to another."""
-        numbers = self.alike.take(slots)
-        self._model[numbers] = slots
-        models = self._model.take(numbers)
+        """For each slot one of them that is alike; and those slots, each once."""
+        numbers = self.columns.alike.take(slots)
+        self.columns.model[numbers] = slots
+        models = self.columns.model.take(numbers)
         return models, slots[models == slots]
 
-    def most(self) -> tuple[int, int, int, int]:
-        """The most free CPU and memory of any node, free thousandths of any GPU, and idle GPUs of any node."""
-        if self._most_at != self.now:
-            self._most_at = self.now
-            found = self.amounts.max(1).tolist()
-            self._most = tuple(int(found[each]) for each in (CPU, MEMORY, LARGEST, WHOLE))
-        return self._most  # type: ignore[return-value]  # four of them
-
-    # ---- changes
+    def most_free(self) -> MostFree:
+        if self._most.at != self.now:
+            found = self.columns.amounts.max(1).tolist()
+            most = (int(found[row]) for row in (CPU, MEMORY, LARGEST, WHOLE))
+            self._most = MostFree(self.now, *most)
+        return self._most
 
     def _note(self, slot: int) -> None:
         self.now += 1
-        self.changed[slot] = self.now
+        self.columns.changed[slot] = self.now
         self._latest.append(slot)
 
     def since(self, read: int) -> set[int] | Slots:
-        """The slots that changed after `now` was `read`; a set when there are few."""
+        """Slots that changed after change `read`; a set if they are few."""
         count = self.now - read
         if count <= len(self._latest):
             return set(islice(reversed(self._latest), count))
-        changed: Slots = (self.changed[: len(self.nodes)] > read).nonzero()[0]
+        changed: Slots = (self.columns.changed[: len(self.nodes)] > read).nonzero()[0]
         return changed

@@ -1,7 +1,7 @@
-"""Whether one node could ever run a shape, and how the shape fits into the room it has now. Which node is best is not decided here.
+"""Whether one node could ever run a shape, and how the shape fits into the node's free room. It compares no nodes.
 
-Within a node a slice goes onto a GPU that is shared already, then wherever the least memory is left over; whole GPUs are the
-smallest of one model.
+Within a node a slice goes onto a GPU that is shared already, then where the least memory is left; whole GPUs are the smallest
+of one model.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Fit(NamedTuple):
 
 
 class Unfit(StrEnum):
-    """Why a node can never run a shape, however idle it is; in the order in which it is looked at."""
+    """Why an idle node could not run a shape, in the order of the checks."""
 
     AUDIENCE = "audience"
     RESERVED = "reserved"
@@ -64,7 +64,7 @@ class Unfit(StrEnum):
 
 
 def is_open(node: Node) -> bool:
-    """Takes new leases: connected, its owner lends it, no operator has cordoned it, and it does not rest."""
+    """Whether the node takes new leases: connected, lent by its owner, not cordoned, not in backoff."""
     return (
         node.connected
         and node.availability is Availability.AVAILABLE
@@ -75,7 +75,7 @@ def is_open(node: Node) -> bool:
 
 
 def unfit(node: Node, shape: Shape) -> Unfit | None:
-    """The first thing this node lacks for the shape even when idle, or None when it could run it."""
+    """The first requirement that the idle node does not meet; None if it could run the shape."""
     offer, needs = node.offer, shape.requirements
     if node.audience is not None and not _is_for(node, node.audience, shape):
         return Unfit.AUDIENCE
@@ -112,12 +112,11 @@ def unfit(node: Node, shape: Shape) -> Unfit | None:
 
 
 def joins_gangs(offer: Offer) -> bool:
-    """Others of its site can reach it."""
     return bool(offer.site and offer.address and offer.gang_port)
 
 
 def _gives(runtime: RuntimeOffer, shape: Shape) -> bool:
-    """Everything that is asked for at once. A gang's member needs a lane, which those enter that can lead outwards."""
+    """Whether one runtime meets all requirements at once. A gang member needs a sandbox network, as egress does."""
     needs = shape.requirements
     return (
         runtime.tier.strength >= needs.tier.strength
@@ -129,7 +128,7 @@ def _gives(runtime: RuntimeOffer, shape: Shape) -> bool:
 
 
 def suits(node: Node, needs: Requirements) -> bool:
-    """Whether an idle node of this kind could run such tasks, whoever's they are and whatever they find there."""
+    """Whether an idle node could run such tasks, ignoring users, environments and amounts of CPU and memory."""
     offer = node.offer
     return (
         (needs.python is None or needs.python in offer.pythons)
@@ -155,7 +154,7 @@ def _is_for(node: Node, audience: Audience, shape: Shape) -> bool:
 
 
 def tier_allows(node: Node, floor: Tier, user: UserId) -> bool:
-    """Without isolation only on one's own node, where it is offered; else anything at least as strong as the floor."""
+    """Whether the node offers isolation at least as strong as `floor`; none only to its owner."""
     tiers = node.offer.tiers
     if floor is Tier.NONE:
         return node.owner == user and Tier.NONE in tiers
@@ -163,7 +162,7 @@ def tier_allows(node: Node, floor: Tier, user: UserId) -> bool:
 
 
 def usable(node: Node, gpu: Gpu, request: GpuRequest, cap: int | None = None) -> bool:
-    """The owner lends this GPU, it is what one alternative asks for, and costs no more than `cap` an hour with its like."""
+    """Whether the GPU is lent, matches the request, and costs at most `cap` an hour for the whole request."""
     if gpu.closed or gpu.index in node.gpus_withheld or not gpuspec.matches(request, gpu):
         return False
     if cap is not None and node.offer.price_microcredits and gpu_price(node, gpu, request) > cap:
@@ -179,19 +178,16 @@ def usable(node: Node, gpu: Gpu, request: GpuRequest, cap: int | None = None) ->
 
 
 def gpu_price(node: Node, gpu: Gpu, request: GpuRequest) -> int:
-    """Micro-credits an hour for what the request takes, on GPUs like this one."""
     return _part(node.offer.price_microcredits, request.count * slice_of(gpu, request).share_milli)
 
 
 def cpu_price(node: Node, cpu_milli: int) -> int:
-    """Micro-credits an hour for so much of a node's CPU: that part of what all of the node costs."""
     offer = node.offer
     whole = offer.price_microcredits * max(1, len(offer.gpus))
     return -(-whole * cpu_milli // max(1, offer.cpu_milli))
 
 
 def possible_prices(node: Node, needs: Requirements) -> set[int]:
-    """What it may cost there in an hour: by which alternative, and on which card. The node must have what is asked for."""
     if not needs.gpu:
         return {cpu_price(node, needs.cpu_milli)}
     return {
@@ -203,7 +199,7 @@ def possible_prices(node: Node, needs: Requirements) -> set[int]:
 
 
 def price_of(node: Node, found: Fit | Allocation) -> int:
-    """What such an allocation costs there in an hour, in micro-credits: its part of the GPUs, or of the CPU where it has none."""
+    """Micro-credits an hour for an allocation: its part of the GPUs, or of the CPU if it has none."""
     if not found.slices:
         return cpu_price(node, found.cpu_milli)
     return _part(node.offer.price_microcredits, sum(part.share_milli for part in found.slices))
@@ -214,7 +210,7 @@ def _part(price: int, milli: int) -> int:
 
 
 def memory_for(node: Node, needs: Requirements) -> int:
-    """What was asked for, or the CPU share's part of the node's memory."""
+    """Requested memory, or the part of the node's memory that the CPU request is of its CPU."""
     if needs.memory_bytes is not None:
         return needs.memory_bytes
     offer = node.offer
@@ -222,7 +218,7 @@ def memory_for(node: Node, needs: Requirements) -> int:
 
 
 def fit(node: Node, room: Room, shape: Shape) -> Fit | None:
-    """A place for one more allocation in this room. The node must not be `unfit`."""
+    """Place for one more allocation in this room, if any. The node must not be `unfit`."""
     needs = shape.requirements
     memory = memory_for(node, needs)
     disk = needs.disk_bytes or 0
@@ -246,10 +242,7 @@ def is_slice(request: GpuRequest) -> bool:
 
 
 def slice_of(gpu: Gpu, request: GpuRequest) -> Slice:
-    """What a slice request takes of this GPU, which must be usable for it; a hardware slice is as large as its profile.
-
-    Whole GPUs are slices too.
-    """
+    """Part of the GPU that the request takes; a hardware slice has the size of its profile. The GPU must be usable."""
     memory, share = _asked(gpu, request)
     if gpu.sharing is Sharing.MIG and is_slice(request):
         profile = gpu_slices.smallest(gpu, memory, share)
@@ -259,7 +252,6 @@ def slice_of(gpu: Gpu, request: GpuRequest) -> Slice:
 
 
 def _asked(gpu: Gpu, request: GpuRequest) -> tuple[int, int]:
-    """Memory and share; the one not asked for follows the other."""
     memory = request.vram_bytes
     if memory is None:
         return gpu.memory_bytes * request.share_milli // 1000, request.share_milli
@@ -269,14 +261,14 @@ def _asked(gpu: Gpu, request: GpuRequest) -> tuple[int, int]:
 
 
 def may_join(gpu: GpuRoom, user: UserId) -> bool:
-    """Strangers are neighbours on hardware slices only, and nobody else is beside those."""
+    """Whether the user may share the GPU: tasks of different users share hardware slices only."""
     if not gpu.holders:
         return True
     return gpu.user == (ANYBODY if gpu.gpu.sharing is Sharing.MIG else user)
 
 
 def placed(gpu: GpuRoom, part: Slice) -> Slice | None:
-    """A hardware slice with the place it begins at; None: there is none. Others need no place."""
+    """The slice with its start on the GPU; None if a hardware slice does not fit. Software slices have no start."""
     profile = gpu_slices.named(gpu.gpu, part.profile)
     if profile is None:
         return part
@@ -285,7 +277,6 @@ def placed(gpu: GpuRoom, part: Slice) -> Slice | None:
 
 
 def a_slice(node: Node, room: Room, request: GpuRequest, shape: Shape) -> tuple[Slice, ...] | None:
-    """What a request for part of a GPU gets in this room."""
     best: tuple[tuple[int, ...], Slice] | None = None
     cap = shape.requirements.max_price_microcredits
     for gpu in room.gpus.values():
@@ -307,7 +298,6 @@ def a_slice(node: Node, room: Room, request: GpuRequest, shape: Shape) -> tuple[
 def whole(
     node: Node, room: Room, request: GpuRequest, cap: int | None = None
 ) -> tuple[Slice, ...] | None:
-    """The GPUs that a request for whole ones gets in this room, for no more than `cap` an hour."""
     free = [g for g in room.gpus.values() if not g.holders and usable(node, g.gpu, request, cap)]
     if len(free) < request.count:
         return None

@@ -1,13 +1,12 @@
-"""How much free GPU the usual tasks could not use, for many states of nodes at once. Exact: no order of adding changes it.
+"""Fragmentation: free GPU that the usual tasks could not use, for many states of nodes at once.
 
-The measure is that of fragmentation gradient descent: for each kind of task in the mix, all free GPU of a node that cannot
-take it, and on one that can, the free parts too small for it; weighted by how often the kind comes. A placement is judged
-by the difference it makes. What is summed are whole numbers below 2**53, though kept as floats for speed.
+The measure of fragmentation gradient descent: for each class of tasks in the mix, all free GPU of a node that cannot take it,
+and on a node that can, the free parts too small for it; weighted by the class's frequency. A placement costs the difference
+it makes. Sums are exact: whole numbers below 2**53, kept as floats for speed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,11 +21,12 @@ Ints = NDArray[np.int64]
 Slots = NDArray[np.intp]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+_MAX_MIXES = 4096
 
 
 class Mix(NamedTuple):
-    """What the free parts of a node's GPUs are to the mix. By class: GPUs that fit it, rests too small for it, and free GPU that it
-    can use where there is CPU for it, times its weight; and all free GPU times all weights."""
+    """The free GPUs of a node, by class of the mix: GPUs that fit, rests too small, and usable free GPU times the weight;
+    and all free GPU times all weights."""
 
     fits: Floats
     rests: Floats
@@ -34,8 +34,8 @@ class Mix(NamedTuple):
     total: float
 
 
-class Target:
-    """The mix of a pricing laid out in columns, one for each of its requirements."""
+class FragmentationTarget:
+    """The mix of a pricing as arrays, one column for each class of tasks."""
 
     def __init__(self, pricing: Pricing) -> None:
         self._mix = [needs for needs, _ in pricing.mix]
@@ -44,12 +44,12 @@ class Target:
         self._counts = np.array([needs.gpu[0].count for needs in self._mix], float)
         self._weights = np.array([weight for _, weight in pricing.mix], float)
         needs = np.array([needs.cpu_milli for needs in self._mix], float)
-        self._steps: Floats = np.unique(
-            needs
-        )  # of CPU: between two of them the same classes have enough
+        # Steps of CPU: between two of them the same classes have enough.
+        self._steps: Floats = np.unique(needs)
         low = np.concatenate([[-1.0], self._steps])
         self._enough: Bools = low[:, None] >= needs  # by how many of the steps there is CPU for
         self._suits: Bools  # by kind of node
+        self._mixes: dict[tuple[int, ...], Mix] = {}  # by the free parts of a node's GPUs
         self.forget_kinds()
         gpu, memory = pricing.gpu_milli, pricing.memory_bytes
         self._per_cpu = gpu / max(1, pricing.cpu_milli)  # GPU that so much CPU and memory feed
@@ -62,19 +62,20 @@ class Target:
         self.worth: Floats = np.array(pricing.remnants, float) / GPU
 
     def forget_kinds(self) -> None:
-        """Only the first is left: nodes that take nothing."""
+        """Keep only the first kind, which takes nothing."""
         self._suits = np.zeros((1, self.classes), bool)
 
     def add_kind(self, node: Node) -> None:
-        """The next kind of node: whether it could run each class."""
         row = np.array([[suits(node, wanted) for wanted in self._mix]], bool)
         self._suits = np.concatenate([self._suits, row.reshape(1, -1)])
 
     def fragments(
         self, kinds: Slots, cpu: Floats, mix: tuple[Floats, Floats], total: Floats, taken: int = 0
     ) -> Floats:
-        """Free GPU that the mix cannot use on nodes of these kinds in these states, times `WEIGHT`. `mix`: GPUs that fit each
-        class, `taken` whole ones among them that are not free any more, and rests too small for it."""
+        """Free GPU that the mix cannot use, times `WEIGHT`, for nodes of these kinds.
+
+        `mix`: GPUs that fit each class (`taken` whole ones of them are not free any more), and rests too small for it.
+        """
         fits, rests = mix
         can = fits >= (self._counts + taken if taken else self._counts)
         can &= self._suits.take(kinds, 0)
@@ -82,20 +83,24 @@ class Target:
         lost: Floats = np.where(can, rests, total[:, None]).dot(self._weights)
         return lost
 
-    def mix_of(self, free: Sequence[int]) -> Mix:
-        """Of a node with these free parts of GPUs."""
-        fits, rests = self.fits.take(free, 0).sum(0), self.rests.take(free, 0).sum(0)
-        total = sum(free)
-        useful = np.where(fits >= self._counts, (total - rests) * self._weights, 0.0)
-        return Mix(fits, rests, useful, total * float(self._weights.sum()))
+    def mix_of(self, free: tuple[int, ...]) -> Mix:
+        known = self._mixes.get(free)
+        if known is None:
+            if len(self._mixes) >= _MAX_MIXES:
+                self._mixes.clear()
+            fits, rests = self.fits.take(free, 0).sum(0), self.rests.take(free, 0).sum(0)
+            total = sum(free)
+            useful = np.where(fits >= self._counts, (total - rests) * self._weights, 0.0)
+            known = Mix(fits, rests, useful, total * float(self._weights.sum()))
+            self._mixes[free] = known
+        return known
 
     def fragments_of(self, kind: int, cpu: float, mix: Mix) -> float:
-        """Of one node of this kind what `fragments` says of many."""
         able = self._suits[kind] & self._enough[self._steps.searchsorted(cpu, "right")]
         return mix.total - float(mix.useful.dot(able))
 
     def stranded(self, cpu: Floats, memory: Floats, total: Floats) -> Floats:
-        """Free GPU beyond what so much CPU and memory can feed."""
+        """Free GPU for which CPU or memory is short, at the mix's needs."""
         fed = cpu * self._per_cpu
         if self._per_byte:
             fed = np.minimum(fed, memory * self._per_byte)
@@ -103,7 +108,6 @@ class Target:
         return beyond
 
     def stranded_of(self, cpu: float, memory: float, total: float) -> float:
-        """The same of one node."""
         fed = cpu * self._per_cpu
         if self._per_byte:
             fed = min(fed, memory * self._per_byte)

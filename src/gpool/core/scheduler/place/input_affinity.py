@@ -1,8 +1,8 @@
-"""Whether a task had better wait for a node that has its large inputs than start where they must be loaded first.
+"""Whether a task waits for a node that caches its large inputs instead of loading them on another node.
 
-It waits while a node that has them is expected to have room before they could be loaded elsewhere, and for no longer than
-`patience`, or twice the loading. Run times are predictions: what has run for longer than predicted is expected to go on for as
-long as it is late. A guess that is wrong costs at most that wait.
+It waits while such a node is predicted to have room before the inputs could be loaded elsewhere, at most `patience` or twice
+the loading time. A task that has outlived its prediction is expected to run for as long as it is late. A wrong prediction
+costs at most that wait.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from heapq import nsmallest
 from gpool.core.ids import NodeId
 from gpool.core.model import SECOND, Instant, Shape, Span
 from gpool.core.scheduler.place.fit import fit, is_open, unfit
-from gpool.core.scheduler.place.start_cost import LOAD_BYTES_PER_S
+from gpool.core.scheduler.place.rows import LOAD_BYTES_PER_S
 from gpool.core.scheduler.state.capacity import Room
-from gpool.core.scheduler.state.state import Line, NodeState, State
+from gpool.core.scheduler.state.held import HeldAllocation, NodeState
+from gpool.core.scheduler.state.state import State
 
 MOST_NODES = 64  # looked at
 
@@ -33,7 +34,7 @@ def may_wait(shape: Shape, queued_at: Instant, now: Instant, patience: Span) -> 
 def ready_soon(
     state: State, shape: Shape, now: Instant, room_of: Callable[[NodeId], Room] | None = None
 ) -> int:
-    """How many nodes with its inputs will have room for it before they could be loaded; 0 when one has room already."""
+    """Number of nodes with the inputs that will have room before they could be loaded; 0 if one has room now."""
     found = 0
     for id_ in nsmallest(MOST_NODES, state.caches.with_data(shape.data)):
         entry = state.nodes.get(id_)
@@ -63,8 +64,7 @@ def _is_soon(state: State, entry: NodeState, room: Room, shape: Shape, now: Inst
     return False
 
 
-def _left(state: State, line: Line, now: Instant) -> Span | None:
-    """None: nobody can tell."""
+def _left(state: State, line: HeldAllocation, now: Instant) -> Span | None:
     predicted = state.predictions.of(line.shape)
     if predicted is None or not line.since or line.count > 1:
         return None

@@ -1,10 +1,8 @@
-"""Chooses how room is priced, by playing the pool's earlier arrivals through the planner with each way there is. It steers no run it has seen.
+"""Choice of a pricing: earlier arrivals are replayed with each candidate set of weights, and the best is taken.
 
-Priced fragmentation is best on nearly every mix that was measured. Mixes it has not met are the reason for this: what served
-yesterday's tasks best serves today's, and plain gradient descent and best fit are among the ways.
-
-Arrivals are split by time. The prices come from the earlier half; the later half, which they have not seen, judges them. What
-was judged is what is used: on the later half it leaves no more idle than plain gradient descent does.
+Priced fragmentation was best on nearly every measured mix; the choice guards against mixes that were not measured. Arrivals
+are split by time: pricings are learnt from the earlier half and compared on the later half. The chosen one leaves no more
+GPUs idle there than plain fragmentation gradient descent.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from gpool.core.scheduler.place.pricing import USUAL, Pricing, Weights, price
 from gpool.core.scheduler.predict.replay import Replay
 
 PLAIN = Weights(remnants=0, stranding=0, step=40)
-"""Fragmentation gradient descent alone, as it was published."""
+"""Fragmentation gradient descent as published."""
 
 WAYS: tuple[Weights, ...] = (
     Weights(),
@@ -33,12 +31,12 @@ WAYS: tuple[Weights, ...] = (
 LEAST_ARRIVALS = 100  # in each half; with fewer there is no mix to speak of
 MOST_ARRIVALS = 20_000  # played for each way
 LOAD = 1.3  # times the pool's GPUs, so that it is full in the end
-_MARGIN = 0.02  # points by which another way must be better than one before it
+_MARGIN = 0.02  # percentage points by which later weights must be better
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """How one way did on arrivals that its prices had not seen."""
+    """Result of one set of weights on arrivals not used for learning."""
 
     weights: Weights
     unallocated_pct: float
@@ -46,15 +44,14 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """A pricing, and why it was taken."""
+    """The chosen pricing and the results it was chosen by."""
 
     pricing: Pricing
-    judged: tuple[Judged, ...]  # every way
+    judged: tuple[Judged, ...]  # all candidates
     arrivals: int  # both halves
     at: Instant
 
     def of(self, weights: Weights) -> float | None:
-        """What a way left idle; None: it was not tried."""
         found = [each.unallocated_pct for each in self.judged if each.weights == weights]
         return found[0] if found else None
 
@@ -65,9 +62,9 @@ def learn(
     at: Instant,
     ways: Sequence[Weights] = WAYS,
 ) -> Learnt | None:
-    """The pricing under which the later arrivals, repeated until the pool is full, leave the fewest GPUs idle.
+    """The pricing that leaves the fewest GPUs idle when the later arrivals are repeated until the pool is full.
 
-    None: there is too little to learn from. Earlier ways win by a hair's breadth, but never against the plain one.
+    None if there are too few arrivals. Within `_MARGIN` the earlier weights win, but not if `PLAIN` is better.
     """
     half = len(arrivals) // 2
     earlier, later = arrivals[:half], arrivals[half:]
@@ -92,7 +89,6 @@ def learn(
 def choose(
     nodes: Collection[Node], arrivals: Sequence[Shape], ways: Sequence[Weights] = WAYS
 ) -> Pricing:
-    """The pricing that `learn` takes; without enough to learn from, the usual one."""
     learnt = learn(nodes, arrivals, Instant(0), ways)
     return USUAL if learnt is None else learnt.pricing
 
@@ -102,7 +98,6 @@ def priced(arrivals: Sequence[Shape], weights: Weights = Weights()) -> Pricing: 
 
 
 def unallocated_pct(nodes: Collection[Node], arrivals: Sequence[Shape], pricing: Pricing) -> float:
-    """What is left of the GPUs when arrivals have filled them under this pricing."""
     replay = Replay(filter(is_open, nodes), Policy(order="fcfs", pricing=pricing))
     asked = 0
     for number, shape in enumerate(cycle(arrivals)):

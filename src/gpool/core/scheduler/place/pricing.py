@@ -1,13 +1,12 @@
-"""What the pool's tasks usually ask for, and what free room is worth to them. A value: made from earlier arrivals, then only read.
+"""Pricing of placements: how much GPU that the usual tasks could use a placement costs. A value learnt from arrivals.
 
-Placement asks of every possible place: how much GPU that the usual tasks could have used does it spoil? Three things are
-counted, all in thousandths of a GPU:
+Three costs are added, in thousandths of a GPU:
 
-- **fragmentation**: free GPU that a task drawn from the mix could not use on that node, on average;
-- **remnants**: the worth of the rest of a shared GPU (`remnants`), in GPUs, lost beyond what the task itself takes;
-- **stranding**: free GPU that the node's free CPU or memory is too little to feed, at what the mix needs beside a GPU.
+- **fragmentation**: free GPU on the node that a task drawn from the mix could not use, on average (`fragmentation`);
+- **remnants**: worth of the rest of a shared GPU, lost beyond what the task itself takes (`remnants`);
+- **stranding**: free GPU for which the node's free CPU or memory is short, at the mix's needs beside a GPU.
 
-The sum is cut to steps: places that differ less than a step are equal and the next rule decides.
+The sum is rounded to steps: placements within one step are equal, and the next rule decides.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from gpool.core.scheduler.place.remnants import GPU, remnant_values
 MAX_KINDS = 128
 COVERED = 0.95  # of all arrivals; what is rarer does not steer
 WEIGHT = 10_000
-"""The weights of a mix add up to this, so that everything stays an exact integer."""
+"""Sum of the weights of a mix: integers keep sums exact."""
 
 _USUAL_VRAM = 24 * GIB  # to give a slice of memory a size where no card is at hand
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """How much each part of the price counts; all zero is plain best fit."""
+    """Weight of each cost; all zero is best fit."""
 
     fragmentation: int = 1
     remnants: int = 10_000
@@ -39,18 +38,18 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Pricing:
-    """`mix`: what asks for GPUs and its part of `WEIGHT`, the most frequent first."""
+    """`mix`: requirements with GPUs and their parts of `WEIGHT`, most frequent first."""
 
     mix: tuple[tuple[Requirements, int], ...]
     remnants: tuple[int, ...]  # the worth of 0 … 1000 free thousandths, in thousandths
-    gpu_milli: int  # asked for in all; beside it …
-    cpu_milli: int  # … so much CPU
-    memory_bytes: int  # … and so much memory (0: none was named)
+    gpu_milli: int  # requested in all, beside ...
+    cpu_milli: int  # ... this CPU
+    memory_bytes: int  # ... and memory (0: none was requested)
     weights: Weights = Weights()
 
 
 def price(arrivals: Iterable[tuple[Requirements, int]], weights: Weights = Weights()) -> Pricing:  # noqa: B008 - frozen
-    """From what arrived (requirements, how many). The order of arrival does not matter."""
+    """Learn a pricing from arrivals (requirements, count) in any order."""
     counts: Counter[Requirements] = Counter()
     for needs, count in arrivals:
         counts[needs] += count
@@ -87,14 +86,13 @@ def price(arrivals: Iterable[tuple[Requirements, int]], weights: Weights = Weigh
 
 
 def size_of(request: GpuRequest, card_bytes: int = _USUAL_VRAM) -> int:
-    """Thousandths of each GPU that a request takes, on a card of that much memory."""
+    """Thousandths of each GPU that a request takes, on a GPU of `card_bytes` memory."""
     if request.vram_bytes is not None and request.share_milli == GPU:
         return max(1, min(GPU, GPU * request.vram_bytes // max(1, card_bytes)))
     return request.share_milli
 
 
 def _kind(needs: Requirements) -> Requirements:
-    """Requirements that strand alike are one: of a mix, memory and disk do not matter."""
     return Requirements(
         gpu=needs.gpu,
         cpu_milli=needs.cpu_milli if needs.gpu else 0,
@@ -105,4 +103,4 @@ def _kind(needs: Requirements) -> Requirements:
 
 
 USUAL = price([(Requirements(gpu=(GpuRequest(),)), 1)])
-"""For a pool without a past: tasks of one whole GPU and one CPU, so that slices fill up GPUs already shared."""
+"""Without arrivals to learn from: tasks of one GPU and one CPU, so that slices fill shared GPUs."""

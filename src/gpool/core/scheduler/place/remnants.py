@@ -1,11 +1,11 @@
-"""What the rest of a GPU is worth to the tasks that usually come. Solves one small linear program; it knows nothing of nodes.
+"""The worth of the rest of a GPU to the usual tasks: a small linear program over GPU sizes. It knows no nodes.
 
-Cutting GPUs into tasks is cutting stock: how few GPUs hold the mix? The dual prices of that program say what each size is
-worth in GPUs, and the dearest set of sizes that fits into r thousandths is what r thousandths are worth. A rest of 0.19
-that nothing fits into is worth nothing, and so the task that leaves it behind pays for it.
+Packing tasks onto GPUs is a cutting-stock problem: how few GPUs hold the mix? The dual prices of the program are the worth of
+each size in GPUs; the most valuable set of sizes that fits into r thousandths is the worth of r. A rest of 0.19 into which
+nothing fits is worth nothing, so the task that leaves it pays for it.
 
-The program is solved by its columns: start with one pattern a size, look for the most valuable pattern under the present
-prices (a knapsack), let it take the place of another, until none is worth more than the GPU it needs.
+Solved by column generation: start with one pattern per size, find the most valuable pattern under the present prices (a
+knapsack), let it replace another, until no pattern is worth more than one GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Column = NDArray[np.float64]
 
 
 def remnant_values(demand: Mapping[int, int]) -> tuple[float, ...]:
-    """The worth, in GPUs, of 0 … 1000 free thousandths, where `demand` says how many GPUs of each size are asked for."""
+    """Worth in GPUs of 0 to 1000 free thousandths. `demand`: number of requests of each size."""
     sizes = sorted(size for size, count in demand.items() if 0 < size <= GPU and count > 0)
     if not sizes:
         return tuple(0.0 if free < GPU else 1.0 for free in range(GPU + 1))
@@ -35,7 +35,6 @@ def remnant_values(demand: Mapping[int, int]) -> tuple[float, ...]:
 
 
 def least_gpus(demand: Mapping[int, int]) -> float:
-    """How few GPUs could hold this demand if sizes were all that counted (a lower bound)."""
     sizes = sorted(size for size, count in demand.items() if count > 0)
     if not sizes:
         return 0.0
@@ -44,7 +43,7 @@ def least_gpus(demand: Mapping[int, int]) -> float:
 
 
 def _prices(sizes: list[int], demand: _Column) -> _Column:
-    """The dual prices: no pattern that fits one GPU costs more than 1, and all that is asked for costs the most."""
+    """Dual prices: no pattern that fits one GPU costs more than 1, and the demand costs the most."""
     unit = gcd(GPU, *sizes)
     basis = np.diag([float(GPU // size) for size in sizes])
     cost = np.ones(len(sizes))
@@ -67,7 +66,7 @@ def _prices(sizes: list[int], demand: _Column) -> _Column:
 
 
 def _entering(sizes: list[int], prices: _Column, unit: int) -> tuple[_Column | None, bool]:
-    """The column that lowers the cost most: a pattern worth more than its GPU, or giving too much of one size."""
+    """The entering column: a pattern worth more than a GPU, or the surplus of one size; None at the optimum."""
     if prices.min() < -_EPSILON:
         surplus = np.zeros(len(sizes))
         surplus[int(prices.argmin())] = -1.0
@@ -89,7 +88,7 @@ def _entering(sizes: list[int], prices: _Column, unit: int) -> tuple[_Column | N
 def _best_patterns(
     sizes: list[int], prices: _Column, unit: int
 ) -> tuple[NDArray[np.float64], list[int]]:
-    """For each amount of room, what the dearest pattern in it is worth and the size it ends with (-1: that of less room)."""
+    """For each capacity the worth of the best pattern and its last size (-1: the pattern of the next smaller capacity)."""
     steps = [size // unit for size in sizes]
     values = prices.tolist()
     worth, last = [0.0] * (GPU // unit + 1), [-1] * (GPU // unit + 1)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, Instant, Span
-from gpool.core.scheduler.order.orders import ORDERS, Order, Policy
+from gpool.core.scheduler.order.builtin import ORDERS
+from gpool.core.scheduler.order.orders import Order, Policy
 from gpool.core.scheduler.predict.forecast import (
     Bounds,
     ForecastQuestion,

@@ -18,11 +18,13 @@ from heapq import heappop, heappush
 
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import Instant, Shape, Span
-from gpool.core.scheduler.order.orders import ORDERS, Order, Policy
+from gpool.core.scheduler.order.builtin import ORDERS
+from gpool.core.scheduler.order.orders import Order, Policy
 from gpool.core.scheduler.passes.plan import plan
+from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.predict.run_times import RunTimes
 from gpool.core.scheduler.state.events import (
-    Place,
+    Placement,
     QueuedTask,
     TasksPreempted,
     TasksQueued,
@@ -106,7 +108,7 @@ class _Run:
         self, asked: ForecastQuestion, policy: Policy, orders: Mapping[str, Order], offset: float
     ) -> None:
         self.asked, self.policy, self.orders, self.offset = asked, policy, orders, offset
-        self.state = asked.snapshot.state()
+        self.state, self.index = asked.snapshot.state(), PlacementIndex()
         self.targets = {task.id for event in asked.snapshot.queued for task in event.tasks}
         self.awaited = self.targets.copy() if asked.wanted is None else self.targets & asked.wanted
         self.ending: dict[TaskId, int] = {}  # entries of `ends` not in here were preempted
@@ -151,7 +153,7 @@ class _Run:
             self._end(task, now + left)
 
     def _plan(self, now: Instant) -> None:
-        decided = plan(self.state, now, self.policy, self.orders)
+        decided = plan(self.state, self.index, now, self.policy, self.orders)
         for place in decided.places:
             tasks = tuple(grant.task for grant in place.grants)
             self.state.fold(place.leased(tasks, now))
@@ -159,7 +161,7 @@ class _Run:
         for each in decided.preemptions:
             self._stop(each.task, each.beneficiary, now)
         if decided.preemptions:
-            for place in plan(self.state, now, self.policy, self.orders).places:
+            for place in plan(self.state, self.index, now, self.policy, self.orders).places:
                 tasks = tuple(grant.task for grant in place.grants)
                 self.state.fold(place.leased(tasks, now))
                 self._stand(place, now)
@@ -182,7 +184,7 @@ class _Run:
             self.lines[held.node, held.allocation.number] = line
             self._start_first(line, now)
 
-    def _stand(self, place: Place, now: Instant) -> None:
+    def _stand(self, place: Placement, now: Instant) -> None:
         key = (place.node, place.allocation.number)
         line = self.lines.setdefault(key, deque())
         idle = not line

@@ -9,9 +9,10 @@ from gpool.core.model import Instant, Node, Shape
 from gpool.core.scheduler.order.limits import gpus_of
 from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.passes.plan import plan
+from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.state.events import (
     NodeChanged,
-    Place,
+    Placement,
     QueuedTask,
     TasksLeased,
     TasksQueued,
@@ -26,6 +27,7 @@ class Replay:
 
     def __init__(self, nodes: Iterable[Node], policy: Policy) -> None:
         self.state = State()
+        self._index = PlacementIndex()
         self.policy = policy
         self.capacity_milli = 0
         self.taken_milli = 0
@@ -36,12 +38,12 @@ class Replay:
             lent = [gpu for gpu in node.offer.gpus if gpu.index not in node.gpus_withheld]
             self.capacity_milli += 1000 * len(lent)
 
-    def arrive(self, shape: Shape, now: Instant) -> Place | None:
+    def arrive(self, shape: Shape, now: Instant) -> Placement | None:
         """Submit one task of this shape; return its allocation, or None."""
         self._last += 1
         task = TaskId(self._last)
         self.state.fold(TasksQueued(shape, (QueuedTask(task, 0, now),)))
-        places = plan(self.state, now, self.policy).places
+        places = plan(self.state, self._index, now, self.policy).places
         if not places:
             self.state.fold(TasksWithdrawn((task,)))
             return None

@@ -1,4 +1,4 @@
-"""What is free on one node: CPU, memory, disk, and each GPU's memory and share. It counts; it decides nothing."""
+"""Free capacity of one node: CPU, memory, disk, and memory and share of each GPU. It counts and decides nothing."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ from gpool.core.model import Allocation, Gpu, Node, Sharing, Slice
 from gpool.core.specs import gpu_slices
 
 ANYBODY = UserId(-2)
-"""Whose tasks hold a GPU that is cut into hardware slices: strangers may be neighbours there."""
+"""User of a GPU with hardware slices, which tasks of different users may share."""
 
 
 NOBODY = UserId(-1)
 
 
 class GpuRoom:
-    """What is free of one GPU, and whose tasks hold the rest.
-
-    Of one that is cut into hardware slices, memory and share of the largest slice that can still be made are free.
-    """
+    """Free memory and share of one GPU; with hardware slices those of the largest slice that can still be made."""
 
     __slots__ = ("_offered", "cut", "free_memory", "free_share", "gpu", "holders", "user")
 
@@ -26,12 +23,12 @@ class GpuRoom:
         self.free_memory = gpu.memory_bytes
         self.free_share = 1000
         self.holders = 0
-        self.user: UserId | None = None  # other slices are shared among one user's tasks only
+        self.user: UserId | None = None  # software slices are shared among tasks of one user only
         self.cut: tuple[tuple[int, int], ...] = ()  # (start, size) of hardware slices
         self._offered: tuple[int, int, int, int] | None = None
 
     def copy(self) -> GpuRoom:
-        twin = GpuRoom.__new__(GpuRoom)  # everything is set here
+        twin = GpuRoom.__new__(GpuRoom)  # all attributes are set below
         twin.gpu = self.gpu
         twin.free_memory, twin.free_share = self.free_memory, self.free_share
         twin.holders, twin.user, twin.cut = self.holders, self.user, self.cut
@@ -40,13 +37,13 @@ class GpuRoom:
 
     @property
     def offered(self) -> tuple[int, int, int, int]:
-        """Share and memory that a slice may have, thousandths that both leave free, and who holds the rest (or `NOBODY`)."""
+        """Share and memory for a slice, thousandths that both leave free, and the user of the rest (or `NOBODY`)."""
         if self._offered is None:
             gpu, share, memory, user = self.gpu, self.free_share, self.free_memory, self.user
             by_memory = 1000 * memory // max(1, gpu.memory_bytes)
             free = 0 if gpu.closed else max(0, min(share, by_memory))
             if gpu.sharing is Sharing.MIG and user is not None and user != ANYBODY:
-                share = memory = 0  # a card that somebody holds uncut is not cut beside them
+                share = memory = 0  # a GPU in whole use is not cut into slices
             self._offered = share, memory, free, NOBODY if user is None else user
         return self._offered
 
@@ -88,14 +85,14 @@ class GpuRoom:
 
 
 class Room:
-    """Free amounts; negative where an owner took back what was already lent."""
+    """Free amounts; negative where an owner withdrew capacity in use."""
 
     __slots__ = ("free_cpu", "free_disk", "free_memory", "gpus")
 
     def __init__(self, node: Node | None) -> None:
         self.free_cpu = node.offer.cpu_milli if node else 0
         self.free_memory = node.offer.memory_bytes if node else 0
-        self.free_disk = node.offer.disk_bytes if node else 0  # less what was asked for by name
+        self.free_disk = node.offer.disk_bytes if node else 0  # less the disk that tasks asked for
         self.gpus: dict[int, GpuRoom] = (
             {gpu.index: GpuRoom(gpu) for gpu in node.offer.gpus} if node else {}
         )
@@ -104,9 +101,7 @@ class Room:
         twin = Room(None)
         twin.free_cpu, twin.free_memory = self.free_cpu, self.free_memory
         twin.free_disk = self.free_disk
-        twin.gpus = (
-            self.gpus.copy()
-        )  # which are replaced, never changed: most of a node's stay as they are
+        twin.gpus = self.gpus.copy()  # entries are replaced, never changed
         return twin
 
     def take(self, allocation: Allocation, user: UserId) -> None:
@@ -115,7 +110,7 @@ class Room:
         self.free_disk -= allocation.disk_bytes
         for part in allocation.slices:
             gpu = self.gpus.get(part.gpu_index)
-            if gpu is not None:  # the node may have lost the device meanwhile
+            if gpu is not None:  # the device may be gone
                 gpu = self.gpus[part.gpu_index] = gpu.copy()
                 gpu.take(part, user)
 
@@ -130,7 +125,6 @@ class Room:
                 gpu.give(part)
 
     def truth(self) -> tuple[object, ...]:
-        """The amounts as a plain value, to compare."""
         gpus = tuple(
             (index, g.free_memory, g.free_share, g.holders, g.user, g.cut)
             for index, g in sorted(self.gpus.items())

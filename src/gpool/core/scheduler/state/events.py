@@ -1,4 +1,4 @@
-"""What can happen to the scheduling state. Folded in the order the store committed them."""
+"""Events of the scheduling state, folded in the order in which the store committed them; and plans, not yet written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NONE, _NEVER = Span(0), Instant(0)
 
 @dataclass(frozen=True, slots=True)
 class QueuedTask:
-    """A task that waits; `epoch` is that of its last lease (0: none yet), `attained` what it has run in earlier ones (a hint)."""
+    """A waiting task: epoch of its last lease (0: none yet) and run time in earlier leases (a hint)."""
 
     id: TaskId
     epoch: int
@@ -21,8 +21,8 @@ class QueuedTask:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
-    """The part of a gang on one more node."""
+class GangPart:
+    """Allocation of a gang on a further node."""
 
     node: NodeId
     allocation: Allocation
@@ -30,16 +30,16 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """What is known of a lease beside who holds it."""
+    """Details of a preemptible task's lease."""
 
     epoch: int
     queued_at: Instant
-    attained: Span = _NONE  # by its task, before this lease
+    attained: Span = _NONE  # run time of the task before this lease
 
 
 @dataclass(frozen=True, slots=True)
 class TasksQueued:
-    """Tasks of one shape entered (or came back to) the queue."""
+    """Tasks of one shape entered the queue or returned to it."""
 
     shape: Shape
     tasks: tuple[QueuedTask, ...]
@@ -54,23 +54,23 @@ class TasksWithdrawn:
 
 @dataclass(frozen=True, slots=True)
 class TasksLeased:
-    """A `Place` was applied for these tasks: they left the queue and stand in line on the allocation.
+    """Tasks of a `Placement` left the queue and are leased on its allocation.
 
-    `at` and `leases` are hints, for what may be stopped for others: without them it goes on to its end.
+    `at` and `leases` are hints for preemption: without them the tasks are not preempted.
     """
 
     node: NodeId
     allocation: Allocation
     shape: Shape
     tasks: tuple[TaskId, ...]
-    members: tuple[Member, ...] = ()  # of a gang, on further nodes
+    members: tuple[GangPart, ...] = ()  # of a gang, on further nodes
     at: Instant = _NEVER
     leases: tuple[Leased, ...] = ()  # of `tasks`, in their order
 
 
 @dataclass(frozen=True, slots=True)
 class TasksReleased:
-    """Leases ended: finished, lost, handed back, or confirmed dead after a cancel."""
+    """Leases ended: finished, lost, returned, or confirmed dead after a cancel."""
 
     tasks: tuple[TaskId, ...]
     at: Instant = _NEVER
@@ -78,9 +78,9 @@ class TasksReleased:
 
 @dataclass(frozen=True, slots=True)
 class TasksPreempted:
-    """Leases that were asked to make room: they hold it until they are released.
+    """Leases were asked to stop; they hold their allocation until they are released.
 
-    `beneficiaries`: for whom, in their order; a hint.
+    `beneficiaries`: the tasks they stop for, in the same order; a hint.
     """
 
     tasks: tuple[TaskId, ...]
@@ -89,7 +89,7 @@ class TasksPreempted:
 
 @dataclass(frozen=True, slots=True)
 class NodeChanged:
-    """A node appeared, changed its offer, or (dis)connected."""
+    """A node joined, changed its offer, connected or disconnected."""
 
     node: Node
 
@@ -101,7 +101,7 @@ class NodeRemoved:
 
 @dataclass(frozen=True, slots=True)
 class RunTimesObserved:
-    """How long `count` attempts of a shape took together: a hint, not part of the truth."""
+    """Total run time of `count` attempts of a shape; a hint."""
 
     shape: Shape
     count: int
@@ -122,8 +122,8 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
-    """One task's lease to be written: `epoch` is the new one, guarded by `epoch - 1` in the store."""
+class LeaseGrant:
+    """A lease to be written; the store checks that the task's epoch is `epoch - 1`."""
 
     task: TaskId
     epoch: int
@@ -132,17 +132,16 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Lease these tasks, in this order, on one allocation of one node."""
+class Placement:
+    """Tasks to lease, in this order, on one allocation."""
 
     node: NodeId
     allocation: Allocation
     shape: Shape
-    grants: tuple[Grant, ...]
-    members: tuple[Member, ...] = ()  # of a gang, on further nodes: all or nothing
+    grants: tuple[LeaseGrant, ...]
+    members: tuple[GangPart, ...] = ()  # of a gang, on further nodes: all or nothing
 
     def leased(self, tasks: tuple[TaskId, ...], at: Instant) -> TasksLeased:
-        """The event of its having been written for these of its tasks."""
         leases: tuple[Leased, ...] = ()
         if self.shape.preemptible:
             known = {grant.task: grant for grant in self.grants}
@@ -155,7 +154,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Preempt:
-    """Ask this lease to make room for `beneficiary`; guarded by its epoch in the store."""
+    """A lease to stop for the task `beneficiary`; the store checks its epoch."""
 
     task: TaskId
     epoch: int
@@ -164,12 +163,9 @@ class Preempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What the scheduler decided and has not yet written.
+class PassPlan:
+    """Decisions of one pass. `is_partial`: the pass was cut short, and another one might start more at once."""
 
-    `is_partial`: more might start at once, in another pass; this one would have taken too long.
-    """
-
-    places: tuple[Place, ...] = ()
+    places: tuple[Placement, ...] = ()
     preemptions: tuple[Preempt, ...] = ()
     is_partial: bool = False

@@ -1,4 +1,4 @@
-"""Which large inputs lie on which nodes, from where tasks with them ran lately. A hint: a node may have thrown them out since."""
+"""Large inputs cached on nodes, known from where tasks with them ran. A hint: a node may have evicted them."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Mapping, Set
 from gpool.core.ids import NodeId
 
 KEPT = 4
-"""Sets of large inputs that a node is believed to keep: those it had last."""
+"""Sets of large inputs that a node is assumed to cache: the last ones used."""
 
 _NOWHERE: frozenset[NodeId] = frozenset()
 
 
-class Caches:
+class InputCaches:
     __slots__ = ("_nodes", "_on")
 
     def __init__(self) -> None:
-        self._on: dict[NodeId, tuple[str, ...]] = {}  # the one used last at the end
+        self._on: dict[NodeId, tuple[str, ...]] = {}  # last used last
         self._nodes: dict[str, set[NodeId]] = {}
 
     def note(self, node: NodeId, data: str) -> set[NodeId]:
-        """A task with these inputs runs there: they are fetched if they were not there. The nodes of which more is known now."""
+        """A task with these inputs runs on the node; return the nodes whose entries changed."""
         before = self._on.get(node, ())
         if before and before[-1] == data:
             return set()
@@ -30,18 +30,16 @@ class Caches:
         return self._put(node, ())
 
     def loss(self, node: NodeId) -> int:
-        """What fetching more there throws out: 0 nothing, 1 what lies elsewhere too, 2 what lies nowhere else."""
+        """What fetching more there evicts: 0 nothing, 1 inputs cached elsewhere too, 2 the only copy."""
         there = self._on.get(node, ())
         if len(there) < KEPT:
             return 0
         return 1 if len(self._nodes[there[0]]) > 1 else 2
 
     def with_data(self, data: str) -> Set[NodeId]:
-        """The nodes that have them, as far as is known."""
         return self._nodes.get(data, _NOWHERE)
 
-    def take(self, other: Caches) -> set[NodeId]:
-        """Becomes as `other` is; the nodes of which something else is known now."""
+    def take(self, other: InputCaches) -> set[NodeId]:
         changed: set[NodeId] = set()
         for id_ in self._on.keys() | other._on.keys():
             if self._on.get(id_) != other._on.get(id_):
@@ -49,7 +47,7 @@ class Caches:
         return changed
 
     def _put(self, node: NodeId, data: tuple[str, ...]) -> set[NodeId]:
-        """The node, and those that have become, or are no longer, the only ones with something."""
+        """Return the node, and nodes that became or ceased to be the only one with some inputs."""
         before, changed = self._on.pop(node, ()), {node}
         for each in before:
             if each not in data:

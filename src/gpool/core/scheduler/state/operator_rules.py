@@ -1,4 +1,4 @@
-"""What operators lay upon the pool: another policy, nodes that take nothing new, nodes kept for somebody for a while. Values and what follows from them."""
+"""Rules that operators set at run time: policy changes, cordons, reservations and a learnt pricing. Values only."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from gpool.core.errors import Invalid
 from gpool.core.ids import NodeId
 from gpool.core.model import Audience, Instant, Node, Span
+from gpool.core.scheduler.order.builtin import ORDERS
 from gpool.core.scheduler.order.limits import Holder
-from gpool.core.scheduler.order.orders import ORDERS, Order, Policy
+from gpool.core.scheduler.order.orders import Order, Policy
 from gpool.core.scheduler.place.portfolio import Learnt
 
 MAX_WEIGHT = 1_000_000
@@ -18,7 +19,7 @@ _DAY = 24 * 3600 * 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class PolicyChange:
-    """What is to be other than configured; None: as configured."""
+    """Settings that replace the configured ones; None: as configured."""
 
     order: str | None = None
     ageing: Span | None = None
@@ -26,7 +27,7 @@ class PolicyChange:
     weights: Mapping[Holder, int] = field(default_factory=dict)  # thousandths, of fair share
 
     def applied(self, policy: Policy, orders: Mapping[str, Order] = ORDERS) -> Policy:
-        """`Invalid` where a value makes no sense."""
+        """The changed policy; `Invalid` if a value is out of range."""
         if self.order is not None and self.order not in orders:
             there = ", ".join(sorted(orders))
             raise Invalid(f"no order is called {self.order!r}; there are: {there}")
@@ -47,7 +48,7 @@ class PolicyChange:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """These nodes start only their tasks from `first` until `last` (and those of the nodes' owners)."""
+    """From `first` until `last` these nodes start only tasks of the audience and of their owners."""
 
     id: int
     nodes: frozenset[NodeId]
@@ -61,19 +62,19 @@ class Reservation:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class OperatorRules:
     policy: PolicyChange = PolicyChange()
-    cordons: Mapping[NodeId, str] = field(default_factory=dict)  # with the reason given
+    cordons: Mapping[NodeId, str] = field(default_factory=dict)  # with the reason
     reservations: tuple[Reservation, ...] = ()
-    learnt: Learnt | None = None  # how room is priced; None: as usual
+    learnt: Learnt | None = None  # None: the usual pricing
 
     def policy_upon(self, configured: Policy, orders: Mapping[str, Order] = ORDERS) -> Policy:
-        """The policy under these rules; `Invalid` where a value makes no sense."""
+        """The policy under these rules; `Invalid` if a value is out of range."""
         policy = self.policy.applied(configured, orders)
         return policy if self.learnt is None else replace(policy, pricing=self.learnt.pricing)
 
     def upon(self, node: Node, now: Instant) -> Node:
-        """The node as it is under these rules; the same again when asked again."""
+        """The node under these rules; the same object if they change nothing."""
         cordoned = node.id in self.cordons
         reserved = self._reserved(node.id, now)
         if node.cordoned == cordoned and node.reserved_for == reserved:
@@ -81,7 +82,6 @@ class Rules:
         return replace(node, cordoned=cordoned, reserved_for=reserved)
 
     def _reserved(self, node: NodeId, now: Instant) -> Audience | None:
-        """Where several hold at once, whoever any of them is for."""
         held = [one for one in self.reservations if node in one.nodes and one.holds(now)]
         if not held:
             return None
@@ -91,8 +91,7 @@ class Rules:
         )
 
     def changes_between(self, before: Instant, now: Instant) -> bool:
-        """Whether a reservation began or ended after `before` and up to `now`."""
         return any(before < at <= now for one in self.reservations for at in (one.first, one.last))
 
 
-NO_RULES = Rules()
+NO_RULES = OperatorRules()

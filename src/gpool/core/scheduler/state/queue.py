@@ -1,8 +1,8 @@
-"""The waiting tasks of one shape, oldest first, in 24 bytes a task. It refuses to say whether a task still waits: `live` does.
+"""The waiting tasks of one shape, oldest first, in 24 bytes a task.
 
-Tasks normally arrive in order of age and leave from the front, so three packed columns and a head are enough. The few that
-arrive out of order (a lost lease comes back with its old age) stand in a sorted list of their own, merged when read.
-A task that leaves from the middle stays as a dead entry until it reaches the front or until dead entries outnumber the rest.
+Tasks normally arrive in order of age and leave from the front: three packed columns and a head index. Late tasks (a lost lease
+returns with its old age) are in a sorted list, merged when read. A task that leaves from the middle stays as a dead entry
+until it reaches the front or dead entries outnumber the rest.
 """
 
 from __future__ import annotations
@@ -12,31 +12,43 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
 from heapq import merge
 from itertools import takewhile
+from typing import NamedTuple
 
 from gpool.core.ids import TaskId
 from gpool.core.model import Shape
 from gpool.core.scheduler.state.events import QueuedTask
 
-Entry = tuple[int, int, int]
-"""(queued_at, task, stamp): sorts by age, then by id. The stamp's lower half is the epoch; see `epoch_of`.
 
-Its upper half grows whenever tasks arrive while there are dead entries, so that a task which left and came back under the
-same epoch is not taken for its own dead entry.
-"""
+class QueueEntry(NamedTuple):
+    """A waiting task; sorts by age, then by id.
 
-Ticket = tuple["Queue", int]
-"""Where a waiting task stands, and its stamp; one object shared by all tasks of a queue with that stamp."""
+    The lower half of the stamp is the epoch (`epoch_of`). The upper half grows when tasks arrive while the queue has dead
+    entries, so that a task which left and returned under the same epoch is not taken for its own dead entry.
+    """
+
+    queued_at: int
+    task: int
+    stamp: int
+
+
+class QueueTicket(NamedTuple):
+    """The queue and stamp of a waiting task; one object for all tasks of a queue with the same stamp."""
+
+    queue: Queue
+    stamp: int
+
 
 _EPOCH_BITS = 32
+_EPOCH_MASK = (1 << _EPOCH_BITS) - 1
 _SLACK = 256
 
 
-def epoch_of(entry: Entry) -> int:
-    return entry[2] & ((1 << _EPOCH_BITS) - 1)
+def epoch_of(entry: QueueEntry) -> int:
+    return entry.stamp & _EPOCH_MASK
 
 
 class Queue:
-    """One shape's entries. `live` is shared by all queues of a state: a task waits iff its ticket is there."""
+    """One shape's entries. `live` is shared by all queues of a state: a task waits if and only if it has a ticket."""
 
     __slots__ = (
         "_arrival",
@@ -51,43 +63,46 @@ class Queue:
         "size",
     )
 
-    def __init__(self, shape: Shape, live: dict[TaskId, Ticket]) -> None:
+    def __init__(self, shape: Shape, live: dict[TaskId, QueueTicket]) -> None:
         self.shape = shape
         self.size = 0
         self._live = live
-        self._tickets: dict[int, Ticket] = {}
+        self._tickets: dict[int, QueueTicket] = {}
         self._since = array("q")
         self._ids = array("q")
         self._stamps = array("q")
         self._head = 0
         self._arrival = 0
-        self._late: list[Entry] = []
+        self._late: list[QueueEntry] = []
 
     def add(self, tasks: Iterable[QueuedTask]) -> set[Queue]:
-        """Tasks come (back). One that waits already keeps its place, unless it comes under another epoch.
+        """Add tasks. A task that waits already keeps its position unless its epoch changed.
 
-        Returns the queues that tasks were moved out of, to be tidied.
+        Return the queues that tasks were moved out of, to be tidied.
         """
         live, tickets = self._live, self._tickets
         since, ids, stamps = self._since, self._ids, self._stamps
         last_at, last_id = (since[-1], ids[-1]) if since else (-1, -1)
-        late: list[Entry] = []
+        late: list[QueueEntry] = []
         left: set[Queue] = set()
         if not self._has_no_dead():
             self._arrival += 1
-        added, stamp, epoch_before, ticket = 0, -1, -1, (self, -1)
+        added, stamp, epoch_before = 0, -1, -1
+        ticket: QueueTicket | None = None
         for task in tasks:
             id_, epoch, at = task.id, task.epoch, task.queued_at
             if id_ in live:
                 queue, waiting = live[id_]
-                if queue is self and epoch_of((0, 0, waiting)) == epoch:
+                if queue is self and waiting & _EPOCH_MASK == epoch:
                     continue
                 queue.size -= 1
                 left.add(queue)
             if epoch != epoch_before:
                 epoch_before = epoch
                 stamp = self._arrival << _EPOCH_BITS | epoch
-                ticket = tickets.setdefault(stamp, (self, stamp))
+                known = tickets.get(stamp)
+                ticket = tickets[stamp] = known or QueueTicket(self, stamp)
+            assert ticket is not None
             live[id_] = ticket
             added += 1
             if at > last_at or (at == last_at and id_ > last_id):
@@ -96,7 +111,7 @@ class Queue:
                 stamps.append(stamp)
                 last_at, last_id = at, id_
             else:
-                late.append((at, id_, stamp))
+                late.append(QueueEntry(at, id_, stamp))
         self.size += added
         if len(late) == 1:
             insort(self._late, late[0])
@@ -106,12 +121,12 @@ class Queue:
         return left
 
     def tidy(self) -> None:
-        """Drops dead entries from the front, and all of them once they outnumber the living."""
+        """Drop dead entries from the front, and all of them once they outnumber the others."""
         live, ids, stamps, head = self._live, self._ids, self._stamps, self._head
         end = len(ids)
         while head < end:
             ticket = live.get(TaskId(ids[head]))
-            if ticket is not None and ticket[0] is self and ticket[1] == stamps[head]:
+            if ticket is not None and ticket.queue is self and ticket.stamp == stamps[head]:
                 break
             head += 1
         self._head = head
@@ -135,29 +150,26 @@ class Queue:
         used = set(self._stamps)
         self._tickets = {stamp: t for stamp, t in self._tickets.items() if stamp in used}
 
-    def entries(self) -> Iterator[Entry]:
-        """Those who wait, oldest first. Valid until the queue changes."""
+    def entries(self) -> Iterator[QueueEntry]:
         if self._late:
             late = (entry for entry in self._late if self._is_live(entry))
             return merge(self._in_order(), late)
         return self._in_order()
 
-    def head(self) -> Entry | None:
+    def head(self) -> QueueEntry | None:
         return next(self.entries(), None)
 
-    def front(self) -> Entry:
-        """The same, of a queue that has some."""
+    def front(self) -> QueueEntry:
         at = self._head
         if not self._late and at < len(self._ids):
             ticket = self._live.get(TaskId(self._ids[at]))
-            if ticket is not None and ticket[0] is self and ticket[1] == self._stamps[at]:
-                return self._since[at], self._ids[at], self._stamps[at]
+            if ticket is not None and ticket.queue is self and ticket.stamp == self._stamps[at]:
+                return QueueEntry(self._since[at], self._ids[at], self._stamps[at])
         return next(self.entries())
 
-    def entry_of(self, task: TaskId) -> Entry | None:
-        """The entry of one task, or None when it does not wait here."""
+    def entry_of(self, task: TaskId) -> QueueEntry | None:
         ticket = self._live.get(task)
-        if ticket is None or ticket[0] is not self:
+        if ticket is None or ticket.queue is not self:
             return None
         at = self._head
         while True:
@@ -165,13 +177,13 @@ class Queue:
                 at = self._ids.index(task, at)
             except ValueError:
                 break
-            if self._stamps[at] == ticket[1]:
-                return self._since[at], task, ticket[1]
+            if self._stamps[at] == ticket.stamp:
+                return QueueEntry(self._since[at], task, ticket.stamp)
             at += 1
-        return next(e for e in self._late if e[1] == task and e[2] == ticket[1])
+        return next(e for e in self._late if e.task == task and e.stamp == ticket.stamp)
 
-    def count_while(self, is_ahead: Callable[[int, Entry], bool]) -> int:
-        """How many stand before the first that is not ahead; `is_ahead(place, entry)`, once false, stays so."""
+    def count_while(self, is_ahead: Callable[[int, QueueEntry], bool]) -> int:
+        """Number of entries before the first that is not ahead; `is_ahead(position, entry)` is monotone."""
         if self._late or not self._has_no_dead():
             ahead = takewhile(lambda pair: is_ahead(*pair), enumerate(self.entries()))
             return sum(1 for _ in ahead)
@@ -179,30 +191,30 @@ class Queue:
         while low < high:
             middle = (low + high) // 2
             at = head + middle
-            if is_ahead(middle, (self._since[at], self._ids[at], self._stamps[at])):
+            if is_ahead(middle, QueueEntry(self._since[at], self._ids[at], self._stamps[at])):
                 low = middle + 1
             else:
                 high = middle
         return low
 
-    def _is_live(self, entry: Entry) -> bool:
-        ticket = self._live.get(TaskId(entry[1]))
-        return ticket is not None and ticket[0] is self and ticket[1] == entry[2]
+    def _is_live(self, entry: QueueEntry) -> bool:
+        ticket = self._live.get(TaskId(entry.task))
+        return ticket is not None and ticket.queue is self and ticket.stamp == entry.stamp
 
-    def _in_order(self) -> Iterator[Entry]:
-        """By chunks, so that a long line is read at the speed of zip and a single head costs little."""
+    def _in_order(self) -> Iterator[QueueEntry]:
+        """Read in chunks: a long queue at the speed of map, a single head at little cost."""
         live, start, chunk = self._live, self._head, 4
         while start < len(self._ids):
             end = start + chunk
-            block = zip(
-                self._since[start:end], self._ids[start:end], self._stamps[start:end], strict=True
+            block = map(
+                QueueEntry, self._since[start:end], self._ids[start:end], self._stamps[start:end]
             )
             if self._has_no_dead():
                 yield from block
             else:
                 for entry in block:
-                    ticket = live.get(entry[1])  # type: ignore[call-overload]  # an id is an int
-                    if ticket is not None and ticket[0] is self and ticket[1] == entry[2]:
+                    ticket = live.get(TaskId(entry.task))
+                    if ticket is not None and ticket.queue is self and ticket.stamp == entry.stamp:
                         yield entry
             start, chunk = end, 512
 

@@ -1,4 +1,4 @@
-"""From what a consumer asked to the shape the queue knows it by."""
+"""The shape of a submitted task."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from gpool.core.model import MIB, Shape, TaskKind, TaskSpec
 from gpool.core.scheduler.predict.commands import kind_of
 
 LEAST_DATA = 256 * MIB
-"""Inputs smaller than this are fetched in no time: tasks that differ in them alone stay one shape."""
+"""Smaller inputs load quickly: tasks that differ in them alone are one shape."""
 
 
 def shape_of(spec: TaskSpec, user: UserId, team: int | None = None) -> Shape:
-    """Interchangeable tasks have equal shapes; `group` keeps unlike run times apart."""
+    """Interchangeable tasks have equal shapes; `group` separates tasks with different run times."""
     group = spec.function_sha256 if spec.kind is TaskKind.FUNCTION else kind_of(spec.command)
     data, size = data_of(spec)
     return Shape(
@@ -33,7 +33,6 @@ def shape_of(spec: TaskSpec, user: UserId, team: int | None = None) -> Shape:
 
 
 def data_of(spec: TaskSpec) -> tuple[str, int]:
-    """Of the inputs that are large, all together: what they are, and how much; nothing when they are not much."""
     large = sorted({(one.sha256, one.size_bytes) for one in spec.inputs if one.size_bytes >= MIB})
     size = sum(each for _, each in large)
     if size < LEAST_DATA:

@@ -1,7 +1,7 @@
-"""A frozen copy of the scheduling state, cheap to take and safe to hand to another thread. It takes no decision.
+"""A frozen copy of the scheduling state, cheap to take and safe to use in another thread.
 
-Of a long queue only the front is copied: a pass starts no more of a shape than `policy.max_places_per_pass`. Of very many
-queues a shorter front, so that taking it is soon done.
+Of a long queue only the front is copied, since a pass starts at most `policy.max_places_per_pass` tasks of a shape; of very
+many queues a shorter front.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from itertools import islice
 from gpool.core.ids import TaskId
 from gpool.core.model import Instant, Node
 from gpool.core.scheduler.state.events import (
-    Member,
+    GangPart,
     NodeChanged,
     QueuedTask,
     TasksLeased,
     TasksPreempted,
     TasksQueued,
 )
-from gpool.core.scheduler.state.queue import Entry, epoch_of
-from gpool.core.scheduler.state.state import Line, State
+from gpool.core.scheduler.state.held import HeldAllocation
+from gpool.core.scheduler.state.queue import QueueEntry, epoch_of
+from gpool.core.scheduler.state.state import State
 
 FRONT = 1000
 """Tasks of one shape that are copied."""
@@ -33,14 +34,13 @@ MOST = 20_000
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     nodes: tuple[Node, ...]
-    queued: tuple[TasksQueued, ...]  # the front of each shape
-    held: tuple[TasksLeased, ...]  # each line
-    stopping: tuple[TaskId, ...]  # asked to make room
+    queued: tuple[TasksQueued, ...]  # the front of each queue
+    held: tuple[TasksLeased, ...]  # each allocation
+    stopping: tuple[TaskId, ...]  # preempted
     hints: State
     left_out: int  # queued tasks that were not copied
 
     def state(self) -> State:
-        """A state of one's own that plans as the one it was taken of."""
         state = State()
         for node in self.nodes:
             state.fold(NodeChanged(node))
@@ -57,15 +57,15 @@ class Snapshot:
 
 
 def take(state: State, also: Collection[TaskId] = (), front: int = FRONT) -> Snapshot:
-    """`also`: tasks that are wanted however far back they stand."""
+    """Copy the state; `also`: tasks to include however far back they are."""
     wanted: dict[int, list[TaskId]] = {}
     for id_ in also:
         mine = state.queue_of(id_)
         if mine is not None:
             wanted.setdefault(id(mine), []).append(id_)
     queued = []
-    front = min(front, _even([entry.queue.size for entry in state.waiting()], MOST))
-    for entry in state.waiting():
+    front = min(front, _even([entry.queue.size for entry in state.queues.shapes()], MOST))
+    for entry in state.queues.shapes():
         tasks = [_queued(state, one) for one in islice(entry.queue.entries(), front)]
         if id(entry) in wanted:
             there = {task.id for task in tasks}
@@ -73,7 +73,7 @@ def take(state: State, also: Collection[TaskId] = (), front: int = FRONT) -> Sna
             behind = [found for id_ in missing if (found := entry.queue.entry_of(id_)) is not None]
             tasks += [_queued(state, found) for found in sorted(behind)]
         queued.append(TasksQueued(entry.shape, tuple(tasks)))
-    lines: dict[Line, list[TaskId]] = {}
+    lines: dict[HeldAllocation, list[TaskId]] = {}
     for id_, line in state.held.items():
         lines.setdefault(line, []).append(id_)
     held = tuple(
@@ -82,7 +82,7 @@ def take(state: State, also: Collection[TaskId] = (), front: int = FRONT) -> Sna
             line.allocation,
             line.shape,
             tuple(ids),
-            tuple(Member(part.node, part.allocation) for part in line.members),
+            tuple(GangPart(part.node, part.allocation) for part in line.members),
             line.since,
             tuple(line.leases[id_] for id_ in ids) if len(line.leases) == len(ids) else (),
         )
@@ -96,13 +96,13 @@ def take(state: State, also: Collection[TaskId] = (), front: int = FRONT) -> Sna
     return Snapshot(nodes, tuple(queued), held, stopping, hints, state.queued_count - copied)
 
 
-def _queued(state: State, entry: Entry) -> QueuedTask:
-    at, id_ = Instant(entry[0]), TaskId(entry[1])
+def _queued(state: State, entry: QueueEntry) -> QueuedTask:
+    at, id_ = Instant(entry.queued_at), TaskId(entry.task)
     return QueuedTask(id_, epoch_of(entry), at, state.attained(id_, at))
 
 
 def _even(sizes: list[int], most: int) -> int:
-    """How long a front may be if all fronts together have no more than `most`; one at least."""
+    """The longest front, at least 1, with which all fronts together have at most `most` entries."""
     sizes.sort()
     for place, size in enumerate(sizes):
         left = len(sizes) - place

@@ -1,32 +1,25 @@
-"""What the scheduler sees: queues by shape, nodes with what is free, and who holds what. Folded from events, never planned upon in place.
+"""The scheduling state: queues by shape, nodes with their free room, and held allocations, folded from events.
 
-`fold` costs a constant per task. The state is a cache of the store: `build` makes an equal one from the store's rows, and a
-state that meets an impossible event says so (`Contradiction`), upon which its owner rebuilds it. Run-time estimates, the
-order in which users were last served, what arrived lately, for whom room is being made, and for tasks that may be preempted
-since when they run and what they ran before are hints, not truth: they may be lost in a rebuild and are left out of equality.
+The state is a cache of the store: `build` makes an equal one from the store's rows, and an impossible event raises
+`Contradiction`, upon which the owner rebuilds it. A fold costs a constant per task. Hints (`history`, `pins`, predictions,
+recent usage, attained run times) may be lost in a rebuild and are left out of equality.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import assert_never
 
 from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import Allocation, Instant, Node, Shape, Span
-from gpool.core.scheduler.order.fair_share import Shares, Told, amounts_of, tenant_of, total
+from gpool.core.scheduler.order.fair_share import Shares, UsageValues, amounts_of, tenant_of, total
 from gpool.core.scheduler.order.levels import at_level, level_of, plain
 from gpool.core.scheduler.order.limits import Holder, gpus_of, holders_of
-from gpool.core.scheduler.passes.rotation import next_of, shared_out
-from gpool.core.scheduler.place.index import Engine
-from gpool.core.scheduler.place.pricing import Pricing
 from gpool.core.scheduler.predict.predictions import Predictions
-from gpool.core.scheduler.state.capacity import Room
 from gpool.core.scheduler.state.events import (
     Event,
     Leased,
-    Member,
     NodeChanged,
     NodeRemoved,
     QueuedTask,
@@ -37,104 +30,32 @@ from gpool.core.scheduler.state.events import (
     TasksReleased,
     TasksWithdrawn,
 )
-from gpool.core.scheduler.state.input_caches import Caches
-from gpool.core.scheduler.state.pins import Promises
-from gpool.core.scheduler.state.queue import Queue, Ticket, epoch_of
-
-MAX_ESTIMATES = 10_000
-MAX_SERVED = 100_000
-MAX_ARRIVALS = 20_000  # remembered, batches of one shape as one
-MAX_ALIKE = 50  # of one batch
-_KEEP = 0.9  # weight of what was known, for each further attempt observed
+from gpool.core.scheduler.state.held import HeldAllocation, NodeState
+from gpool.core.scheduler.state.hints import PinnedSlots, SchedulingHistory
+from gpool.core.scheduler.state.input_caches import InputCaches
+from gpool.core.scheduler.state.node_changes import NodeChanges
+from gpool.core.scheduler.state.queue import Queue, epoch_of
+from gpool.core.scheduler.state.waiting import ShapeState, WaitingTasks
 
 
 class Contradiction(AssertionError):
-    """An event that cannot follow what was folded before: the state is wrong and must be rebuilt from the store."""
-
-
-class Line:
-    """An allocation on a node and how many leases stand in line for it.
-
-    A gang has one line a node: the first has the task, the others are its `members`.
-    """
-
-    __slots__ = (
-        "allocation",
-        "amounts",
-        "count",
-        "entry",
-        "leases",
-        "members",
-        "node",
-        "shape",
-        "since",
-        "stopping",
-        "tasks",
-    )
-
-    def __init__(self, node: NodeId, allocation: Allocation, entry: ShapeState) -> None:
-        self.node = node
-        self.allocation = allocation
-        self.entry = entry
-        self.shape = entry.shape
-        self.count = 0
-        self.tasks: set[TaskId] = set()  # whose leases these are; a member's is with the first line
-        self.amounts = amounts_of(allocation)  # those of its members included
-        self.members: tuple[Line, ...] = ()
-        self.since = Instant(0)  # when its newest lease was granted
-        self.leases: dict[TaskId, Leased] = {}  # where they may be preempted
-        self.stopping = False  # asked to make room
-
-
-class ShapeState:
-    """One shape: its waiting tasks and its lines."""
-
-    __slots__ = ("lines", "queue", "shape")
-
-    def __init__(self, shape: Shape, live: dict[TaskId, Ticket]) -> None:
-        self.shape = shape
-        self.queue = Queue(shape, live)
-        self.lines: dict[tuple[NodeId, int], Line] = {}
-
-
-class NodeState:
-    """One node: what it offers (None: gone, leases still held there), what is free, its lines by allocation number."""
-
-    __slots__ = ("lines", "node", "room")
-
-    def __init__(self, node: Node | None) -> None:
-        self.node = node
-        self.room = Room(node)
-        self.lines: dict[int, Line] = {}
-
-    def change(self, node: Node | None) -> None:
-        self.node = node
-        self.room = Room(node)
-        for line in self.lines.values():
-            self.room.take(line.allocation, line.shape.user)
+    """An event that cannot follow the events folded before: the state must be rebuilt from the store."""
 
 
 class State:
-    """See the module. Read it freely; change it by `fold` only."""
+    """Read freely; changed by `fold` only."""
 
     __slots__ = (
-        "_arrived",
-        "_attained",
-        "_engine",
-        "_estimates",
         "_known",
-        "_live",
-        "_serial",
-        "_served",
-        "_waiting",
-        "_wanting",
         "caches",
+        "changes",
         "gpus",
         "held",
+        "history",
         "nodes",
-        "passes",
+        "pins",
         "predictions",
-        "promises",
+        "queues",
         "running",
         "shapes",
         "shares",
@@ -142,147 +63,71 @@ class State:
     )
 
     def __init__(self) -> None:
-        self.shapes: dict[Shape, ShapeState] = {}  # only those with waiting tasks or lines
+        self.shapes: dict[Shape, ShapeState] = {}  # those with waiting tasks or allocations
         self.nodes: dict[NodeId, NodeState] = {}
-        self.held: dict[TaskId, Line] = {}
-        self.running: dict[UserId, int] = {}  # allocations a user holds
+        self.held: dict[TaskId, HeldAllocation] = {}
+        self.running: dict[UserId, int] = {}  # allocations of each user
         self.gpus: dict[Holder, int] = {}  # thousandths of GPUs that users and teams hold
+        self.stoppable: dict[tuple[NodeId, int], HeldAllocation] = {}  # preemptible or preempted
         self.predictions = Predictions()
         self.shares = Shares(self.predictions)
-        self.caches = Caches()
-        self.promises = Promises()
-        self.stoppable: dict[tuple[NodeId, int], Line] = {}  # what may be preempted, or is being
-        self._attained: dict[TaskId, Span] = {}  # of waiting tasks that ran before
-        self._live: dict[TaskId, Ticket] = {}
-        self._estimates: dict[Shape, float] = {}
-        self._served: dict[UserId, int] = {}
-        self._serial = 0
-        self._waiting: dict[Queue, ShapeState] = {}  # those of `shapes` that have waiting tasks
-        self._wanting: dict[UserId, dict[Queue, ShapeState]] = {}  # the same, by user
-        self.passes = 0  # how many began: a hint
-        self._known: dict[int, ShapeState] = {}  # by identity: hashing a shape is dear
-        self._engine: Engine | None = None  # made when first asked for
-        self._arrived: deque[tuple[Shape, int]] = deque(maxlen=MAX_ARRIVALS)
-
-    # ---- reading
+        self.queues = WaitingTasks()
+        self.caches = InputCaches()
+        self.history = SchedulingHistory()
+        self.pins = PinnedSlots()
+        self.changes = NodeChanges()
+        self._known: dict[int, ShapeState] = {}  # by identity: hashing a shape is slow
 
     @property
     def queued_count(self) -> int:
-        return len(self._live)
+        return len(self.queues.tickets)
 
     def queue_of(self, task: TaskId) -> ShapeState | None:
-        """The shape under which a task waits, or None."""
-        ticket = self._live.get(task)
-        if ticket is None:
-            return None
-        return self.shapes[ticket[0].shape]
-
-    def waiting(self) -> Iterator[ShapeState]:
-        """The shapes that have waiting tasks."""
-        return iter(self._waiting.values())
-
-    @property
-    def shapes_waiting(self) -> int:
-        return len(self._waiting)
-
-    def in_view(self, most: int, due: int) -> list[ShapeState]:
-        """Of those at most `most` for one pass (see `turns`), and those that are due."""
-        if len(self._waiting) <= most:
-            return list(self._waiting.values())
-        wanting = self._wanting
-        found = [wanting[user][queue] for user, queue in shared_out(wanting, most, self.passes)]
-        known = set(found)
-        return found + [entry for entry in self.due(due).values() if entry not in known]
-
-    def due(self, count: int) -> dict[UserId, ShapeState]:
-        """So many users, in turn, and of each one shape, in turn as well."""
-        found = next_of(self._wanting, count, self.passes)
-        return {user: self._wanting[user][queue] for user, queue in found.items()}
-
-    def engine(self, pricing: Pricing) -> Engine:
-        """Finds places by this pricing; kept up to date from now on. A cache: no part of the truth."""
-        engine = self._engine
-        if engine is None or (engine.pricing is not pricing and engine.pricing != pricing):
-            engine = self._engine = Engine(pricing, self._look, self._predicted, self.caches)
-            nodes = [entry.node for entry in self.nodes.values() if entry.node is not None]
-            engine.expect(nodes)
-            for node in nodes:
-                engine.put(node)
-        return engine
-
-    def _touch(self, nodes: Iterable[NodeId]) -> None:
-        """Of these more is known than their room."""
-        if self._engine is not None:
-            for id_ in nodes:
-                self._engine.touch(id_, anew=True)
-
-    def _predicted(self, shape: Shape) -> Span | None:
-        return self.predictions.of(shape)
-
-    def _look(self, id_: NodeId) -> tuple[Room, int]:
-        entry = self.nodes[id_]
-        return entry.room, len(entry.lines)
-
-    def estimate(self, shape: Shape) -> Span | None:
-        """How long a task of this shape takes, as far as seen."""
-        seen = self._estimates.get(shape)
-        return None if seen is None else Span(max(1, round(seen)))
-
-    def served(self, user: UserId) -> int:
-        """Grows with each lease: the user with the smaller number was served less recently, or came later than that."""
-        return self._served.get(user, 0)
+        ticket = self.queues.tickets.get(task)
+        return None if ticket is None else self.shapes[ticket.queue.shape]
 
     def attained(self, task: TaskId, now: Instant) -> Span:
-        """How long a task has run so far, as far as is known: in earlier leases, and in this one if it may be preempted."""
+        """Known run time of a task: in earlier leases, and in this one if it is preemptible."""
         line = self.held.get(task)
         if line is None:
-            return self._attained.get(task, Span(0))
+            return self.queues.attained(task)
         lease = line.leases.get(task)
         if lease is None:
             return Span(0)
         return Span(lease.attained + max(0, now - line.since) if line.since else lease.attained)
 
-    def arrivals(self) -> list[Shape]:
-        """What came lately, oldest first, to learn a pricing from; of a large batch only some."""
-        return [shape for shape, count in self._arrived for _ in range(min(count, MAX_ALIKE))]
-
     def take_hints(self, other: State) -> None:
-        """What `other` knows beyond the truth, so that both plan alike: run times, who was served when, what arrived."""
-        self._estimates = other._estimates.copy()
-        self._served, self._serial = other._served.copy(), other._serial
-        self.passes = other.passes
-        self.promises = other.promises.copy()
-        self._arrived = other._arrived.copy()
+        """Copy the hints of `other`, so that both plan alike."""
+        self.history = other.history.copy()
+        self.pins = other.pins.copy()
         self.shares.usage = other.shares.usage.copy()
         self.shares.weights = other.shares.weights
-        self.predictions = other.predictions  # only read by who plans on a copy
+        self.predictions = other.predictions  # only read by the planner of a copy
         self.shares.predictions = other.predictions
-        self._touch(self.caches.take(other.caches))
+        self.changes.note_inputs(self.caches.take(other.caches))
 
     def inherit(self, old: State, now: Instant) -> None:
-        """The hints of a state that this one takes the place of."""
-        old.shares.settle(now, len(old._waiting))
+        old.shares.settle(now, old.queues.shape_count)
         mine = self.shares.usage.steps
         self.take_hints(old)
-        self.promises.keep(self._live)
+        self.pins.retain(self.queues.tickets)
         theirs = self.shares.usage.steps
         self.shares.usage.steps = {who: theirs.get(who, step) for who, step in mine.items()}
 
     def pass_time(self, now: Instant) -> None:
-        """A pass begins. So late is it: what is held counts as had up to now, though nothing happened."""
-        self.passes += 1
-        self.shares.pass_time(now, len(self._waiting))
+        """Begin a pass: shares held until now count as usage, though no event came."""
+        self.history.begin_pass()
+        self.shares.pass_time(now, self.queues.shape_count)
 
-    def used(self, now: Instant) -> Told:
-        """What users and teams had lately, to be kept for `recall`."""
-        return self.shares.told(now, len(self._waiting))
+    def used(self, now: Instant) -> UsageValues:
+        """Recent usage of users and teams, to be stored for `Shares.restore`."""
+        return self.shares.values(now, self.queues.shape_count)
 
     def truth(self) -> tuple[object, ...]:
-        """All that is not a hint, as a plain value."""
         waiting: dict[Shape, list[tuple[int, int, int]]] = {}
-        for entry in self._waiting.values():
+        for entry in self.queues.shapes():
             found = waiting.setdefault(plain(entry.shape), [])
-            found += [(e[0], e[1], epoch_of(e)) for e in entry.queue.entries()]
+            found += [(e.queued_at, e.task, epoch_of(e)) for e in entry.queue.entries()]
         queues = {shape: sorted(found) for shape, found in waiting.items()}
         nodes = {
             id_: (
@@ -302,7 +147,7 @@ class State:
             self.running,
             self.gpus,
             self.shares.truth(),
-            set(self._live),
+            set(self.queues.tickets),
             {plain(shape) for shape in self.shapes},
         )
 
@@ -311,10 +156,8 @@ class State:
 
     __hash__ = None  # type: ignore[assignment]
 
-    # ---- folding
-
     def fold(self, event: Event) -> None:
-        """Takes in one event. Raises `Contradiction` when it cannot be: rebuild the state then."""
+        """Apply one event; `Contradiction` if it is impossible."""
         match event:
             case TasksQueued(shape, tasks):
                 self._queue(shape, tasks)
@@ -324,7 +167,7 @@ class State:
                 self._lease(event)
             case TasksReleased(tasks, at):
                 if at:
-                    self.shares.pass_time(at, len(self._waiting))
+                    self.shares.pass_time(at, self.queues.shape_count)
                 self._release(tasks)
             case TasksPreempted(tasks, beneficiaries):
                 self._preempt(tasks, beneficiaries)
@@ -346,20 +189,18 @@ class State:
         else:
             return
         self.shares.put(node)
-        if self._engine is not None:
-            self._engine.put(node)
+        self.changes.note(node.id)
 
     def _remove(self, id_: NodeId) -> None:
         gone = self.nodes.get(id_)
         if gone is not None and gone.lines:
-            gone.change(None)  # its leases still have to end
+            gone.change(None)  # leases are still held there
         elif gone is not None:
             del self.nodes[id_]
         self.shares.remove(id_)
-        self.promises.end_on(id_)
-        self._touch(self.caches.forget(id_))
-        if self._engine is not None:
-            self._engine.remove(id_)
+        self.pins.drop_node(id_)
+        self.changes.note_inputs(self.caches.forget(id_))
+        self.changes.note(id_)
 
     def _entry(self, shape: Shape) -> ShapeState:
         entry = self._known.get(id(shape))
@@ -367,7 +208,7 @@ class State:
             return entry
         entry = self.shapes.get(shape)
         if entry is None:
-            entry = self.shapes[shape] = ShapeState(shape, self._live)
+            entry = self.shapes[shape] = ShapeState(shape, self.queues.tickets)
             self._known[id(shape)] = entry
         return entry
 
@@ -383,57 +224,29 @@ class State:
                 by_level.setdefault(level_of(task.attained), []).append(task)
             for level, alike in by_level.items():
                 self._queue_alike(at_level(shape, level), alike)
-                self._attained.update((t.id, t.attained) for t in alike if t.attained)
+                self.queues.note_attained(alike)
         else:
             self._queue_alike(shape, tasks)
 
     def _queue_alike(self, shape: Shape, tasks: Sequence[QueuedTask]) -> None:
         entry = self._entry(shape)
         if tasks:
-            self.shares.pass_time(tasks[0].queued_at, len(self._waiting))
-        if tasks and tasks[0].epoch == 0:
-            self._arrived.append((entry.shape, len(tasks)))
-        if entry.shape.user not in self._served:
-            # Whoever comes new stands before the one served last and behind the others: a stream of such starves nobody.
-            self._serve(entry.shape.user, self._serial - 1)
+            self.shares.pass_time(tasks[0].queued_at, self.queues.shape_count)
+        self.history.join(entry.shape.user)
         left = entry.queue.add(tasks)
-        if entry.queue.size and entry.queue not in self._waiting:
-            self._waiting[entry.queue] = entry
-            self._wanting.setdefault(entry.shape.user, {})[entry.queue] = entry
-            self.shares.wants(entry.shape)
+        if self.queues.enter(entry):
+            self.shares.begin_waiting(entry.shape)
         self._tidy(left)
         self._drop_if_idle(entry)
 
     def _leave_queue(self, tasks: Sequence[TaskId]) -> None:
-        self.promises.end(tasks)
-        live = self._live
-        touched: set[Queue] = set()
-        queue_before: Queue | None = None
-        for task in tasks:
-            ticket = live.pop(task, None)
-            if ticket is None:
-                continue
-            queue = ticket[0]
-            queue.size -= 1
-            if self._attained:
-                self._attained.pop(task, None)
-            if queue is not queue_before:
-                queue_before = queue
-                touched.add(queue)
-        self._tidy(touched)
+        self.pins.drop(tasks)
+        self._tidy(self.queues.remove(tasks))
 
     def _tidy(self, queues: set[Queue]) -> None:
-        for queue in queues:
-            queue.tidy()
-            if not queue.size:
-                entry = self._waiting.pop(queue, None)
-                if entry is not None:
-                    theirs = self._wanting[entry.shape.user]
-                    del theirs[queue]
-                    if not theirs:
-                        del self._wanting[entry.shape.user]
-                    self.shares.rests(entry.shape)
-                    self._drop_if_idle(entry)
+        for entry in self.queues.tidy(queues):
+            self.shares.end_waiting(entry.shape)
+            self._drop_if_idle(entry)
 
     def _lease(self, event: TasksLeased) -> None:
         if not event.tasks:
@@ -442,12 +255,17 @@ class State:
         number = event.allocation.number
         key = (event.node, number)
         if event.at:
-            self.shares.pass_time(event.at, len(self._waiting))
+            self.shares.pass_time(event.at, self.queues.shape_count)
         line = entry.lines.get(key)
         if line is None:
             line = self._open(entry, key, event.allocation)
             if event.members:
-                line.members = tuple([self._open_member(entry, part) for part in event.members])
+                parts = [(part.node, part.allocation) for part in event.members]
+                line.members = tuple(
+                    [self._open(entry, (node, part.number), part) for node, part in parts]
+                )
+                for member in line.members:
+                    member.count = 1
                 line.amounts = total(part.amounts for part in (line, *line.members))
         elif line.allocation != event.allocation:
             raise Contradiction(f"allocation {key} is {line.allocation}, not {event.allocation}")
@@ -468,20 +286,8 @@ class State:
             self.stoppable[key] = line
         self._leave_queue(event.tasks)
         there = self.nodes[event.node].lines.values()
-        self.promises.start(event.node, (each.stopping for each in there))
-        self._serial += 2
-        self._serve(event.shape.user, self._serial)
-
-    def _serve(self, user: UserId, number: int) -> None:
-        self._served.pop(user, None)
-        self._served[user] = number
-        if len(self._served) > MAX_SERVED:
-            del self._served[next(iter(self._served))]
-
-    def _open_member(self, entry: ShapeState, part: Member) -> Line:
-        line = self._open(entry, (part.node, part.allocation.number), part.allocation)
-        line.count = 1
-        return line
+        self.pins.note_start(event.node, (each.stopping for each in there))
+        self.history.serve(event.shape.user)
 
     def _preempt(self, tasks: Iterable[TaskId], beneficiaries: Iterable[TaskId]) -> None:
         for task, gainer in zip_longest(tasks, beneficiaries):
@@ -491,22 +297,23 @@ class State:
                 self.stoppable[line.node, line.allocation.number] = line
                 gains = self.queue_of(gainer)
                 if gains is not None and tenant_of(gains.shape) != tenant_of(line.shape):
-                    self.promises.make(gainer, line.node)
+                    self.pins.pin(gainer, line.node)
 
-    def _open(self, entry: ShapeState, key: tuple[NodeId, int], allocation: Allocation) -> Line:
+    def _open(
+        self, entry: ShapeState, key: tuple[NodeId, int], allocation: Allocation
+    ) -> HeldAllocation:
         node = self.nodes.get(key[0])
         if node is None:
             node = self.nodes[key[0]] = NodeState(None)
         if key[1] in node.lines:
             raise Contradiction(f"allocation {key} is held by {node.lines[key[1]].shape}")
-        line = Line(key[0], allocation, entry)
+        line = HeldAllocation(key[0], allocation, entry.shape)
         if entry.shape.data:
-            self._touch(self.caches.note(key[0], entry.shape.data))
+            self.changes.note_inputs(self.caches.note(key[0], entry.shape.data))
         entry.lines[key] = node.lines[key[1]] = line
         user = entry.shape.user
         node.room.take(allocation, user)
-        if self._engine is not None:
-            self._engine.touch(key[0])
+        self.changes.note(key[0])
         self.running[user] = self.running.get(user, 0) + 1
         taken = gpus_of(allocation)
         if taken:
@@ -529,9 +336,9 @@ class State:
                     for member in line.members:
                         self._close(member)
 
-    def _close(self, line: Line) -> None:
+    def _close(self, line: HeldAllocation) -> None:
         number, user = line.allocation.number, line.shape.user
-        node, entry = self.nodes[line.node], line.entry
+        node, entry = self.nodes[line.node], self._entry(line.shape)
         del node.lines[number]
         del entry.lines[line.node, number]
         self.stoppable.pop((line.node, number), None)
@@ -539,8 +346,7 @@ class State:
         self.shares.give(line.shape, amounts_of(line.allocation))
         if node.node is None and not node.lines:
             del self.nodes[line.node]
-        if self._engine is not None:
-            self._engine.touch(line.node)
+        self.changes.note(line.node)
         self.running[user] -= 1
         if not self.running[user]:
             del self.running[user]
@@ -556,12 +362,7 @@ class State:
         if count <= 0:
             return
         self.predictions.observe(shape, count, total, model)
-        mean = total / count
-        before = self._estimates.pop(shape, None)
-        old = 0.0 if before is None else _KEEP ** min(count, 64)
-        self._estimates[shape] = (before or 0.0) * old + mean * (1 - old)
-        if len(self._estimates) > MAX_ESTIMATES:
-            del self._estimates[next(iter(self._estimates))]
+        self.history.observe(shape, count, total)
 
 
 def build(
@@ -570,11 +371,11 @@ def build(
     held: Iterable[tuple[NodeId, Allocation, Shape, TaskId]],
     leases: Mapping[TaskId, tuple[Instant, Leased]] | None = None,
 ) -> State:
-    """The state as the store has it, in any order of rows. `leases`: since when those run that may be preempted."""
+    """Build the state from the store's rows, in any order. `leases`: start time and lease of preemptible tasks."""
     state = State()
     for node in nodes:
         state.fold(NodeChanged(node))
-    groups: dict[int, tuple[Shape, list[QueuedTask]]] = {}  # by identity: hashing a shape is dear
+    groups: dict[int, tuple[Shape, list[QueuedTask]]] = {}  # by identity: hashing a shape is slow
     for shape, task in queued:
         group = groups.get(id(shape))
         if group is None:

@@ -12,7 +12,7 @@ from gpool.server.actions.operators.audit import audited, entry
 from gpool.server.identity import credentials
 from gpool.server.identity.authorization import own, permit
 from gpool.server.identity.passwords import Match
-from gpool.server.identity.tokens.refresh import End
+from gpool.server.identity.tokens.refresh import FamilyEnd
 from gpool.server.server import Once, Server
 from gpool.server.store.identity_values import Account, Caller, LinkedWallet, Team
 from gpool.server.store.operation import operation
@@ -142,7 +142,7 @@ def _change_password(who: Caller, before: str | None, after: str, at: Instant) -
         raise Forbidden("the password was changed by another request; try again")
     yield from operations.set_password(who.user.id, after)
     yield from session_operations.end_sessions_of(
-        who.user.id, End.REVOKED.value, at, keep=who.session
+        who.user.id, FamilyEnd.REVOKED.value, at, keep=who.session
     )
     return True
 

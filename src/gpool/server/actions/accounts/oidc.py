@@ -19,8 +19,8 @@ from gpool.core.model import Instant
 from gpool.server.actions.accounts import accounts, sessions
 from gpool.server.actions.accounts.accounts import FirstCredential
 from gpool.server.identity import oidc
-from gpool.server.identity.oidc import Expected, Identity, Provider
-from gpool.server.identity.secrets.envelope import Place
+from gpool.server.identity.oidc import ExpectedClaims, ProviderEndpoints, ProviderIdentity
+from gpool.server.identity.secrets.envelope import FieldLocation
 from gpool.server.server import Server
 from gpool.server.settings import OidcProvider, span
 from gpool.server.store.identity_values import Account
@@ -28,7 +28,7 @@ from gpool.server.store.operations.identity import accounts as operations
 from gpool.transfer.requests import is_loopback
 from gpool.wire.identity import OidcFinish, OidcStarted, TokensDocument
 
-_STATE = Place("oidc", "state", "sealed")
+_STATE = FieldLocation("oidc", "state", "sealed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ async def finish(
 
 async def _identity(
     server: Server, configured: OidcProvider, flow: _OidcFlow, code: str
-) -> Identity:
+) -> ProviderIdentity:
     provider = await _discovered(server, configured)
     form = {
         "grant_type": "authorization_code",
@@ -111,12 +111,12 @@ async def _identity(
     document = answer.json()
     token = document.get("id_token") if isinstance(document, dict) else None
     keys = (await outbound.get(provider.jwks_uri)).json()
-    expected = Expected(provider.issuer, configured.client_id, flow.nonce)
+    expected = ExpectedClaims(provider.issuer, configured.client_id, flow.nonce)
     return oidc.verify(token, keys, expected, server.now)
 
 
 async def _first(
-    server: Server, configured: OidcProvider, identity: Identity, invite: str | None
+    server: Server, configured: OidcProvider, identity: ProviderIdentity, invite: str | None
 ) -> Account:
     mark = hashlib.sha256(f"{identity.issuer}\0{identity.subject}".encode()).hexdigest()[:12]
     name = f"{configured.name}-{mark}"
@@ -142,7 +142,7 @@ async def _opened(server: Server, state: str) -> _OidcFlow:
     return flow
 
 
-async def _discovered(server: Server, configured: OidcProvider) -> Provider:
+async def _discovered(server: Server, configured: OidcProvider) -> ProviderEndpoints:
     answer = await server.identity.outbound.get(oidc.discovery_url(configured.issuer))
     return oidc.read_discovery(answer.json(), configured.issuer)
 

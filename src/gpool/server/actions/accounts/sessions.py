@@ -12,9 +12,9 @@ from gpool.core.permissions import Action, ObjectKind, Thing, missing
 from gpool.server.actions.operators.audit import REFUSED, audited, entry, note
 from gpool.server.identity.authorization import own, permit
 from gpool.server.identity.passwords import Match
-from gpool.server.identity.secrets.envelope import Place
+from gpool.server.identity.secrets.envelope import FieldLocation
 from gpool.server.identity.tokens import refresh
-from gpool.server.identity.tokens.access import LIFE_S, Grant, TokenType
+from gpool.server.identity.tokens.access import LIFE_S, TokenGrant, TokenType
 from gpool.server.identity.tokens.refresh import (
     EndFamily,
     Family,
@@ -24,7 +24,7 @@ from gpool.server.identity.tokens.refresh import (
     Rotate,
 )
 from gpool.server.server import Once, Server
-from gpool.server.store.identity_values import Account, Caller, Session
+from gpool.server.store.identity_values import Account, Caller, SignInSession
 from gpool.server.store.operation import operation
 from gpool.server.store.operations.identity import accounts as account_operations
 from gpool.server.store.operations.identity import sessions as operations
@@ -76,7 +76,7 @@ async def open_session(
     )
     sealed = await server.identity.sealer.seal(_place(family.id), family.seed)
     opened = operations.open_session(
-        Session(
+        SignInSession(
             id=family.id,
             user=family.user,
             seed_sealed=sealed,
@@ -96,7 +96,7 @@ async def open_session(
 
 
 def _tokens(server: Server, user: User, session: str, token: str) -> TokensDocument:
-    grant = Grant(TokenType.USER, encode("user", user.id), session=session)
+    grant = TokenGrant(TokenType.USER, encode("user", user.id), session=session)
     return TokensDocument(
         access_token=server.identity.signing.issue(grant, server.now),
         refresh_token=token,
@@ -115,7 +115,7 @@ def _label(text: str) -> str:
 class _StoredSession:
     """A stored session and its user; None where missing or disabled."""
 
-    session: Session | None
+    session: SignInSession | None
     user: User | None
 
 
@@ -171,7 +171,7 @@ def _stored(family: str) -> Operation[_StoredSession]:
     return _StoredSession(session, None if caller is None else caller.user)
 
 
-async def _family(server: Server, session: Session) -> Family:
+async def _family(server: Server, session: SignInSession) -> Family:
     return Family(
         id=session.id,
         user=session.user,
@@ -184,8 +184,8 @@ async def _family(server: Server, session: Session) -> Family:
     )
 
 
-def _place(session: str) -> Place:
-    return Place("sessions", session, "seed_sealed")
+def _place(session: str) -> FieldLocation:
+    return FieldLocation("sessions", session, "seed_sealed")
 
 
 # ---- sign-out
@@ -196,7 +196,7 @@ async def sign_out(server: Server, who: Caller | None, token: str | None, everyw
 
     Without a caller the token is the credential.
     """
-    session: Session | None = None
+    session: SignInSession | None = None
     if token is not None:
         session = await _of_token(server, token)
         if who is None and session is not None:
@@ -207,7 +207,7 @@ async def sign_out(server: Server, who: Caller | None, token: str | None, everyw
     owner = who.user.id if session is None else session.user
     permit(who, Action.SIGN_OUT, Thing(ObjectKind.SESSION, owner=owner), "session")
     name = session.id if session is not None else who.session
-    why = refresh.End.SIGNED_OUT.value
+    why = refresh.FamilyEnd.SIGNED_OUT.value
     audit_entry = entry(
         server.now, who, "sign_out", "everywhere" if everywhere else f"session {name}"
     )
@@ -221,7 +221,7 @@ async def sign_out(server: Server, who: Caller | None, token: str | None, everyw
     server.credentials.forget()
 
 
-async def _of_token(server: Server, token: str) -> Session | None:
+async def _of_token(server: Server, token: str) -> SignInSession | None:
     presented: Presented | None = refresh.parse(token)
     if presented is None:
         return None
@@ -270,5 +270,5 @@ def _end(id_: str, who: Caller, at: Instant) -> Operation[bool]:
         else Thing(ObjectKind.SESSION, owner=found.user)
     )
     permit(who, Action.SESSION_END, thing, f"session {id_[:64]}")
-    yield from operations.end_session(id_, refresh.End.REVOKED.value, at)
+    yield from operations.end_session(id_, refresh.FamilyEnd.REVOKED.value, at)
     return True

@@ -18,7 +18,7 @@ from gpool.server.identity import credentials
 from gpool.server.identity.authorization import own, permit
 from gpool.server.server import Once, Server
 from gpool.server.settings import span
-from gpool.server.store.identity_values import Caller, GivenQuota, Member, Team, UserInvite
+from gpool.server.store.identity_values import Caller, GivenQuota, Team, TeamMember, UserInvite
 from gpool.server.store.operation import operation
 from gpool.server.store.operations.identity import accounts, users
 from gpool.server.store.operations.identity import teams as operations
@@ -82,7 +82,7 @@ def _permitted(id_: TeamId, who: Caller, action: Action) -> Operation[tuple[Team
 
 
 @operation
-def _members(id_: TeamId, who: Caller) -> Operation[tuple[Member, ...]]:
+def _members(id_: TeamId, who: Caller) -> Operation[tuple[TeamMember, ...]]:
     yield from _permitted(id_, who, Action.TEAM_READ)
     return (yield from operations.members(id_))
 
@@ -355,7 +355,7 @@ def document(team: Team, role: Role | None, quota: GivenQuota | None = None) -> 
     )
 
 
-def _member(member: Member) -> TeamMemberDocument:
+def _member(member: TeamMember) -> TeamMemberDocument:
     return TeamMemberDocument(
         user=encode("user", member.user),
         name=member.name,

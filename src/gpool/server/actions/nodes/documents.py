@@ -8,7 +8,7 @@ from typing import Literal
 from gpool.core.ids import NodeId, encode
 from gpool.core.model import Availability, Gpu, GpuDetails, Health, Node, Permission, Tier
 from gpool.core.scheduler.place.fit import cpu_price
-from gpool.core.scheduler.state.state import NodeState
+from gpool.core.scheduler.state.held import NodeState
 from gpool.server.nodes import offers
 from gpool.server.nodes.telemetry import Point
 from gpool.server.server import Server
@@ -41,7 +41,7 @@ def node_document(server: Server, who: Caller, gpus: GpuRows, row: NodeRow) -> N
         id=encode("node", here.id),
         name=here.name,
         owner=encode("user", here.owner),
-        status="online" if here.id in server.scheduler.channels else "offline",
+        status="online" if server.nodes.is_connected(here.id) else "offline",
         availability=here.availability.value,
         created_at=instant_to_datetime(row.created_at),
         last_beat_at=instant_to_datetime(row.last_beat_at) if row.last_beat_at else None,
@@ -63,12 +63,12 @@ def node_document(server: Server, who: Caller, gpus: GpuRows, row: NodeRow) -> N
         labels=sorted(here.offer.labels),
         price_microcredits=here.offer.price_microcredits,
         site=offers.site_name(here.offer.site),
-        cordoned=server.scheduler.rules.cordons.get(here.id),
+        cordoned=server.picture.policy.rules.cordons.get(here.id),
     )
 
 
 def _backoff(server: Server, node: NodeId) -> tuple[str, ...]:
-    why = server.scheduler.rests.why(node)
+    why = server.nodes.backoff.reason(node)
     return (f"it {why}: nothing new is given to it for a while",) if why else ()
 
 
@@ -151,7 +151,7 @@ def cpu_document(server: Server, row: NodeRow) -> GpuDocument:
 
 
 def _status(server: Server, here: Node, allowed: bool, share: int, memory: int) -> _Status:
-    if here.id not in server.scheduler.channels:
+    if not server.nodes.is_connected(here.id):
         return "offline"
     if not allowed or here.availability is not Availability.AVAILABLE or here.offer.closed:
         return "paused"
@@ -174,7 +174,7 @@ def _tiers(tiers: frozenset[Tier]) -> list[str]:
 
 
 def _entry(server: Server, id_: NodeId) -> NodeState | None:
-    return server.scheduler.state.nodes.get(id_)
+    return server.picture.state.nodes.get(id_)
 
 
 # ---- health, details, readings

@@ -15,7 +15,7 @@ from gpool.server.actions.operators.audit import audited, entry
 from gpool.server.actions.tasks.query import named
 from gpool.server.actions.tasks.stopping import preempt_tasks
 from gpool.server.identity.authorization import permit, task_thing
-from gpool.server.scheduling.gangs import lines_on
+from gpool.server.scheduling.delivery import lines_on
 from gpool.server.server import Once, Server
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operation import operation
@@ -39,7 +39,7 @@ async def quarantine(
     setting = audited(_quarantine(id_, who, why), audit_entries)
     answered = await server.write_once(who.user, once, setting, lambda _: b"")
     if answered.value is not None:
-        server.scheduler.node_changed(answered.value.node)
+        server.picture.node_changed(answered.value.node)
     if why:
         await reclaim(server, id_)
     return await gpu(server, id_)
@@ -52,7 +52,7 @@ async def reclaim(server: Server, id_: GpuId) -> None:
     if row is None or not tasks:
         return
     # Sent to the node first, with the reason RECLAIMED; the stored preemption order survives a restart.
-    channel = server.scheduler.channels.get(row.node)
+    channel = server.nodes.connection(row.node)
     if channel is not None:
         held = {hold for hold in await server.store.read(_holds(tasks)) if hold is not None}
         channel.stop(tuple(sorted(held, key=lambda hold: hold.task)), StopReason.RECLAIMED)
@@ -72,7 +72,7 @@ def _holds(tasks: Sequence[TaskId]) -> Operation[list[Hold | None]]:
 def tasks_on(server: Server, node: NodeId, index: int) -> list[TaskId]:
     return [
         task
-        for task, line in lines_on(server.scheduler.state, node)
+        for task, line in lines_on(server.picture.state, node)
         if any(part.gpu_index == index for part in line.allocation.slices)
     ]
 

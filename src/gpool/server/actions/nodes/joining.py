@@ -89,7 +89,7 @@ async def join(
         answered = await server.write_once(user, once, create, _saved)
         value, saved = answered.value, answered.body
     if value is not None:
-        server.scheduler.node_changed(value.node)
+        server.picture.node_changed(value.node)
     answer = msgspec.json.decode(saved, type=_SavedNode)
     return NodeJoined(id=answer.id, name=answer.name, server=server.gate.name)
 
@@ -100,7 +100,7 @@ async def register(server: Server, who: NodeCredentials, request: NodeRequest) -
     row = await server.write(
         offers.take(who.node, offer, server.ids.take(len(offer.gpus)), server.now)
     )
-    server.scheduler.node_changed(row.node)
+    server.picture.node_changed(row.node)
     return NodeJoined(id=encode("node", who.node), name=who.name, server=server.gate.name)
 
 

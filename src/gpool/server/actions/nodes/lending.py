@@ -27,7 +27,7 @@ async def set_availability(
         who.user, once, _set_availability(id_, who, availability, server.now), lambda _: b""
     )
     if answered.value is not None:
-        server.scheduler.node_changed(answered.value.node)
+        server.picture.node_changed(answered.value.node)
     return await node(server, who, id_)
 
 
@@ -38,7 +38,7 @@ async def set_gpu_available(
         who.user, once, _set_gpu_available(id_, who, available), lambda _: b""
     )
     if answered.value is not None:
-        server.scheduler.node_changed(answered.value.node)
+        server.picture.node_changed(answered.value.node)
     return await gpu(server, id_)
 
 
@@ -46,7 +46,7 @@ async def unflag(server: Server, who: Caller, id_: GpuId, once: Once | None) -> 
     """Bind a GPU to its node's owner, by an operator's decision, and clear its flag."""
     answered = await server.write_once(who.user, once, _unflag(id_, who, server.now), lambda _: b"")
     for row in answered.value or ():
-        server.scheduler.node_changed(row.node)
+        server.picture.node_changed(row.node)
     return await gpu(server, id_)
 
 
@@ -56,7 +56,7 @@ async def remove(server: Server, who: Caller, id_: NodeId, once: Once | None) ->
     answered = await server.write_once(who.user, once, removing, lambda _: b"")
     if answered.value:
         server.gate.forget()
-        server.scheduler.node_removed(id_)
+        server.picture.node_removed(id_)
 
 
 @operation

@@ -6,17 +6,26 @@ An entry names actor, action, object, address and outcome. It contains names, id
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from gpool.core.ids import encode
+from gpool.core.ids import UserId, encode
 from gpool.core.model import SECOND, Instant
-from gpool.server.identity.audit import Anchor, Broken, Entry, Link, Whole, check, facts
+from gpool.server.identity.audit import (
+    AuditAnchor,
+    AuditEntry,
+    AuditLink,
+    ChainBroken,
+    ChainIntact,
+    check,
+    facts,
+)
 from gpool.server.server import Server
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operation import again, operation
 from gpool.server.store.operations.identity import audit as operations
 from gpool.server.store.operations.identity import users
-from gpool.server.store.protocol import Operation, Statement, Store
+from gpool.server.store.protocol import Operation, Store
+from gpool.server.store.queries import select
 from gpool.server.store.rows import of_ids
 from gpool.server.store.values import NodeCredentials, User
 
@@ -39,9 +48,9 @@ def entry(
     outcome: str = OK,
     address: str = "",
     **members: str,
-) -> Entry:
+) -> AuditEntry:
     where = address or (actor.address if isinstance(actor, Caller) else "")
-    return Entry(0, at, named(actor), action, thing, outcome, where, facts(members))
+    return AuditEntry(0, at, named(actor), action, thing, outcome, where, facts(members))
 
 
 def named(actor: AuditActor) -> str:
@@ -58,7 +67,7 @@ def named(actor: AuditActor) -> str:
 
 @operation
 def audited(
-    op: Operation[T], entries: Sequence[Entry] | Callable[[T], Iterable[Entry]]
+    op: Operation[T], entries: Sequence[AuditEntry] | Callable[[T], Iterable[AuditEntry]]
 ) -> Operation[T]:
     """The operation and its audit entries in one transaction. `entries` may be a function of the operation's value.
 
@@ -72,17 +81,25 @@ def audited(
     return value
 
 
+class _UsedKey(NamedTuple):
+    id: int
+    user_id: UserId
+    name: str
+    last_used_at: Instant | None
+
+
 @operation
 def keys_used(used: Sequence[tuple[int, Instant]]) -> Operation[None]:
     """Store when API keys were last used; each key's first use of a day is logged."""
-    rows = yield Statement(
+    rows = yield from select(
+        _UsedKey,
         "SELECT k.id, k.user_id, k.name, k.last_used_at FROM {used} AS u JOIN api_keys k ON k.id = u.id",
         {},
         {"used": of_ids(number for number, _ in used)},
     )
     latest = dict(used)
     first_uses = [
-        Entry(
+        AuditEntry(
             0,
             latest[number],
             encode("user", user),
@@ -100,34 +117,34 @@ def keys_used(used: Sequence[tuple[int, Instant]]) -> Operation[None]:
         yield from operations.append_all(first_uses)
 
 
-async def note(server: Server, *entries: Entry) -> None:
+async def note(server: Server, *entries: AuditEntry) -> None:
     """Append entries of events without another effect, such as a refused sign-in."""
     await server.store.write(operations.append(entries))
 
 
-async def page(server: Server, before: int | None, limit: int) -> tuple[Link, ...]:
+async def page(server: Server, before: int | None, limit: int) -> tuple[AuditLink, ...]:
     """Newest first."""
     return await server.store.read(operations.newest(before, limit))
 
 
-async def verify(server: Server, anchors: Iterable[Anchor] = ()) -> Whole | Broken:
+async def verify(server: Server, anchors: Iterable[AuditAnchor] = ()) -> ChainIntact | ChainBroken:
     """Verify the hash chain page by page, up to its head at the start, and against the anchors."""
     head = await server.store.read(operations.head())
     pinned = [*anchors, *([head] if head else [])]
-    start: Anchor | None = None
+    start: AuditAnchor | None = None
     async for links in _pages(server.store, head.sequence if head else 0):
         last = links[-1].entry.sequence
         here = [anchor for anchor in pinned if anchor.sequence <= last]
         found = check(
             links, start, [a for a in here if start is None or a.sequence > start.sequence]
         )
-        if isinstance(found, Broken):
+        if isinstance(found, ChainBroken):
             return found
         start = found.head
     return check((), start, [a for a in pinned if start is None or a.sequence > start.sequence])
 
 
-async def _pages(store: Store, until: int) -> AsyncIterator[tuple[Link, ...]]:
+async def _pages(store: Store, until: int) -> AsyncIterator[tuple[AuditLink, ...]]:
     after = 0
     while after < until:
         links = await store.read(operations.entries(after, min(PAGE, until - after)))

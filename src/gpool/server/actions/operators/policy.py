@@ -18,11 +18,11 @@ from gpool.core.scheduler.order.limits import Holder
 from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.place.portfolio import Learnt
 from gpool.core.scheduler.predict.dry_run import DryRun, compare
-from gpool.core.scheduler.state.operator_rules import PolicyChange, Reservation, Rules
+from gpool.core.scheduler.state.operator_rules import OperatorRules, PolicyChange, Reservation
 from gpool.server.actions.operators.audit import AuditActor, audited, entry, note
 from gpool.server.actions.tasks.stopping import preempt_tasks
 from gpool.server.identity.secrets.sealer import KeyStatus
-from gpool.server.scheduling.gangs import lines_on
+from gpool.server.scheduling.delivery import lines_on
 from gpool.server.server import Once, Server
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operation import operation
@@ -35,7 +35,7 @@ MAX_RESERVATIONS = 1000
 
 
 async def refresh(server: Server) -> None:
-    server.scheduler.use_rules(await server.store.read(operations.rules()), server.now)
+    server.picture.use_rules(await server.store.read(operations.rules()), server.now)
 
 
 async def _write(
@@ -59,27 +59,33 @@ class PolicyState:
 
 
 def policy(server: Server) -> PolicyState:
-    scheduler = server.scheduler
-    rules, orders = scheduler.rules, tuple(sorted(scheduler.orders))
-    return PolicyState(scheduler.policy, rules.policy, orders, learnt=rules.learnt)
+    picture = server.picture
+    rules, orders = picture.policy.rules, tuple(sorted(picture.policy.orders))
+    return PolicyState(picture.policy.current, rules.policy, orders, learnt=rules.learnt)
 
 
 async def try_policy(server: Server, changes: dict[str, object]) -> PolicyState:
     """Compare the waiting tasks' starts under the current and the changed policy; changes nothing."""
-    scheduler = server.scheduler
-    change = _merged(scheduler.rules.policy, changes)
-    configured = replace(scheduler.configured, limits=scheduler.policy.limits)
-    wanted = replace(scheduler.rules, policy=change).policy_upon(configured, scheduler.orders)
-    question = await scheduler.forecasts.question(scheduler, server.now)
-    found = await asyncio.to_thread(compare, question, scheduler.policy, wanted, scheduler.orders)
-    return PolicyState(wanted, change, tuple(sorted(scheduler.orders)), found)
+    picture = server.picture
+    change = _merged(picture.policy.rules.policy, changes)
+    configured = replace(picture.policy.configured, limits=picture.policy.current.limits)
+    wanted = replace(picture.policy.rules, policy=change).policy_upon(
+        configured, picture.policy.orders
+    )
+    question = await picture.forecasts.question(picture, server.now)
+    found = await asyncio.to_thread(
+        compare, question, picture.policy.current, wanted, picture.policy.orders
+    )
+    return PolicyState(wanted, change, tuple(sorted(picture.policy.orders)), found)
 
 
 async def change_policy(
     server: Server, who: Caller, changes: dict[str, object], once: Once | None
 ) -> PolicyState:
-    change = _merged(server.scheduler.rules.policy, changes)
-    change.applied(server.scheduler.configured, server.scheduler.orders)  # raises `Invalid`
+    change = _merged(server.picture.policy.rules.policy, changes)
+    change.applied(
+        server.picture.policy.configured, server.picture.policy.orders
+    )  # raises `Invalid`
     facts = {name: "configured" if value is None else str(value) for name, value in changes.items()}
     audit_entry = entry(server.now, who, "policy.change", **facts)
     await _write(
@@ -102,7 +108,7 @@ def _nothing() -> Operation[None]:
 
 def weights_with(server: Server, given: Mapping[Holder, float | None]) -> dict[Holder, int]:
     """The stored weights with these changes; None removes a weight."""
-    found = dict(server.scheduler.rules.policy.weights)
+    found = dict(server.picture.policy.rules.policy.weights)
     for holder, weight in given.items():
         if weight is None:
             found.pop(holder, None)
@@ -160,7 +166,7 @@ def _cordon(node: NodeId, why: str, at: Instant) -> Operation[None]:
 
 
 @operation
-def _dropped(kind: operations.Kind, id_: int, otherwise: str) -> Operation[None]:
+def _dropped(kind: operations.RuleKind, id_: int, otherwise: str) -> Operation[None]:
     if not (yield from operations.drop(kind, id_)):
         raise NotFound(otherwise)
 
@@ -171,12 +177,12 @@ def _known_node(node: NodeId) -> Operation[None]:
 
 
 def _preemptible_on(server: Server, node: NodeId) -> list[TaskId]:
-    found = lines_on(server.scheduler.state, node)
+    found = lines_on(server.picture.state, node)
     return [task for task, line in found if line.shape.preemptible]
 
 
 def _running(server: Server, node: NodeId) -> int:
-    known = server.scheduler.state.nodes.get(node)
+    known = server.picture.state.nodes.get(node)
     return len(known.lines) if known is not None else 0
 
 
@@ -194,7 +200,7 @@ class NewReservation:
 
 
 def reservations(server: Server) -> tuple[Reservation, ...]:
-    return server.scheduler.rules.reservations
+    return server.picture.policy.rules.reservations
 
 
 async def reserve(
@@ -239,7 +245,7 @@ async def unreserve(server: Server, who: Caller, id_: int, once: Once | None) ->
 
 @operation
 def _reserve(one: Reservation, at: Instant) -> Operation[None]:
-    there: Rules = yield from operations.rules()
+    there: OperatorRules = yield from operations.rules()
     for old in there.reservations:  # ended reservations are deleted here
         if old.last <= at:
             yield from operations.drop("reservation", old.id)

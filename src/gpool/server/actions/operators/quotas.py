@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from gpool.core.errors import Forbidden, Invalid, NotFound, TooMany
 from gpool.core.ids import NodeId, TaskId, UserId, encode
@@ -22,8 +23,10 @@ from gpool.server.store.identity_values import GivenQuota
 from gpool.server.store.operation import operation
 from gpool.server.store.operations.identity import accounts, teams
 from gpool.server.store.operations.tasks import artifacts
-from gpool.server.store.protocol import Operation, Statement
-from gpool.server.store.values import Submission
+from gpool.server.store.operations.tasks.artifacts import TaskOwner
+from gpool.server.store.operations.tasks.submissions import Submission
+from gpool.server.store.protocol import Operation
+from gpool.server.store.queries import select
 from gpool.wire.frames import Hold
 
 
@@ -84,7 +87,7 @@ def _set(holder: Holder, quota: GivenQuota) -> Operation[None]:
 
 async def refresh(server: Server) -> None:
     given = await server.store.read(teams.quotas())
-    server.scheduler.use_limits(limits_of(server.settings, given))
+    server.picture.use_limits(limits_of(server.settings, given))
 
 
 def limits_of(settings: Settings, given: dict[Holder, GivenQuota]) -> GpuLimits:
@@ -127,10 +130,10 @@ def most_queued(server: Server) -> int | None:
     Must be called on the event loop right before the write is passed to the store: every earlier write is then folded
     (waiting, or held and able to return) or still arriving. Writes of other servers to the same database are not seen.
     """
-    scheduler = server.scheduler
-    if scheduler.in_doubt or server.settings.is_shared:
+    picture = server.picture
+    if picture.is_stale or server.settings.is_shared:
         return None
-    return scheduler.waiting + len(scheduler.state.held) + scheduler.arriving
+    return picture.waiting + len(picture.state.held) + picture.arriving
 
 
 def queue_quota_error(
@@ -181,6 +184,11 @@ def _charge(
 # ---- storage
 
 
+class _StorageUse(NamedTuple):
+    size_bytes: int
+    copies: int
+
+
 @dataclass(frozen=True, slots=True)
 class StoredUpload:
     sha256: str
@@ -220,13 +228,13 @@ def free_storage(settings: Settings, upload: StoredUpload) -> Operation[tuple[Ho
     limit = effective(settings, holder, given).storage_bytes
     if limit is None:
         return None
-    rows = yield Statement(
+    [used] = yield from select(
+        _StorageUse,
         "SELECT COALESCE(SUM(size_bytes), 0), (SELECT COUNT(*) FROM stored WHERE kind = :kind AND id = :id "
         "AND sha256 = :sha256) FROM storage WHERE kind = :kind AND id = :id",
         {"kind": holder[0], "id": holder[1], "sha256": upload.sha256},
     )
-    used, has = rows[0]
-    return None if has else (holder, max(0, limit - int(used)))
+    return None if used.copies else (holder, max(0, limit - int(used.size_bytes)))
 
 
 @operation
@@ -253,12 +261,14 @@ def _charged_account(upload: StoredUpload) -> Operation[Holder | None]:
         return "user", upload.user
     if upload.lease is None:
         return None
-    rows = yield Statement(
-        "SELECT user_id, team_id FROM tasks WHERE id = :task", {"task": upload.lease.task}
+    owners = yield from select(
+        TaskOwner,
+        "SELECT user_id, team_id FROM tasks WHERE id = :task",
+        {"task": upload.lease.task},
     )
-    if not rows:
+    if not owners:
         return None
-    user, team = rows[0]
+    [(user, team)] = owners
     return ("user", user) if team is None else ("team", team)
 
 

@@ -10,7 +10,7 @@ from gpool.core.ids import TaskId
 from gpool.core.model import Permission
 from gpool.core.permissions import Action, ObjectKind, Thing, missing
 from gpool.server.actions.operators import quotas
-from gpool.server.blobs import Part
+from gpool.server.blobs import UploadPart
 from gpool.server.identity.authorization import own, permit
 from gpool.server.server import Server
 from gpool.server.store.identity_values import Caller
@@ -22,7 +22,7 @@ from gpool.wire.frames import Hold
 @dataclass(frozen=True, slots=True)
 class ArtifactUpload:
     sha256: str
-    part: Part | None
+    part: UploadPart | None
     lease: Hold | None
     declared_bytes: int = 0  # by Content-Length; 0: not declared
 

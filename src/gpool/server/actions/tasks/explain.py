@@ -41,7 +41,7 @@ async def explain(server: Server, who: Caller, id_: TaskId) -> ExplainDocument:
     row = view.row
     if row.status.is_final:
         return explanation_document(view, Explanation("ended", _end_of(view)))
-    refused = server.scheduler.refused.explanation(id_, server.now)
+    refused = server.picture.rejected.explanation(id_, server.now)
     if refused is not None:
         return explanation_document(view, refused)
     if row.status is TaskStatus.RUNNING or view.note is not None:
@@ -55,17 +55,17 @@ async def explain(server: Server, who: Caller, id_: TaskId) -> ExplainDocument:
 
 
 async def _explain(server: Server, view: TaskView, id_: TaskId) -> ExplainDocument:
-    scheduler, explaining, now = server.scheduler, server.explaining, server.now
-    reason = await explaining.why(scheduler, id_, now)
-    if scheduler.state.queue_of(id_) is None:
+    picture, explaining, now = server.picture, server.explaining, server.now
+    reason = await explaining.why(picture, id_, now)
+    if picture.state.queue_of(id_) is None:
         return explanation_document(view, reason)
     reason = with_story(reason, await _story(server, view.row))
     estimate = None
     if reason.position is not None and reason.code not in HOPELESS:
-        estimate = await scheduler.forecasts.estimate(scheduler, now, id_, reason.ahead)
+        estimate = await picture.forecasts.estimate(picture, now, id_, reason.ahead)
     tried = Suggested()
     if reason.code != "next":
-        tried = await explaining.suggestions(scheduler, id_, now)
+        tried = await explaining.suggestions(picture, id_, now)
     if not tried.is_complete and not tried.found:
         reason = replace(reason, sentence=reason.sentence + _UNTRIED)
     return explanation_document(view, reason, estimate, tried.found)
@@ -100,7 +100,7 @@ def _said(server: Server, attempt: AttemptRow) -> str:
 
 
 def _where(server: Server, attempt: AttemptRow) -> str:
-    entry = server.scheduler.state.nodes.get(attempt.node)
+    entry = server.picture.state.nodes.get(attempt.node)
     known = entry.node if entry is not None else None
     return encode("node", attempt.node) if known is None else known.name
 

@@ -80,22 +80,22 @@ def _stored(user: UserId | None, team: int | None, wanted: QueueQuery) -> Operat
 
 
 async def _explained(server: Server, views: Iterable[TaskView]) -> dict[TaskId, ExplainDocument]:
-    scheduler, now = server.scheduler, server.now
+    picture, now = server.picture, server.now
     alike: dict[object, list[TaskView]] = {}
     found: dict[TaskId, ExplainDocument] = {}
     for view in views:
-        waiting = scheduler.state.queue_of(view.row.id)
+        waiting = picture.state.queue_of(view.row.id)
         shape = view.row.id if waiting is None else waiting.shape
         alike.setdefault(shape, []).append(view)
     for group in alike.values():
         for view, reason in zip(group, await _reasons(server, group), strict=True):
             row = view.row
-            if scheduler.state.queue_of(row.id) is not None:
+            if picture.state.queue_of(row.id) is not None:
                 log = f"gpool logs {encode('task', row.id)}"
                 reason = with_story(reason, Story(row.tries, row.losses, log=log))
             estimate = None
             if reason.position is not None and reason.code not in HOPELESS:
-                estimate = await scheduler.forecasts.estimate(scheduler, now, row.id, reason.ahead)
+                estimate = await picture.forecasts.estimate(picture, now, row.id, reason.ahead)
             found[row.id] = explanation_document(view, reason, estimate)
     return found
 
@@ -112,10 +112,10 @@ async def _reasons(server: Server, group: list[TaskView]) -> list[Explanation]:
 
 
 async def _reason(server: Server, id_: TaskId) -> Explanation:
-    refused = server.scheduler.refused.explanation(id_, server.now)
+    refused = server.picture.rejected.explanation(id_, server.now)
     if refused is not None:
         return refused
-    return await server.explaining.why(server.scheduler, id_, server.now)
+    return await server.explaining.why(server.picture, id_, server.now)
 
 
 def _ahead(tasks: int) -> Explanation:

@@ -20,7 +20,7 @@ from gpool.server.identity.authorization import batch_thing, permit, task_thing
 from gpool.server.server import Once, Server
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operation import operation
-from gpool.server.store.operations.tasks import checkpoints
+from gpool.server.store.operations.leases import preemption
 from gpool.server.store.operations.tasks import tasks as operations
 from gpool.server.store.protocol import Operation
 from gpool.server.store.values import Recording
@@ -32,7 +32,7 @@ async def cancel_task(server: Server, who: Caller, id_: TaskId, once: Once | Non
     """Cancel a task; an ended one stays as it is. False: a repetition, for which no permission was asked."""
     answered = await server.write_once(who.user, once, _cancel_task(id_, who, server.now), _nothing)
     if answered.value is not None:
-        server.scheduler.absorb(answered.value)
+        server.picture.absorb(answered.value)
     return answered.value is not None
 
 
@@ -41,7 +41,7 @@ async def cancel_batch(server: Server, who: Caller, id_: BatchId, once: Once | N
         who.user, once, _cancel_batch(id_, who, server.now), _nothing
     )
     if answered.value is not None:
-        server.scheduler.absorb(answered.value)
+        server.picture.absorb(answered.value)
         server.hub.publish((id_,))
     return answered.value is not None
 
@@ -67,7 +67,7 @@ def _cancel_batch(id_: BatchId, who: Caller, at: Instant) -> Operation[Recording
 
 async def preempt_tasks(server: Server, tasks: Sequence[TaskId]) -> Recording:
     """Preempt those of the tasks that hold a lease. The caller has checked the permission."""
-    recording = await server.write(checkpoints.preempt(tasks, server.now))
+    recording = await server.write(preemption.preempt(tasks, server.now))
     _fold(server, recording)
     return recording
 
@@ -86,8 +86,8 @@ def _fold(server: Server, recording: Recording) -> None:
     """Tell the scheduler, so that it preempts nothing else for the same capacity."""
     asked = dict.fromkeys(TaskId(hold.task) for _, hold in recording.to_preempt)
     if asked:
-        server.scheduler.fold(TasksPreempted(tuple(asked)))
-    server.scheduler.absorb(recording)
+        server.picture.fold(TasksPreempted(tuple(asked)))
+    server.picture.absorb(recording)
 
 
 @operation
@@ -95,7 +95,7 @@ def _preempt(id_: TaskId, who: Caller, at: Instant) -> Operation[Recording]:
     found = yield from operations.task(id_, None)
     permit(who, Action.TASK_PREEMPT, task_thing(found), named(id_))
     assert found is not None
-    recording = yield from checkpoints.preempt((id_,), at)
+    recording = yield from preemption.preempt((id_,), at)
     if not recording.to_preempt:
         state = "is being stopped already" if found.row.holding else "is waiting already"
         state = "has ended" if found.row.status.is_final else state

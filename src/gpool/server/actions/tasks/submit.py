@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import binascii
 from binascii import a2b_base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from gpool.core.errors import Invalid, TooLarge, TooMany, Unprocessable
+from gpool.core.errors import GpoolError, Invalid, TooLarge, TooMany, Unprocessable
 from gpool.core.ids import BatchId, SpecId, TaskId, UserId, decode, encode
 from gpool.core.model import INLINE_LIMIT_BYTES, KIB
 from gpool.core.permissions import Action, TeamId
-from gpool.server.actions.operators.quotas import most_queued, queue_quota_error, queue_quota_errors
+from gpool.server.actions.operators.quotas import most_queued, queue_quota_errors
 from gpool.server.actions.tasks.documents import encode_many
 from gpool.server.actions.tasks.query import acting_account
 from gpool.server.actions.tasks.specs import secrets_of, spec_of
 from gpool.server.identity.authorization import batch_thing, permit
 from gpool.server.identity.secrets.sealer import secret_place
 from gpool.server.server import Answered, Once, Server
-from gpool.server.store.batching import Gathering
+from gpool.server.store.batching import WriteBatcher
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operation import brief, operation
 from gpool.server.store.operations.tasks import idempotency, submissions
 from gpool.server.store.operations.tasks import tasks as operations
+from gpool.server.store.operations.tasks.submissions import (
+    MissingArtifacts,
+    NewTask,
+    Submission,
+    SubmittedTasks,
+)
 from gpool.server.store.protocol import Operation
-from gpool.server.store.values import MissingArtifacts, NewTask, Submission, Submitted
 from gpool.wire.documents import MAX_BATCH, TaskRequest
 from gpool.wire.frames import weight_of
 
@@ -63,12 +68,12 @@ class _Pending:
     def arrives(self) -> None:
         if not self.is_counted:
             self.is_counted = True
-            self.server.scheduler.arriving += len(self.submission.tasks)
+            self.server.picture.add_arriving(len(self.submission.tasks))
 
     def arrived(self) -> None:
         if self.is_counted:
             self.is_counted = False
-            self.server.scheduler.arriving -= len(self.submission.tasks)
+            self.server.picture.add_arriving(-len(self.submission.tasks))
 
     @property
     def key(self) -> tuple[UserId, str] | None:
@@ -91,17 +96,15 @@ async def submit(server: Server, who: Caller, request: TaskRequest, once: Once |
     permit(who, Action.TASK_SUBMIT, thing, f"team {request.team}")
     submission = await _submission(server, who, request, team)
     entry = _Pending(server, who, submission, once)
-    answered = None
-    if _is_light(submission) and submissions.is_plain(submission):
-        _admit(entry)
-        try:
-            answered = await server.submitting.take(entry)
-        finally:
-            if not entry.is_in_group:
-                entry.arrived()
-    if answered is None:
-        _admit(entry)
-        answered = await _alone(entry)
+    _let_in(entry)
+    take = server.submitting.take if _is_light(submission) else server.submitting.take_alone
+    try:
+        answered: _Outcome = await take(entry)
+    finally:
+        if not entry.is_in_group:
+            entry.arrived()
+    if isinstance(answered, GpoolError):
+        raise answered
     submitted, body = answered.value, answered.body
     if submitted is None:
         first = _decode(body)
@@ -117,15 +120,16 @@ async def submit(server: Server, who: Caller, request: TaskRequest, once: Once |
     return Accepted(body, submitted.batch, ids, fresh=True)
 
 
-def _admit(entry: _Pending) -> None:
-    scheduler, most = entry.server.scheduler, entry.server.settings.max_queued
-    waiting = scheduler.waiting + scheduler.arriving
+def _let_in(entry: _Pending) -> None:
+    """No more than the queue takes, with all that is on its way into it."""
+    picture, most = entry.server.picture, entry.server.settings.max_queued
+    waiting = picture.waiting + picture.arriving
     if waiting + len(entry.submission.tasks) > most:
         raise TooMany(f"the queue is full with {waiting} waiting tasks; try again later")
     entry.arrives()
 
 
-# ---- commits, of one submission or of several
+# ---- writing them, one or many
 
 
 def _is_light(s: Submission) -> bool:
@@ -134,38 +138,22 @@ def _is_light(s: Submission) -> bool:
     return weight_of(s.spec) + sum(len(task.payload) for task in s.tasks) <= GATHERED_BYTES
 
 
-_Written = Answered[Submitted] | None
-"""None: it could not be written with the others and must be written alone."""
+_Outcome = Answered[SubmittedTasks] | GpoolError
 
 
-def gathering() -> Gathering[_Pending, list[_Written], _Written]:
-    """Group commit of a server: small submissions that arrive during a write are written together by the next."""
-    return Gathering(_alone, _together, _fold)
+def batching() -> WriteBatcher[_Pending, list[_Outcome], _Outcome]:
+    """Return the batcher of a server's submissions."""
+    return WriteBatcher(_write, _fold)
 
 
-async def _alone(entry: _Pending) -> Answered[Submitted]:
-    """Commit one submission. A cancelled request leaves the scheduler in doubt (`Server.write`), which rereads the store."""
-    server, submission = entry.server, entry.submission
-    entry.arrives()
-    try:
-        submitting = _submit(server, submission, entry.who, most_queued(server))
-        operation = brief(submitting, len(submission.tasks))
-        answered = await server.write_once(entry.who.user, entry.once, operation, _document)
-        if answered.value is not None:
-            server.scheduler.queued(answered.value, submission)
-    finally:
-        entry.arrived()
-    return answered
-
-
-async def _together(group: Sequence[_Pending]) -> list[_Written]:
+async def _write(group: Sequence[_Pending]) -> list[_Outcome]:
     server, is_written = group[0].server, False
     for entry in group:
         entry.is_in_group = True
         entry.arrives()
     rows = sum(len(entry.submission.tasks) for entry in group)
     try:
-        written = await server.write(brief(_submit_together(group, most_queued(server)), rows))
+        written = await server.write(brief(_submit(group, most_queued(server)), rows))
         is_written = True
         return written
     finally:
@@ -173,17 +161,17 @@ async def _together(group: Sequence[_Pending]) -> list[_Written]:
             _leave(group)
 
 
-def _fold(group: Sequence[_Pending], answers: list[_Written]) -> list[_Written]:
-    scheduler, is_folded = group[0].server.scheduler, False
+def _fold(group: Sequence[_Pending], answers: list[_Outcome]) -> list[_Outcome]:
+    picture, is_folded = group[0].server.picture, False
     try:
         for entry, answered in zip(group, answers, strict=True):
-            if answered is not None and answered.value is not None:
-                scheduler.queued(answered.value, entry.submission)
+            if isinstance(answered, Answered) and answered.value is not None:
+                picture.add_submission(answered.value, entry.submission)
         is_folded = True
     finally:
         _leave(group)
         if not is_folded:
-            scheduler.doubt()  # the rest of the group is committed too
+            picture.invalidate()  # those behind it are committed too
     return answers
 
 
@@ -272,59 +260,94 @@ def _tasks(server: Server, request: TaskRequest) -> list[NewTask]:
 
 
 @operation
-def _submit(
-    server: Server, submission: Submission, who: Caller, most: int | None
-) -> Operation[Submitted]:
-    if not submission.is_new_batch:
-        found = yield from operations.batch(submission.batch, None)
-        permit(who, Action.BATCH_EXTEND, batch_thing(found), _batch(submission.batch))
-    full = yield from queue_quota_error(server, submission, most)
-    if full is not None:
-        raise full
-    outcome = yield from operations.submit(submission)
-    if isinstance(outcome, MissingArtifacts):
-        raise Unprocessable(
-            f"{len(outcome.sha256s)} artifact(s) named here are missing or not yours, "
-            f"e.g. {outcome.sha256s[0]}; upload them first (PUT /v1/artifacts/SHA256)",
-            missing=list(outcome.sha256s[:100]),
-        )
-    return outcome
-
-
-@operation
-def _submit_together(group: Sequence[_Pending], most: int | None) -> Operation[list[_Written]]:
-    """Commit those without an obstacle; the others get None and raise their error when written alone."""
-    server = group[0].server
-    seen = yield from idempotency.used({entry.key for entry in group if entry.key is not None})
-    new: list[int] = []
+def _submit(group: Sequence[_Pending], most: int | None) -> Operation[list[_Outcome]]:
+    """Submit those that nothing stands against; the others are answered with the reason, or with an earlier answer."""
+    outcomes: dict[int, _Outcome] = {}
+    saved = yield from idempotency.saved({entry.key for entry in group if entry.key is not None})
+    first: dict[tuple[UserId, str], int] = {}
+    fresh: list[int] = []
     for place, entry in enumerate(group):
-        if entry.key not in seen:
-            new.append(place)
-            if entry.key is not None:
-                seen.add(entry.key)  # a key counts once within the group too
-    asked = [group[place].submission for place in new]
-    full = yield from queue_quota_errors(server, asked, most)
-    plain = [place for place, why in zip(new, full, strict=True) if why is None]
-    written = yield from submissions.submit_together([group[place].submission for place in plain])
-    answers: list[_Written] = [None] * len(group)
-    kept: list[idempotency.Kept] = []
-    for place, submitted in zip(plain, written, strict=True):
-        if submitted is None:
+        key, once = entry.key, entry.once
+        if key is None or once is None:
+            fresh.append(place)
+        elif key in saved:
+            is_same = saved[key].fingerprint == once.fingerprint
+            answer = bytes(saved[key].answer)
+            outcomes[place] = Answered(None, answer) if is_same else idempotency.reused(once.key)
+        elif first.setdefault(key, place) == place:
+            fresh.append(place)
+    allowed: list[int] = []
+    for place in fresh:
+        refusal = yield from _may_extend(group[place])
+        if refusal is None:
+            allowed.append(place)
+        else:
+            outcomes[place] = refusal
+    full = yield from queue_quota_errors(
+        group[0].server, [group[place].submission for place in allowed], most
+    )
+    outcomes |= {place: why for place, why in zip(allowed, full, strict=True) if why is not None}
+    allowed = [place for place in allowed if place not in outcomes]
+    written = yield from submissions.submit([group[place].submission for place in allowed])
+    kept: list[idempotency.NewAnswer] = []
+    for place, found in zip(allowed, written, strict=True):
+        if not isinstance(found, SubmittedTasks):
+            outcomes[place] = found if isinstance(found, GpoolError) else _missing(found)
             continue
-        once, body = group[place].once, _document(submitted)
-        answers[place] = Answered(submitted, body)
+        once, body = group[place].once, _document(found)
+        outcomes[place] = Answered(found, body)
         if once is not None:
             user, at = group[place].who.user.id, group[place].submission.at
-            kept.append((user, once.key, once.fingerprint, body, at))
+            kept.append(idempotency.NewAnswer(user, once.key, once.fingerprint, body, at))
     yield from idempotency.keep(kept)
-    return answers
+    return [
+        outcomes[place] if place in outcomes else _repeated(entry, group, first, outcomes)
+        for place, entry in enumerate(group)
+    ]
+
+
+def _repeated(
+    entry: _Pending,
+    group: Sequence[_Pending],
+    first: Mapping[tuple[UserId, str], int],
+    outcomes: Mapping[int, _Outcome],
+) -> _Outcome:
+    """Return the answer to a request that has the key of another one of its group."""
+    assert entry.key is not None
+    assert entry.once is not None
+    place = first[entry.key]
+    earlier = group[place].once
+    if earlier is None or earlier.fingerprint != entry.once.fingerprint:
+        return idempotency.reused(entry.once.key)
+    found = outcomes[place]
+    return found if isinstance(found, GpoolError) else Answered(None, found.body)
+
+
+def _may_extend(entry: _Pending) -> Operation[GpoolError | None]:
+    submission = entry.submission
+    if submission.is_new_batch:
+        return None
+    found = yield from operations.batch(submission.batch, None)
+    try:
+        permit(entry.who, Action.BATCH_EXTEND, batch_thing(found), _batch(submission.batch))
+    except GpoolError as refusal:
+        return refusal
+    return None
+
+
+def _missing(found: MissingArtifacts) -> Unprocessable:
+    return Unprocessable(
+        f"{len(found.sha256s)} artifact(s) named here are not yours to see, "
+        f"e.g. {found.sha256s[0]}; upload them first (PUT /v1/artifacts/SHA256)",
+        missing=list(found.sha256s[:100]),
+    )
 
 
 def _batch(id_: BatchId) -> str:
     return f"batch {encode('batch', id_)}"
 
 
-def _document(submitted: Submitted) -> bytes:
+def _document(submitted: SubmittedTasks) -> bytes:
     return _encode(
         _SubmittedAnswer(
             encode("batch", submitted.batch),

@@ -28,7 +28,7 @@ from gpool.server.api.messages import (
     no_content,
     once_of,
 )
-from gpool.server.identity.audit import Anchor, Link, Whole
+from gpool.server.identity.audit import AuditAnchor, AuditLink, ChainIntact
 from gpool.server.identity.secrets.sealer import KeyStatus
 from gpool.server.scheduling.pricing_training import sentence
 from gpool.server.settings import span
@@ -235,18 +235,18 @@ async def get_audit(
     return answer(AuditPage(items=[_entry(link) for link in links], next=more))
 
 
-async def _checked(request: Request, anchors: list[Anchor]) -> AuditCheck:
+async def _checked(request: Request, anchors: list[AuditAnchor]) -> AuditCheck:
     found = await audit.verify(server_of(request), anchors)
-    if isinstance(found, Whole):
+    if isinstance(found, ChainIntact):
         head = f"{found.head.sequence}:{found.head.hash.hex()}"
         return AuditCheck(whole=True, entries=found.head.sequence, head=head)
     return AuditCheck(whole=False, entries=found.sequence - 1, why=found.why)
 
 
-def _anchor(text: str) -> Anchor:
+def _anchor(text: str) -> AuditAnchor:
     number, _, digest = text.partition(":")
     try:
-        return Anchor(int(number), bytes.fromhex(digest))
+        return AuditAnchor(int(number), bytes.fromhex(digest))
     except ValueError:
         raise Invalid(
             f"{text[:80]!r} is not an anchor; give NUMBER:HASH, as `verify` returns it"
@@ -263,7 +263,7 @@ def _keys(status: KeyStatus) -> KeysDocument:
     )
 
 
-def _entry(link: Link) -> AuditDocument:
+def _entry(link: AuditLink) -> AuditDocument:
     entry = link.entry
     return AuditDocument(
         number=entry.sequence,

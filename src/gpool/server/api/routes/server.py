@@ -9,7 +9,7 @@ from gpool.core.permissions import Action
 from gpool.server.api.callers import server_of, user_of
 from gpool.server.api.endpoints import EndpointRouter, SuccessReply
 from gpool.server.api.messages import answer, tagged
-from gpool.server.version import VERSION
+from gpool.server.server import VERSION
 from gpool.wire.documents import HealthDocument
 from gpool.wire.identity import JwksDocument
 

@@ -1,11 +1,20 @@
-"""The server's half of a node's proofs: makes challenges, checks answers, takes each once. Reads no clock.
+"""Proofs that a node holds its private key, server side: challenges on the channel, signed requests. Reads no clock.
 
-A challenge needs no memory: it carries its own expiry and a tag under the server's secret over everything it is for, so
-asking for a million of them costs nothing. Only answers that were right are remembered, until they have expired anyway;
-so the memory grows with what holders of real keys do, and with nothing a stranger does.
+Challenge. To join, to open the channel or to renew its token, a node signs a nonce of the server:
 
-On the channel challenge and answer travel one connection, so one process sees both. Where an answer may reach another
-replica, `secret` is shared and the memory is a table with the nonce as its primary key: `INSERT`, and a conflict is `USED`.
+    nonce = 16 random bytes | expiry (8 bytes, µs) | first 16 bytes of HMAC(secret, nonce so far, purpose, server, node)
+
+The server keeps no list of challenges: the tag shows that the nonce is its own, for this node and purpose, and the
+expiry is inside, 30 s after creation. A million unanswered challenges cost no memory. Only nonces of accepted answers
+are remembered, until they expire, so the memory grows with what holders of real keys do: a node that proves itself
+once a minute keeps half an entry on average.
+
+Request. A request carries the node's token and a signature of method, path, token, lease, time and a random nonce by
+the key the token is bound to. It is accepted within 60 s of its time and once. A stolen token is useless without the
+key; a recorded request is useless because its nonce is used.
+
+On the channel, challenge and answer travel over one connection, so one process sees both. If an answer could reach
+another replica, the memory would have to be a table with the nonce as primary key.
 """
 
 from __future__ import annotations
@@ -32,7 +41,7 @@ from gpool.transfer.node_proofs import (
 
 LIFE = Span(30 * SECOND)
 REQUEST_LIFE = Span(60 * SECOND)
-"""How far a request's own time may be from ours, either way."""
+"""Largest difference between a request's own time and ours, either way."""
 MAX_REMEMBERED = 500_000
 _RANDOM_BYTES, _TIME_BYTES, _TAG_BYTES = 16, 8, 16
 _NONCE_BYTES = _RANDOM_BYTES + _TIME_BYTES + _TAG_BYTES
@@ -50,28 +59,28 @@ _WEAK = frozenset(
         "ee" + "ff" * 30 + "7f",
     )
 )
-"""Points of small order, whatever their sign bit: under such a key anybody can sign, so it proves nothing."""
+"""Points of small order, sign bit cleared: anybody can sign under such a key, so it proves nothing."""
 
 
 class NotProven(StrEnum):
     FORM = "form"
-    FOREIGN = "foreign"  # no challenge of ours, or one for something else
+    FOREIGN = "foreign"  # a challenge of another server, node or purpose
     STALE = "stale"
     USED = "used"
     SIGNATURE = "signature"
-    KEY = "key"  # no key to prove anything with, or not the one the token is bound to
-    FULL = "full"  # more right answers than can be remembered: come back
+    KEY = "key"  # an unusable key, or not the one the token is bound to
+    FULL = "full"  # the memory of used nonces is full; try again
 
 
 @dataclass(frozen=True, slots=True)
 class Proven:
-    """Whoever answered holds the private half of this key."""
+    """Proof that the peer holds the private half of this key."""
 
     thumbprint: str
 
 
-class Memory:
-    """What was used, until it would be refused for its age alone."""
+class UsedNonces:
+    """Nonces of accepted proofs, until their expiry rejects a repeat anyway."""
 
     def __init__(self, most: int = MAX_REMEMBERED) -> None:
         self._used: set[tuple[str, str]] = set()
@@ -82,7 +91,7 @@ class Memory:
         return len(self._used)
 
     def take(self, key: tuple[str, str], expires: Instant, now: Instant) -> NotProven | None:
-        """None the first time."""
+        """Record a nonce; None the first time."""
         while self._order and self._order[0][0] <= now:
             self._used.discard(self._order.popleft()[1])
         if key in self._used:
@@ -95,16 +104,16 @@ class Memory:
 
 
 class Proofs:
-    """`server` is the name nodes know this server by."""
+    """Creates and checks proofs; `server` is the pool's name, `secret` is shared by all replicas."""
 
-    def __init__(self, secret: bytes, server: str, memory: Memory | None = None) -> None:
+    def __init__(self, secret: bytes, server: str, memory: UsedNonces | None = None) -> None:
         self._secret, self._server = secret, server
-        self._memory = memory if memory is not None else Memory()
+        self._memory = memory if memory is not None else UsedNonces()
 
     def challenge(self, purpose: str, node: str, entropy: bytes, now: Instant) -> str:
-        """A nonce for one node and purpose. `entropy`: 16 random bytes."""
+        """Nonce for one node and purpose, valid for `LIFE`; `entropy` is 16 random bytes."""
         if len(entropy) != _RANDOM_BYTES:
-            raise ValueError(f"{_RANDOM_BYTES} random bytes are needed, not {len(entropy)}")
+            raise ValueError(f"entropy must have {_RANDOM_BYTES} bytes, not {len(entropy)}")
         body = entropy + (now + LIFE).to_bytes(_TIME_BYTES, "big")
         raw = body + self._tag(body, purpose, node)
         return base64.urlsafe_b64encode(raw).decode().rstrip("=")
@@ -114,7 +123,7 @@ class Proofs:
     ) -> Proven | NotProven:
         """Whether the answer proves possession of `statement.public`, here, for this, and for the first time.
 
-        The statement is the server's own: node and key from its store, purpose from the route, the nonce as it came.
+        The caller builds the statement from its store (node, key) and route (purpose); only the nonce is the peer's.
         """
         raw = signature_from(signature)
         nonce = _nonce(statement.nonce)
@@ -137,9 +146,9 @@ class Proofs:
     def request(
         self, statement: RequestStatement, header: str, public: bytes, claims: Claims, now: Instant
     ) -> Proven | NotProven:
-        """Whether this very request was signed just now, for the first time, by the key its token is bound to.
+        """Check the proof header of a request against the key its token is bound to.
 
-        Of the statement, time and nonce are replaced by the header's: they are the node's to say.
+        The header supplies time and nonce of the statement, the caller everything else.
         """
         proof = parse_request_proof(header)
         raw = signature_from(proof.signature) if proof else None
@@ -150,10 +159,10 @@ class Proofs:
         at = proof.at_s * SECOND
         if abs(now - at) > REQUEST_LIFE:
             return NotProven.STALE
-        said = replace(statement, at_s=proof.at_s, nonce=proof.nonce)
+        signed = replace(statement, at_s=proof.at_s, nonce=proof.nonce)
         if statement.server != self._server:
             return NotProven.FOREIGN
-        if not _signed(public, raw, said.message()):
+        if not _signed(public, raw, signed.message()):
             return NotProven.SIGNATURE
         expires = Instant(at + REQUEST_LIFE + SECOND)
         used = self._memory.take((claims.key, proof.nonce), expires, now)
@@ -166,7 +175,7 @@ class Proofs:
 
 
 def is_sound(public: bytes) -> bool:
-    """Whether a node may have this key: 32 bytes, and a signature under it takes its private half."""
+    """Whether the key has 32 bytes and is not a point of small order."""
     return len(public) == 32 and public[:31] + bytes([public[31] & 0x7F]) not in _WEAK
 
 

@@ -1,8 +1,7 @@
-"""Where nodes prove who they are: joining, opening the channel, renewing their token, and with every request.
+"""Authentication of nodes: join, channel, token renewal and requests. Authorization is not decided here.
 
-A node's token is signed by us and bound to the node's key. On the channel it is worth something only behind a
-connection that has proved the key; on a request only beside a signature of that very request. So whoever steals a token
-has nothing. It decides who somebody is, not what they may do.
+A node's token is signed by the server and bound to the node's key; it is valid only on a connection that proved the
+key, or beside a signature of the request. `proofs` explains the scheme.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from gpool.server.identity.node_proofs.proofs import NotProven, Proofs, Proven, 
 from gpool.server.identity.tokens.access import (
     LIFE_S,
     Claims,
-    Grant,
     KeySet,
-    Place,
-    Reader,
+    TokenAudience,
+    TokenGrant,
+    TokenReader,
     TokenType,
     issue,
     new_key,
@@ -46,31 +45,31 @@ MAX_REMEMBERED = 10_000
 
 
 def pool_name(root_key: bytes) -> str:
-    """How nodes know this server: told when they join, the same on every replica, and nobody else's."""
+    """Name of the pool in proofs: derived from the root key, so it is equal on every replica and unique."""
     return "pool-" + hmac.new(root_key, b"gpool server name", hashlib.sha256).hexdigest()[:32]
 
 
 def pool_keys(root_key: bytes) -> KeySet:
-    """A set of one key for nodes' tokens, where no rotating set is at hand."""
+    """The one signing key of node tokens, derived from the root key."""
     seed = hmac.new(root_key, b"gpool node tokens", hashlib.sha256).digest()
     return KeySet((new_key(seed, Instant(0)),))
 
 
 @dataclass(frozen=True, slots=True)
-class Issued:
+class IssuedToken:
     token: str
     at: Instant
     lives: Span
 
 
 @dataclass(frozen=True, slots=True)
-class _Remembered:
+class _CachedNode:
     who: NodeCredentials
     until: Instant
 
 
-class NodeGate:
-    """`secret` is shared by all replicas, as is the set of keys; `remember`: how long a removed node may be taken for one."""
+class NodeAuthenticator:
+    """`root_key` is shared by all replicas; `remember`: how long a removed node may still be accepted."""
 
     def __init__(
         self,
@@ -79,28 +78,22 @@ class NodeGate:
         root_key: bytes,
         *,
         remember: Span,
-        keys: KeySet | None = None,
     ) -> None:
         self.name = pool_name(root_key)
         self._store, self._now, self._remember = store, now, remember
-        self._place = Place(self.name, self.name)
-        self._keys = keys if keys is not None else pool_keys(root_key)
-        self._reader = Reader(self._keys, self._place)
+        self._place = TokenAudience(self.name, self.name)
+        self._keys = pool_keys(root_key)
+        self._reader = TokenReader(self._keys, self._place)
         challenges = hmac.new(root_key, b"gpool challenges", hashlib.sha256).digest()
         self._proofs = Proofs(challenges, self.name)
-        self._known: dict[NodeId, _Remembered] = {}
-
-    def use(self, keys: KeySet) -> None:
-        """The keys have been rotated."""
-        self._keys = keys
-        self._reader.use(keys)
+        self._known: dict[NodeId, _CachedNode] = {}
 
     def forget(self) -> None:
-        """A node was removed: the next look-up asks the store."""
+        """Drop cached nodes, after one was removed."""
         self._known.clear()
 
     async def node(self, id_: NodeId) -> NodeCredentials | None:
-        """The node, when it has a key to prove itself with."""
+        """Credentials of a node that has a public key, else None."""
         now = self._now()
         known = self._known.get(id_)
         if known is not None and known.until > now:
@@ -110,16 +103,16 @@ class NodeGate:
             return None
         if len(self._known) >= MAX_REMEMBERED:
             self._known.clear()
-        self._known[id_] = _Remembered(found, Instant(now + self._remember))
+        self._known[id_] = _CachedNode(found, Instant(now + self._remember))
         return found
 
     # ---- challenges
 
     def challenge(self, purpose: Purpose, node: NodeId | None = None) -> str:
-        return self._proofs.challenge(purpose, _spelt(node), secrets.token_bytes(16), self._now())
+        return self._proofs.challenge(purpose, _encoded(node), secrets.token_bytes(16), self._now())
 
     def joins(self, public_key: str, nonce: str, signature: str) -> Proven | NotProven:
-        """Whether somebody about to join holds the key they name."""
+        """Check that a joining node holds the private half of `public_key`."""
         return self._answered(Purpose.JOIN, None, public_key, nonce, signature)
 
     def proves(
@@ -133,24 +126,24 @@ class NodeGate:
         public = public_from(public_key)
         if public is None:
             return NotProven.KEY
-        statement = ChallengeStatement(purpose, self.name, _spelt(node), public, nonce)
+        statement = ChallengeStatement(purpose, self.name, _encoded(node), public, nonce)
         return self._proofs.answered(statement, signature, self._now())
 
     # ---- tokens
 
-    def token(self, who: NodeCredentials) -> Issued:
-        """For a node that has just proved its key."""
+    def token(self, who: NodeCredentials) -> IssuedToken:
+        """Issue a token to a node that has just proved its key."""
         public = public_from(who.public_key or "")
-        assert public is not None, "it has just signed with this key"
+        assert public is not None, "the node has just signed with this key"
         now = self._now()
-        grant = Grant(TokenType.NODE, _spelt(who.node), key=thumbprint(public))
+        grant = TokenGrant(TokenType.NODE, _encoded(who.node), key=thumbprint(public))
         made = issue(self._keys, self._place, grant, secrets.token_urlsafe(16), now)
-        return Issued(made, now, LIFE)
+        return IssuedToken(made, now, LIFE)
 
     def good_until(self, token: str, node: NodeId, key: str) -> Instant | None:
-        """Until when a frame of this node, behind a connection that proved `key`, may carry the token; None: never."""
+        """Expiry of the token for frames of this node on a connection that proved `key`; None if it is not valid there."""
         claims = self._claims(token)
-        if claims is None or claims.key != key or claims.subject != _spelt(node):
+        if claims is None or claims.key != key or claims.subject != _encoded(node):
             return None
         return Instant(claims.expires_at_s * SECOND)
 
@@ -163,7 +156,7 @@ class NodeGate:
     async def requests(
         self, method: str, path: str, lease: str, token: str, proof: str
     ) -> NodeCredentials:
-        """The node that sent this very request; `NotSignedIn` otherwise, whatever was wrong."""
+        """Authenticate a request by token and proof; `NotSignedIn` without a reason otherwise."""
         claims = self._claims(token)
         if claims is None or parse_request_proof(proof) is None:
             raise _not_proven()
@@ -179,7 +172,7 @@ class NodeGate:
 
 
 def checked_public_key(text: str) -> str:
-    """A key a node may have, as the store holds it."""
+    """Return a usable public key as stored; `Invalid` otherwise."""
     public = public_from(text)
     if public is None or not is_sound(public):
         raise Invalid(
@@ -188,11 +181,11 @@ def checked_public_key(text: str) -> str:
     return text
 
 
-def _spelt(node: NodeId | None) -> str:
+def _encoded(node: NodeId | None) -> str:
     return "" if node is None else encode("node", node)
 
 
 def _not_proven() -> NotSignedIn:
     return NotSignedIn(
-        "the node's token or the proof beside it does not hold; the agent gets a new token on its channel"
+        "the node's token or its proof is not valid; the agent gets a new token on its channel"
     )

@@ -1,11 +1,9 @@
-"""Seals and opens the store's secret fields, and changes their keys while the server serves. Decides nothing about who may.
+"""Seals and opens secret fields of the store, and rotates their keys while serving (`envelope` explains the scheme).
 
-Keys. Every server seals under a data key of its own, made when it first seals something and committed before it is
-used; it opens what all of them sealed. Rotation is a state of the store, not of a process: all data keys are retired
-in one transaction, and whoever finds a retired key (this server, another, one started after a crash)
-moves the fields to its own, a page at a time, each guarded by the bytes that were read. A server whose own key was
-retired by another begins a new one when it looks next (the `Keys` loop); so a retired key is forgotten only `GRACE` later,
-and only when no field needs it.
+Each server seals with its own data key and opens those of all servers. A rotation is a state of the store: one
+transaction retires all data keys; every server that finds a retired key, also after a crash, moves fields to its own
+key page by page. A server learns of a retirement when its `Keys` loop runs next and may seal with the old key until
+then, so a retired key is deleted only after `GRACE` and only if no field uses it.
 """
 
 from __future__ import annotations
@@ -24,30 +22,30 @@ from gpool.core.errors import Conflict, InternalFault
 from gpool.core.ids import SpecId
 from gpool.core.model import SECOND, Instant, Span
 from gpool.server.identity.secrets import envelope
-from gpool.server.identity.secrets.envelope import Envelope, Master, Place, WrappedKey
+from gpool.server.identity.secrets.envelope import Envelope, FieldLocation, MasterKey, WrappedKey
 from gpool.server.store.operations.identity import sealed_fields
 from gpool.server.store.protocol import Operation, Store
-from gpool.server.store.sealed_values import DataKey, SealedField, SealedSecrets
+from gpool.server.store.values import DataKey, SealedField, SealedSecrets
 from gpool.server.wakeups import Wake
 from gpool.wire.frames import Secret
 
 log = logging.getLogger(__name__)
 
 OLDEST = Span(30 * 86_400 * SECOND)
-"""A data key seals no longer than this."""
+"""Longest use of a data key for sealing."""
 GRACE = Span(600 * SECOND)
 PAGE = 500
 
 
 @dataclass(frozen=True, slots=True)
 class MasterSource:
-    """Where master keys come from: a command, a variable's value, else a file of our own. The first found is it."""
+    """Source of master keys: a command, else a text, else a file of the server."""
 
     file: Path
     text: str = ""
     command: str = ""
 
-    def load(self) -> tuple[Master, ...]:
+    def load(self) -> tuple[MasterKey, ...]:
         if self.command:
             return envelope.masters_from_command(shlex.split(self.command))
         if self.text:
@@ -56,19 +54,17 @@ class MasterSource:
 
     @property
     def is_ours(self) -> bool:
-        """A file that we may write a new key into."""
+        """Whether the source is a file the server may write."""
         return not (self.command or self.text)
 
 
 @dataclass(frozen=True, slots=True)
 class KeyStatus:
-    """How far a rotation is."""
-
     data_keys: int
-    retired: int  # of them: to be emptied and forgotten
+    retired: int  # of these: to be emptied and deleted
     fields: int
     left: int  # fields still sealed with a retired key
-    masters: int  # more than one: a master's rotation is under way
+    masters: int  # more than one: a master key rotation is in progress
 
 
 class Sealer:
@@ -79,34 +75,34 @@ class Sealer:
         self._masters = source.load()
         self._marking = _marking(self._masters)
         self._envelope = Envelope(self._masters)
-        self._own: bytes | None = None  # committed, and not retired as far as we know
+        self._own: bytes | None = None  # id of our data key: committed, not known to be retired
         self._turn = asyncio.Lock()
         self.wake = Wake()
 
     # ---- fields
 
-    async def seal(self, place: Place, plain: bytes) -> bytes:
+    async def seal(self, place: FieldLocation, plain: bytes) -> bytes:
         await self.prepare()
         return self._envelope.seal(place, plain)
 
     async def prepare(self) -> None:
-        """After this, and before the next await, `seal_now` may be called."""
+        """Make sure of a data key; `seal_now` may be called until the next await."""
         if self._is_worn():
             async with self._turn:
                 if self._is_worn():
                     await self._begin()
 
-    def seal_now(self, place: Place, plain: bytes) -> bytes:
+    def seal_now(self, place: FieldLocation, plain: bytes) -> bytes:
         return self._envelope.seal(place, plain)
 
-    async def open(self, place: Place, field: bytes) -> bytes:
-        """`InternalFault` when it was not sealed for this place, or was changed."""
+    async def open(self, place: FieldLocation, field: bytes) -> bytes:
+        """Decrypt; `InternalFault` if the field was changed or moved."""
         if not self._envelope.knows(field):
             self._adopt(await self._store.read(sealed_fields.data_keys()))
         return self._envelope.open(place, field)
 
     def opened(self, found: SealedSecrets) -> tuple[Mapping[int, tuple[Secret, ...]], set[SpecId]]:
-        """The secrets of specs, and those specs whose secrets do not open."""
+        """Secrets by spec, and the specs with a secret that does not decrypt."""
         if not found.fields:
             return {}, set()
         self._adopt(found.keys)
@@ -125,9 +121,9 @@ class Sealer:
         return opened, shut
 
     def opened_fields(
-        self, fields: Sequence[tuple[Place, bytes]], keys: Sequence[DataKey]
+        self, fields: Sequence[tuple[FieldLocation, bytes]], keys: Sequence[DataKey]
     ) -> list[bytes | None]:
-        """Each as it was before it was sealed; None: it does not open."""
+        """Plain bytes of each field; None if it does not decrypt."""
         if not fields:
             return []
         self._adopt(keys)
@@ -140,7 +136,7 @@ class Sealer:
         return found
 
     def mark(self, *parts: bytes) -> str:
-        """The same for the same parts on every replica, and useless for guessing them: keyed by the master key."""
+        """Keyed hash of the parts: equal on every replica, no help in guessing them."""
         made = self._marking.copy()
         for part in parts:
             made.update(len(part).to_bytes(8, "big"))
@@ -151,7 +147,6 @@ class Sealer:
         return self._own is None or self._envelope.is_worn(self._now(), OLDEST)
 
     async def _begin(self) -> WrappedKey:
-        """A data key of our own, committed before anything is sealed under it."""
         self._own = None
         made = self._envelope.begin_key(self._now())
         await self._store.write(
@@ -163,18 +158,18 @@ class Sealer:
     def _adopt(self, keys: Sequence[DataKey]) -> None:
         wrapped = [WrappedKey(key.id, key.wrapped, key.created_at) for key in keys]
         if any(not self._has_master_of(key) for key in wrapped):
-            self._use(self._source.load())  # another replica changed them
+            self._use(self._source.load())  # another replica rotated them
         self._envelope.adopt(wrapped)
 
     # ---- rotation
 
     @staticmethod
     def rotation(at: Instant) -> Operation[int]:
-        """Begins one when it is committed; gives how many keys it retires. `looked_again` must follow."""
+        """Operation that retires all data keys and returns their number; call `look_again` after its commit."""
         return sealed_fields.retire_data_keys(at)
 
     async def look_again(self) -> tuple[DataKey, ...]:
-        """Takes up what other servers did to the keys; one whose own key was retired seals with a new one from now on."""
+        """Reload the data keys; if ours was retired, the next seal uses a new one."""
         keys = await self._store.read(sealed_fields.data_keys())
         self._adopt(keys)
         live = {key.id for key in keys if key.retired_at is None}
@@ -183,9 +178,9 @@ class Sealer:
         return keys
 
     async def rekey(self, pause: Callable[[], Awaitable[None]]) -> int:
-        """Moves every field under a retired key to ours, then forgets the keys; how many were moved.
+        """Reseal every field under a retired key, then delete those keys; return the number of fields.
 
-        `pause` is awaited after each page, so that others get their turn. May be stopped anywhere and begun again.
+        `pause` is awaited after each page. The work may be interrupted and restarted at any point.
         """
         retired = {key.id for key in await self.look_again() if key.retired_at is not None}
         moved = 0
@@ -207,12 +202,12 @@ class Sealer:
     def _resealed(self, fields: Sequence[SealedField]) -> list[tuple[SealedField, bytes]]:
         changes = []
         for field in fields:
-            place = Place(field.table, field.row, field.column)
+            place = FieldLocation(field.table, field.row, field.column)
             try:
                 new = self._envelope.resealed(place, field.sealed)
             except InternalFault:
-                # Somebody changed it in the store: it opens for nobody, and keeps its key from being forgotten.
-                log.exception("%s of %s %s does not open", field.column, field.table, field.row)
+                # Changed in the store: nobody can open it, and its data key is kept.
+                log.exception("%s of %s %s does not decrypt", field.column, field.table, field.row)
                 continue
             if new is not None:
                 changes.append((field, new))
@@ -223,20 +218,20 @@ class Sealer:
             if key.retired_at is not None and key.retired_at + GRACE <= self._now():
                 with suppress(
                     Conflict
-                ):  # something was sealed with it meanwhile: the next turn finds it
+                ):  # a field was sealed with it meanwhile: the next turn moves it
                     await self._store.write(sealed_fields.forget_data_key(key.id))
 
     # ---- master keys
 
     async def rotate_master(self) -> int:
-        """A new master in our file, or the one that was put first where they come from; how many keys it wraps anew."""
+        """Add a master key to our file, or load a new first one from the source; return the number of rewrapped keys."""
         if self._source.is_ours and len(await asyncio.to_thread(self._source.load)) == 1:
             await asyncio.to_thread(envelope.add_master_to_file, self._source.file)
         self._use(await asyncio.to_thread(self._source.load))
         return await self.rewrap()
 
     async def rewrap(self) -> int:
-        """Wraps every data key by the first master; then, in our own file, the others go. Does nothing when all is so."""
+        """Wrap every data key by the first master key, then drop the others from our file. Idempotent."""
         keys = await self._store.read(sealed_fields.data_keys())
         old = {key.id: key.wrapped for key in keys}
         done = 0
@@ -256,7 +251,7 @@ class Sealer:
     def _has_master_of(self, key: WrappedKey) -> bool:
         return any(key.wrapped[1 : envelope.HEAD_BYTES] == each.id for each in self._masters)
 
-    def _use(self, masters: tuple[Master, ...]) -> None:
+    def _use(self, masters: tuple[MasterKey, ...]) -> None:
         self._masters = masters
         self._marking = _marking(self._masters)
         self._envelope.use_masters(self._masters)
@@ -274,11 +269,10 @@ class Sealer:
         )
 
 
-def _marking(masters: Sequence[Master]) -> hmac.HMAC:
-    """By the oldest master: marks change when a rotation is over, not while it goes on."""
+def _marking(masters: Sequence[MasterKey]) -> hmac.HMAC:
+    """HMAC by the oldest master key: marks change at the end of a rotation, not during it."""
     return hmac.new(masters[-1].key, b"gpool marks 1\0", hashlib.sha256)
 
 
-def secret_place(spec: int, name: str) -> Place:
-    """Where a task's secret lies."""
-    return Place("task_secrets", f"{spec}/{name}", "sealed")
+def secret_place(spec: int, name: str) -> FieldLocation:
+    return FieldLocation("task_secrets", f"{spec}/{name}", "sealed")

@@ -1,29 +1,30 @@
-"""Refresh tokens: a family per sign-in, one token at a time, each use gives the next. Pure; the store does the writing.
+"""Refresh tokens: one family per sign-in session, one valid token at a time. Pure; the store does the writing.
 
-A token names its family and generation and carries a tag under the family's own random seed:
-`gpr_FAMILY.GENERATION.TAG`. So no token is stored, nor a hash of each: the row holds the seed (sealed by the envelope)
-and the generation that is good now. From these follow
-- the same successor again for a client whose answer was lost: it is computed, not remembered;
-- reuse of *any* earlier token is recognised, however old, and a made-up one is never mistaken for it: whoever merely
-  knows a family's name cannot end it.
+Token. `gpr_FAMILY.GENERATION.TAG` with TAG = HMAC(seed, FAMILY, GENERATION); the seed is random per family. The row
+holds the sealed seed and the valid generation, no token and no hash. From these follow:
+- the successor is computed, so a client whose response was lost gets the same successor again;
+- reuse of any earlier token is detected, however old, while a forged token never ends a family.
 
-Rules. The current generation rotates. The one before it, within `grace` of the rotation, gets the current token again.
-Anything older, or later than that, is reuse: somebody else holds a copy, and the family ends for both.
+Rules for a token of generation g, if the row is at generation n:
+- g = n: rotate to n + 1 and return its token;
+- g = n - 1, within `grace` (30 s) of the rotation: return token n again (the response was lost);
+- otherwise: reuse. Two parties hold copies, so the family ends for both.
 
-The write. Read the row, ask `present`, then carry out its decision, guarded:
+Example: the client sends token 4 at 12:00:00, the row moves to 5, the response is lost. It sends 4 again at 12:00:10
+and gets 5. A thief who sends 4 at 12:01:00 is 60 s late: the family ends, and owner and thief must sign in again.
 
-    Rotate:  UPDATE refresh_families SET generation = :next, rotated_at = :now, idle_until = :idle_until
-             WHERE id = :id AND generation = :next - 1 AND ended_at IS NULL
-    End:     UPDATE refresh_families SET ended_at = :now, end_reason = :reason
-             WHERE id = :id AND generation = :generation AND ended_at IS NULL
-    Repeat, Refuse:  nothing to write
+Concurrent writes. Read the row, call `present`, carry out the decision guarded by the generation:
 
-Zero rows mean that somebody was faster: read again and ask `present` again (`MAX_TURNS` bounds it; each turn means
-another request succeeded). Of fifty parallel refreshes with one token one UPDATE finds `generation = n`; the other 49
-then see themselves as the previous generation within the grace, and get the same successor.
+    Rotate:    UPDATE … SET generation = n + 1, rotated_at, idle_until WHERE id AND generation = n AND ended_at IS NULL
+    EndFamily: UPDATE … SET ended_at, end_reason WHERE id AND generation = n AND ended_at IS NULL
+    Repeat, Refuse: no write
 
-A thief who copies a token and refreshes in lockstep with its owner, each time within the grace, stays unseen while that
-lasts; that is the price of the window, and why it is short.
+If no row was updated, another request was faster: read again and call `present` again, at most `MAX_TURNS` times. Of
+fifty parallel refreshes with one token, one UPDATE finds generation n; the other 49 then present generation n - 1
+within the grace and get the same successor.
+
+Limit: a thief who refreshes in step with the owner, always within the grace, stays undetected while that lasts;
+therefore the grace is short.
 """
 
 from __future__ import annotations
@@ -47,42 +48,40 @@ _TOKEN = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    grace: Span
-    idle: Span  # unused for so long: over
-    life: Span  # since the sign-in, whatever the use
+class RefreshTerms:
+    grace: Span  # how long the previous token returns the current one again
+    idle: Span  # life without a refresh
+    life: Span  # life since the sign-in
 
 
 DAY = 86_400 * SECOND
-TERMS = Terms(grace=Span(30 * SECOND), idle=Span(30 * DAY), life=Span(180 * DAY))
+TERMS = RefreshTerms(grace=Span(30 * SECOND), idle=Span(30 * DAY), life=Span(180 * DAY))
 
 
-class End(StrEnum):
+class FamilyEnd(StrEnum):
     SIGNED_OUT = "signed_out"
     REVOKED = "revoked"  # by an operator, or a changed password
     REUSED = "reused"
-    AHEAD = "ahead"  # a genuine token the row has not reached: the store went back to a backup
+    AHEAD = "ahead"  # a genuine token of a later generation: the store was restored from a backup
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One row. `seed` is stored sealed; `generation` is of the token that is good now."""
+    """A row of `sessions`. `seed` is stored sealed; `generation` is that of the valid token."""
 
     id: str
     user: UserId
     seed: bytes = field(repr=False)
     generation: int
-    rotated_at: Instant  # when the current generation came; the sign-in for 0
+    rotated_at: Instant  # start of the current generation; of 0: the sign-in
     idle_until: Instant
     expires_at: Instant
     ended_at: Instant | None = None
-    end_reason: End | None = None
+    end_reason: FamilyEnd | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Presented:
-    """A refresh token taken apart; nothing about it is proved yet."""
-
     family: str
     generation: int
     tag: str = field(repr=False)
@@ -93,7 +92,7 @@ class Presented:
 
 @dataclass(frozen=True, slots=True)
 class Rotate:
-    """Write `row`, guarded by the generation before it; then hand out `token`."""
+    """Write `row`, guarded by the previous generation; then return `token`."""
 
     row: Family
     token: str = field(repr=False)
@@ -101,20 +100,20 @@ class Rotate:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """Hand out the same successor as before; nothing to write."""
+    """Return the current token again; write nothing."""
 
     token: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class EndFamily:
-    """Write `row`, guarded; the caller is not signed in, and neither is anybody with a token of this family."""
+    """Write `row`, guarded: every token of the family becomes invalid."""
 
     row: Family
 
 
 class Refusal(StrEnum):
-    UNKNOWN = "unknown"  # no such family, or no token of it: changes nothing
+    UNKNOWN = "unknown"  # no such family, or a forged token of it
     ENDED = "ended"
     EXPIRED = "expired"
 
@@ -127,13 +126,15 @@ class Refuse:
 Decision = Rotate | Repeat | EndFamily | Refuse
 
 
-# ---- the machine
+# ---- transitions
 
 
-def begin(user: UserId, entropy: bytes, now: Instant, terms: Terms = TERMS) -> tuple[Family, str]:
-    """A new family for a sign-in, and its first token. `entropy`: 48 random bytes, 16 for the name, 32 for the seed."""
+def begin(
+    user: UserId, entropy: bytes, now: Instant, terms: RefreshTerms = TERMS
+) -> tuple[Family, str]:
+    """Create a family for a sign-in, with its first token. `entropy`: 16 random bytes for the id, 32 for the seed."""
     if len(entropy) != 16 + SEED_BYTES:
-        raise ValueError(f"{16 + SEED_BYTES} random bytes are needed, not {len(entropy)}")
+        raise ValueError(f"entropy must have {16 + SEED_BYTES} bytes, not {len(entropy)}")
     family = Family(
         id=_name(entropy[:16]),
         user=user,
@@ -147,7 +148,7 @@ def begin(user: UserId, entropy: bytes, now: Instant, terms: Terms = TERMS) -> t
 
 
 def parse(text: str) -> Presented | None:
-    """None when it cannot be one of ours: no need to ask the store."""
+    """Parse a token; None if malformed, so that the store need not be read."""
     match = _TOKEN.fullmatch(text)
     if match is None:
         return None
@@ -155,9 +156,9 @@ def parse(text: str) -> Presented | None:
 
 
 def present(
-    family: Family | None, presented: Presented, now: Instant, terms: Terms = TERMS
+    family: Family | None, presented: Presented, now: Instant, terms: RefreshTerms = TERMS
 ) -> Decision:
-    """What follows from this token being shown now. Changes nothing itself."""
+    """Decide what a presented token leads to; the caller carries the decision out."""
     if family is None or family.id != presented.family:
         return Refuse(Refusal.UNKNOWN)
     if not hmac.compare_digest(_tag(family, presented.generation), presented.tag):
@@ -177,11 +178,11 @@ def present(
         return Rotate(row, token_of(row, row.generation))
     if behind == 1 and now - family.rotated_at <= terms.grace:
         return Repeat(token_of(family, family.generation))
-    return EndFamily(ended(family, End.REUSED if behind > 0 else End.AHEAD, now))
+    return EndFamily(ended(family, FamilyEnd.REUSED if behind > 0 else FamilyEnd.AHEAD, now))
 
 
-def ended(family: Family, reason: End, now: Instant) -> Family:
-    """The row of a family that is over; an end that was before stays."""
+def ended(family: Family, reason: FamilyEnd, now: Instant) -> Family:
+    """Row of the ended family; an earlier end stays."""
     if family.ended_at is not None:
         return family
     return replace(family, ended_at=now, end_reason=reason)

@@ -1,6 +1,6 @@
-"""The keys that sign access tokens, as the store has them: made at the first start, rotated, looked at again now and then.
+"""Signing keys of access tokens in the store: created at first start, rotated, reloaded when another replica rotates.
 
-Holds the private halves opened in memory, and never writes one unsealed. What a token must look like is `tokens`' matter.
+Private halves are open in memory only; the store holds them sealed. Rotation in time: see `tokens.access`.
 """
 
 from __future__ import annotations
@@ -10,21 +10,20 @@ import secrets
 from dataclasses import dataclass
 
 from gpool.core.model import SECOND, Instant, Span
-from gpool.server.identity.secrets.envelope import Place as Sealed
+from gpool.server.identity.secrets.envelope import FieldLocation
 from gpool.server.identity.secrets.sealer import Sealer
 from gpool.server.identity.tokens.access import (
-    LIFE_S,
-    SKEW_S,
     Claims,
-    Grant,
-    Key,
     KeySet,
-    Place,
-    Reader,
-    Rejected,
+    RejectedToken,
+    RejectionReason,
+    TokenAudience,
+    TokenGrant,
+    TokenKey,
+    TokenReader,
     TokenType,
-    Why,
     issue,
+    last_use,
     new_key,
 )
 from gpool.server.store.identity_values import SigningKey
@@ -32,40 +31,42 @@ from gpool.server.store.operation import operation
 from gpool.server.store.operations.identity import sessions
 from gpool.server.store.protocol import Operation, Store
 
-LOOK_AGAIN = Span(5 * SECOND)
-"""A key we do not know may be another replica's new one; strangers' tokens make us look no oftener than this."""
+RELOAD_EVERY = Span(5 * SECOND)
+"""Shortest interval between reloads for an unknown `kid`, which may be a new key of another replica or a forgery."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rotating:
-    every: Span  # a new key so often
-    lead: Span  # how long a key is known before it signs
+class KeyRotation:
+    every: Span  # life of a signing key
+    lead: Span  # from publishing a key to signing with it
 
 
-class Signing:
-    def __init__(self, store: Store, sealer: Sealer, place: Place, rotating: Rotating) -> None:
+class TokenSigner:
+    def __init__(
+        self, store: Store, sealer: Sealer, place: TokenAudience, rotating: KeyRotation
+    ) -> None:
         self._store, self._sealer, self._place, self._rotating = store, sealer, place, rotating
         self._keys = KeySet(())
-        self._reader = Reader(self._keys, place)
-        self._looked_at = Instant(0)
+        self._reader = TokenReader(self._keys, place)
+        self._loaded_at = Instant(0)
 
     @property
     def keys(self) -> KeySet:
         return self._keys
 
     @property
-    def place(self) -> Place:
+    def place(self) -> TokenAudience:
         return self._place
 
     async def ready(self, now: Instant) -> None:
-        """Keys to sign with, from the store; the first is made when there is none."""
+        """Load the keys; create the first one in an empty store."""
         await self._load(now)
         if not self._keys.keys:
             await self._store.write(sessions.put_signing_key(await self._fresh(now, now), ()))
             await self._load(now)
 
     async def look(self, now: Instant) -> None:
-        """What a loop does: learn of others' keys, rotate when it is time, drop what is over."""
+        """One turn of the loop: reload, rotate when due, delete expired keys."""
         await self._load(now)
         newest = self._keys.keys[-1]
         if now - newest.signs_from >= self._rotating.every:
@@ -73,56 +74,41 @@ class Signing:
         await self._store.write(_tidy(self._retired(now), now))
 
     async def rotate(self, now: Instant) -> bool:
-        """A new key signs after the lead; False when another replica was faster."""
+        """Add a key that signs after the lead; False if another replica rotated first."""
         fresh = await self._fresh(now, Instant(now + self._rotating.lead))
         known = tuple(key.kid for key in self._keys.keys)
-        ends = Instant(fresh.signs_from + (max(LIFE_S.values()) + SKEW_S) * SECOND)
-        done = await self._store.write(_rotate(fresh, known, ends))
+        done = await self._store.write(_rotate(fresh, known, last_use(fresh.signs_from)))
         await self._load(now)
         return done
 
-    def issue(self, grant: Grant, now: Instant) -> str:
+    def issue(self, grant: TokenGrant, now: Instant) -> str:
         return issue(self._keys, self._place, grant, secrets.token_urlsafe(16), now)
 
-    async def read(self, token: str, wanted: TokenType, now: Instant) -> Claims | Rejected:
+    async def read(self, token: str, wanted: TokenType, now: Instant) -> Claims | RejectedToken:
         found = self._reader.read(token, wanted, now)
-        unknown = isinstance(found, Rejected) and found.why is Why.KEY
-        if unknown and now - self._looked_at >= LOOK_AGAIN:
+        unknown = isinstance(found, RejectedToken) and found.why is RejectionReason.KEY
+        if unknown and now - self._loaded_at >= RELOAD_EVERY:
             await self._load(now)
             found = self._reader.read(token, wanted, now)
         return found
 
     def jwks(self, now: Instant) -> list[dict[str, str]]:
-        """The public halves, for whoever wants to check our tokens (RFC 8037)."""
-        return [
-            {
-                "kty": "OKP",
-                "crv": "Ed25519",
-                "alg": "EdDSA",
-                "use": "sig",
-                "kid": key.kid,
-                "x": _b64(key.public),
-            }
-            for key in self._keys.keys
-            if key.verifies_until is None or now < key.verifies_until
-        ]
-
-    # ---- inside
+        return self._keys.jwks(now)
 
     async def _load(self, now: Instant) -> None:
-        self._looked_at = now
+        self._loaded_at = now
         rows = await self._store.read(sessions.signing_keys())
         known = {key.kid: key for key in self._keys.keys}
         keys = [await self._opened(row, known.get(row.kid)) for row in rows]
         self._keys = KeySet(tuple(keys))
         self._reader.use(self._keys)
 
-    async def _opened(self, row: SigningKey, known: Key | None) -> Key:
+    async def _opened(self, row: SigningKey, known: TokenKey | None) -> TokenKey:
         private = None
         if row.sealed is not None:
             private = known.private if known is not None else None
             private = private or await self._sealer.open(_place(row.kid), row.sealed)
-        return Key(row.kid, _unb64(row.public), private, row.signs_from, row.verifies_until)
+        return TokenKey(row.kid, _unb64(row.public), private, row.signs_from, row.verifies_until)
 
     async def _fresh(self, now: Instant, signs_from: Instant) -> SigningKey:
         key = new_key(secrets.token_bytes(32), signs_from)
@@ -131,7 +117,7 @@ class Signing:
         return SigningKey(key.kid, sealed, _b64(key.public), now, signs_from)
 
     def _retired(self, now: Instant) -> tuple[str, ...]:
-        """Those whose private half will not be needed again."""
+        """Keys older than the signer: their private halves are no longer needed."""
         signer = self._keys.signer(now)
         return tuple(
             key.kid
@@ -156,8 +142,8 @@ def _tidy(retired: tuple[str, ...], now: Instant) -> Operation[None]:
     yield from sessions.forget_signing_keys(now)
 
 
-def _place(kid: str) -> Sealed:
-    return Sealed("signing_keys", kid, "sealed")
+def _place(kid: str) -> FieldLocation:
+    return FieldLocation("signing_keys", kid, "sealed")
 
 
 def _b64(raw: bytes) -> str:

@@ -1,0 +1,1 @@
+"""Drivers of the store: SQLite and PostgreSQL, their group commit and the lock against a second server."""

@@ -1,34 +1,35 @@
-"""Opening a store by its address. The schema is brought up to date first; an unknown address is refused."""
+"""Opening a store by its URL, with its schema migrated. Does not import SQLAlchemy unless there is something to migrate."""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractAsyncContextManager
+import sqlite3
+from contextlib import AbstractAsyncContextManager, closing
 from importlib import import_module
 from pathlib import Path
 
 from gpool.core.errors import Invalid
-from gpool.server.store.drivers.schema_version import migrate_sqlite
+from gpool.server.store.drivers.server_lock import ServerLock, locked_file
 from gpool.server.store.drivers.sqlite import InlineStore, SqliteStore
+from gpool.server.store.migrations import newest_migration
 from gpool.server.store.protocol import Store
-from gpool.server.store.server_lock import ServerLock, locked_file
 
 SQLITE = "sqlite:///"
 POSTGRES = ("postgresql://", "postgres://")
 
 
 async def open_store(url: str) -> Store:
-    """`sqlite:///PATH` (relative; `sqlite:////PATH` absolute) or `postgresql://…`."""
+    """Open `sqlite:///PATH` (relative; `sqlite:////PATH` is absolute) or `postgresql://…`; `Invalid` for another URL."""
     if url.startswith(SQLITE):
         path = Path(url.removeprefix(SQLITE))
         await asyncio.to_thread(migrate_sqlite, path)
         return await SqliteStore.open(path)
     if url.startswith(POSTGRES):
-        # asyncpg is in the extra `postgres`: only who names a PostgreSQL needs it
+        # asyncpg is in the extra `postgres`, so it is imported only where the URL asks for it
         postgres = import_module("gpool.server.store.drivers.postgres")
         store: Store = await postgres.open_postgres(url)
         return store
-    raise _no_store(url)
+    raise _unknown_store(url)
 
 
 def lock_for_serving(url: str, reclaim_s: float) -> AbstractAsyncContextManager[ServerLock]:
@@ -39,17 +40,32 @@ def lock_for_serving(url: str, reclaim_s: float) -> AbstractAsyncContextManager[
     if url.startswith(SQLITE):
         return locked_file(Path(url.removeprefix(SQLITE)))
     if url.startswith(POSTGRES):
-        postgres = import_module("gpool.server.store.postgres_lock")
+        postgres = import_module("gpool.server.store.drivers.postgres_lock")
         lock: AbstractAsyncContextManager[ServerLock] = postgres.locked_database(url, reclaim_s)
         return lock
-    raise _no_store(url)
+    raise _unknown_store(url)
 
 
-def _no_store(url: str) -> Invalid:
+def _unknown_store(url: str) -> Invalid:
     return Invalid(f"{url[:40]!r} is no store; give sqlite:///PATH or postgresql://HOST/DATABASE")
 
 
 def open_inline(path: Path | str, *, synchronous: str = "FULL") -> InlineStore:
-    """A migrated SQLite store driven in the caller's thread."""
+    """Open a migrated SQLite store that runs operations in the caller's thread."""
     migrate_sqlite(Path(path))
     return SqliteStore.inline(path, synchronous=synchronous)
+
+
+def sqlite_version(path: Path) -> str | None:
+    with closing(sqlite3.connect(path)) as connection:
+        try:
+            found = connection.execute("SELECT version_num FROM alembic_version").fetchone()
+        except sqlite3.OperationalError:  # no such table: an empty database
+            return None
+        return None if found is None else str(*found)
+
+
+def migrate_sqlite(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if sqlite_version(path) != newest_migration():
+        import_module("gpool.server.store.migrations.upgrade").upgrade_sqlite(path)

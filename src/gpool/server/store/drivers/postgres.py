@@ -1,6 +1,7 @@
-"""PostgreSQL behind the store's door: one writer task with its own connection that commits in groups, and a reader pool.
+"""PostgreSQL store: one writer task with its own connection and group commit, and a pool of reader connections.
 
-Many replicas may write at once; row locks and guards in the operations keep them apart, and what falls to a deadlock or a race is run again alone.
+Row locks and guarded statements isolate concurrent writers; an operation that loses a deadlock or a race is run again
+in a transaction of its own.
 """
 
 from __future__ import annotations
@@ -16,8 +17,14 @@ from typing import Any, TypeVar
 import asyncpg  # type: ignore[import-untyped]
 
 from gpool.core.errors import GpoolError, InternalFault, Unreachable
-from gpool.server.store.drivers.pending import MAX_GROUP, RefusedLate, Waiting, answer_all, writes
-from gpool.server.store.drivers.schema_version import HEAD
+from gpool.server.store.drivers.group_commit import (
+    MAX_GROUP,
+    RefusedLate,
+    Waiting,
+    answer_all,
+    writes,
+)
+from gpool.server.store.migrations import newest_migration
 from gpool.server.store.operation import again
 from gpool.server.store.protocol import Operation, Row, Statement
 
@@ -26,10 +33,10 @@ Columns = tuple[tuple[str, str], ...]
 
 READERS = 4
 LONE_TRIES = 5
-"""How often an operation alone is run again after losing a deadlock or a race for a unique name."""
+"""Attempts of an operation in its own transaction that loses a deadlock or a race for a unique name."""
 
 PREPARED: dict[str, Any] = {"statement_cache_size": 512, "max_cached_statement_lifetime": 0}
-"""As many statements as `compiled` keeps, for good: one that was forgotten is prepared again, a round trip of its own."""
+"""Keep as many prepared statements as `compiled` does, without expiry: preparing one again costs a round trip."""
 
 MIGRATION_LOCK = 0x67706F6F6C  # "gpool"
 TYPES = {"int": "bigint", "text": "text", "blob": "bytea"}
@@ -51,7 +58,7 @@ _PARAMETER = re.compile(r":([a-z_][a-z0-9_]*)")
 
 @lru_cache(maxsize=512)
 def compiled(sql: str, relations: tuple[tuple[str, Columns], ...]) -> tuple[str, tuple[str, ...]]:
-    """The statement with numbered parameters, relations as arrays unnested; and the names behind the first numbers.
+    """Return the SQL with numbered parameters and relations as unnested arrays, and the names of the first parameters.
 
     The columns of the relations follow the named parameters, relation by relation.
     """
@@ -71,7 +78,7 @@ def compiled(sql: str, relations: tuple[tuple[str, Columns], ...]) -> tuple[str,
         )
         last += len(columns)
         heads = ", ".join(column for column, _ in columns)
-        source = f"(SELECT * FROM unnest({arrays}) AS u({heads}))"  # noqa: S608 - names are ours
+        source = f"(SELECT * FROM unnest({arrays}) AS u({heads}))"  # noqa: S608 - the names are constants
         sql = sql.replace("{" + name + "}", source)
     return sql, tuple(order)
 
@@ -90,7 +97,6 @@ async def execute(connection: Any, statement: Statement) -> list[Row]:
 
 
 async def drive(connection: Any, operation: Operation[T]) -> T:
-    """Runs the operation to its end inside the transaction that is open."""
     steps = again(operation)
     wrote = False
     try:
@@ -108,8 +114,6 @@ async def drive(connection: Any, operation: Operation[T]) -> T:
 
 
 class PostgresStore:
-    """Made by `open_postgres`."""
-
     def __init__(self, url: str, writer: Any, readers: Any) -> None:
         self._url = url
         self._writer = writer
@@ -121,7 +125,7 @@ class PostgresStore:
 
     async def write(self, operation: Operation[T]) -> T:
         if self._closing:
-            raise Unreachable("the server is going down; try again in a moment")
+            raise Unreachable("the server is shutting down; try again in a moment")
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._waiting.append(Waiting(operation, future))
         self._wake.set()
@@ -129,7 +133,7 @@ class PostgresStore:
 
     async def read(self, operation: Operation[T]) -> T:
         if self._closing:
-            raise Unreachable("the server is going down; try again in a moment")
+            raise Unreachable("the server is shutting down; try again in a moment")
         try:
             async with (
                 self._readers.acquire() as connection,
@@ -140,7 +144,7 @@ class PostgresStore:
             raise _translated(exc) from exc
 
     async def close(self) -> None:
-        """What waits is still written and answered."""
+        """Write and answer all waiting operations, then close the connections."""
         if self._closing:
             return
         self._closing = True
@@ -172,17 +176,17 @@ class PostgresStore:
                         waiting.value = await drive(self._writer, waiting.operation)
                     except GpoolError as exc:
                         waiting.fail(exc)
-        except Exception as broken:  # noqa: BLE001 - whatever it is, the others must not suffer; `_alone` raises it again
+        except Exception as broken:  # noqa: BLE001 - the others must not fail with it; `_alone` raises it again
             unreachable = _translated(broken)
             for waiting in group:
                 if isinstance(unreachable, Unreachable):
-                    # nobody knows whether the commit arrived: who asked repeats it, and the fences make that harmless
+                    # it is unknown whether the commit arrived: the caller repeats it, and fencing makes that harmless
                     waiting.fail(unreachable)
                     continue
                 waiting.error = None
                 try:
                     waiting.value = await self._alone(waiting.operation)
-                except Exception as exc:  # noqa: BLE001 - raised where the operation was asked for
+                except Exception as exc:  # noqa: BLE001 - raised in the caller of `write`
                     waiting.fail(exc)
 
     async def _alone(self, operation: Operation[T]) -> T:
@@ -195,11 +199,11 @@ class PostgresStore:
             except (*LOST, asyncpg.PostgresError) as exc:
                 if tried == LONE_TRIES or not isinstance(exc, RACES):
                     raise _translated(exc) from exc
-        raise AssertionError("the last try returns or raises")
+        raise AssertionError("the last attempt returns or raises")
 
 
 def _translated(exc: Exception) -> Exception:
-    """A driver's error in our words. What it says of a value it cannot carry is a bug, not a lost connection."""
+    """Translate an error of asyncpg. A value that asyncpg cannot encode is a bug (ValueError), not a lost connection."""
     if isinstance(exc, LOST) and not isinstance(exc, ValueError):
         return Unreachable("the database does not answer; try again")
     if isinstance(exc, asyncpg.PostgresError):
@@ -208,19 +212,19 @@ def _translated(exc: Exception) -> Exception:
 
 
 async def migrate(connection: Any) -> None:
-    """One replica migrates, the others wait for it and find it done."""
+    """Migrate the database; a concurrent call waits on an advisory lock and finds nothing to do."""
     async with connection.transaction():
         await connection.execute("SELECT pg_advisory_xact_lock($1)", MIGRATION_LOCK)
         current = None
         if await connection.fetchval("SELECT to_regclass('alembic_version')") is not None:
             current = await connection.fetchval("SELECT version_num FROM alembic_version")
-        if current != HEAD:
+        if current != newest_migration():
             upgrade = import_module("gpool.server.store.migrations.upgrade")
             await connection.execute(await asyncio.to_thread(upgrade.postgres_script, current))
 
 
-async def _nothing_to_undo(_: Any) -> None:
-    """Readers leave nothing behind but their transaction; to ask the server to forget the rest is a round trip a read."""
+async def _no_reset(_: Any) -> None:
+    """Skip asyncpg's reset of a connection: readers change no session state, and a reset costs a round trip per read."""
 
 
 async def open_postgres(url: str) -> PostgresStore:
@@ -228,7 +232,7 @@ async def open_postgres(url: str) -> PostgresStore:
         writer = await asyncpg.connect(url, **PREPARED)
         await migrate(writer)
         readers = await asyncpg.create_pool(
-            url, min_size=1, max_size=READERS, reset=_nothing_to_undo, **PREPARED
+            url, min_size=1, max_size=READERS, reset=_no_reset, **PREPARED
         )
     except LOST as exc:
         raise Unreachable(

@@ -1,1 +1,12 @@
-"""Schema migrations: forward only, in process, for both databases."""
+"""Schema migrations: forward only, in process, for both databases. Importing this package imports no SQLAlchemy."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+
+@cache
+def newest_migration() -> str:
+    """Return the revision of the newest script in `versions`; the file name of a script begins with its revision."""
+    return max(path.name[:4] for path in (Path(__file__).parent / "versions").glob("[0-9]*.py"))

@@ -1,4 +1,4 @@
-"""Alembic's entry: online over the connection it is given (SQLite), or writing SQL down for another driver (PostgreSQL)."""
+"""Alembic's entry point: online over a given connection (SQLite), or offline as SQL text (PostgreSQL)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Brings a database to the newest schema. SQLite is migrated over its own connection; for PostgreSQL the SQL is made here and run by the driver."""
+"""Migration of a database to the newest schema: SQLite over its own connection, PostgreSQL by SQL that the driver runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def upgrade_sqlite(path: Path) -> None:
 
 
 def postgres_script(current: str | None) -> str:
-    """The SQL that leads from `current` (None: an empty database) to the newest schema."""
+    """Return the SQL from revision `current` (None: an empty database) to the newest schema."""
     made = config()
     made.output_buffer = StringIO()
     made.attributes["dialect"] = "postgresql"

@@ -1,5 +1,5 @@
-"""Every operation of the store, one module per topic. Each is a generator of guarded, set-based statements.
+"""All operations of the store, one package per subject. An operation is a generator of guarded statements on sets of rows.
 
-An operation that refuses (raises a `GpoolError`) does so before its first write.
-A `/*postgresql …*/` in a statement is a comment to SQLite, whose one writer needs no row locks.
+An operation that refuses (raises a `GpoolError`) does so before its first write. `/*postgresql …*/` in a statement is
+a comment to SQLite, whose single writer needs no row locks.
 """

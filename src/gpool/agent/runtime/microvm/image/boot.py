@@ -1,9 +1,8 @@
-"""The guest's first steps: a program of system calls in a row, and the archive the kernel finds it in. Pure.
+"""The guest's boot program, a sequence of system calls, and the archive that contains it. Pure.
 
-The kernel starts `/init` from the archive. Ours is no interpreter and no shell, so that nothing needs a compiler and
-nothing is unpacked that is used once: a table of system calls (load these modules, mount these disks, become Python)
-and the ten instructions that walk it. A step that fails is not looked at; the last one then has nothing to become, the
-kernel says so on the console, and the machine ends.
+The kernel starts `/init` from the archive. This one needs no compiler, interpreter or shell: it is a table of system
+calls (load modules, mount disks, exec Python) and ten instructions that execute it. Failures are ignored; after one, the
+final exec fails, the kernel reports it on the console, and the machine ends.
 """
 
 from __future__ import annotations
@@ -19,72 +18,67 @@ FIRST_FREE = 3  # the kernel opens the console as 0, 1 and 2
 ADDRESS = 0x400000
 ARGUMENTS = 5
 DIRECTORY, PROGRAM, PLAIN, CONSOLE = 0o040755, 0o100755, 0o100644, 0o020600
-# rbx walks the table: rax, rdi, rsi, rdx, r10, r8, and on. The last entry does not come back.
+# rbx points to the entry: rax, rdi, rsi, rdx, r10, r8. The last entry does not return.
 WALK = bytes.fromhex(
     "488b03 488b7b08 488b7310 488b5318 4c8b5320 4c8b4328 4d31c9 0f05 4883c330 ebde"
 )
 POINT_AT_TABLE = b"\x48\xbb"
 
 Word = int | str | tuple[str, ...]
-"""A number, a text, or a list of texts ended by nothing; the last two are passed by address."""
+"""A number, a text, or a null-terminated list of texts; the last two are passed by address."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One system call."""
-
+class BootStep:
     number: int
     words: tuple[Word, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Becomes:
-    """Where the second disk and the third lie in the first, and what runs then."""
-
+class BootPlan:
     modules: tuple[str, ...]  # paths in the archive, in the order to load them
     home: str
     own: str
-    shown: tuple[tuple[str, str], ...]  # of the third: (folder on it, where it is seen too)
+    shown: tuple[tuple[str, str], ...]  # of the third: (folder on it, second mount point)
     argv: tuple[str, ...]
     env: tuple[str, ...] = field(default=())
 
 
-def steps(becomes: Becomes) -> list[Step]:
-    """From an empty kernel to the guest's program, its disks in place."""
-    row = [Step(SYS_MOUNT, ("dev", "/dev", "devtmpfs", MS_NOSUID, 0))]
-    for path in becomes.modules:
+def steps(plan: BootPlan) -> list[BootStep]:
+    row = [BootStep(SYS_MOUNT, ("dev", "/dev", "devtmpfs", MS_NOSUID, 0))]
+    for path in plan.modules:
         row += [
-            Step(SYS_OPEN, (path, 0)),
-            Step(SYS_FINIT_MODULE, (FIRST_FREE, "", 0)),
-            Step(SYS_CLOSE, (FIRST_FREE,)),
+            BootStep(SYS_OPEN, (path, 0)),
+            BootStep(SYS_FINIT_MODULE, (FIRST_FREE, "", 0)),
+            BootStep(SYS_CLOSE, (FIRST_FREE,)),
         ]
     flags = MS_RDONLY | MS_NOSUID | MS_NODEV
     return [
         *row,
-        Step(SYS_MOUNT, ("/dev/vda", "/system", "squashfs", flags, 0)),
-        Step(SYS_MOUNT, ("/dev/vdb", f"/system{becomes.home}", "squashfs", flags, 0)),
-        Step(SYS_MOUNT, ("/dev/vdc", f"/system{becomes.own}", "squashfs", flags, 0)),
+        BootStep(SYS_MOUNT, ("/dev/vda", "/system", "squashfs", flags, 0)),
+        BootStep(SYS_MOUNT, ("/dev/vdb", f"/system{plan.home}", "squashfs", flags, 0)),
+        BootStep(SYS_MOUNT, ("/dev/vdc", f"/system{plan.own}", "squashfs", flags, 0)),
         *(
-            Step(SYS_MOUNT, (f"/system{becomes.own}{folder}", f"/system{inside}", 0, MS_BIND, 0))
-            for folder, inside in becomes.shown
+            BootStep(SYS_MOUNT, (f"/system{plan.own}{folder}", f"/system{inside}", 0, MS_BIND, 0))
+            for folder, inside in plan.shown
         ),
-        Step(SYS_MOUNT, ("/dev", "/system/dev", 0, MS_MOVE, 0)),
-        Step(SYS_CHDIR, ("/system",)),
-        Step(SYS_MOUNT, (".", "/", 0, MS_MOVE, 0)),
-        Step(SYS_CHROOT, (".",)),
-        Step(SYS_EXECVE, (becomes.argv[0], becomes.argv, becomes.env)),
-        Step(SYS_EXIT, (1,)),
+        BootStep(SYS_MOUNT, ("/dev", "/system/dev", 0, MS_MOVE, 0)),
+        BootStep(SYS_CHDIR, ("/system",)),
+        BootStep(SYS_MOUNT, (".", "/", 0, MS_MOVE, 0)),
+        BootStep(SYS_CHROOT, (".",)),
+        BootStep(SYS_EXECVE, (plan.argv[0], plan.argv, plan.env)),
+        BootStep(SYS_EXIT, (1,)),
     ]
 
 
-def program(row: Sequence[Step]) -> bytes:
-    """A static x86-64 program that makes these calls and nothing else."""
+def program(row: Sequence[BootStep]) -> bytes:
+    """Return a static x86-64 ELF program that makes these calls only."""
     code_at = ADDRESS + 64 + 56
     table_at = code_at + len(POINT_AT_TABLE) + 8 + len(WALK)
     data_at = table_at + len(row) * (ARGUMENTS + 1) * 8
     data = bytearray()
 
-    def lay(text: str) -> int:
+    def place(text: str) -> int:
         at = data_at + len(data)
         data.extend(text.encode() + b"\0")
         return at
@@ -93,8 +87,8 @@ def program(row: Sequence[Step]) -> bytes:
         if isinstance(word, int):
             return word
         if isinstance(word, str):
-            return lay(word)
-        addresses = [lay(text) for text in word]
+            return place(word)
+        addresses = [place(text) for text in word]
         data.extend(bytes(-len(data) % 8))
         at = data_at + len(data)
         data.extend(struct.pack(f"<{len(addresses) + 1}Q", *addresses, 0))
@@ -136,7 +130,7 @@ def _entry(number: int, name: str, mode: int, data: bytes, device: tuple[int, in
 
 
 def archive(init: bytes, modules: Mapping[str, bytes]) -> bytes:
-    """The first file system, in the kernel's own archive format."""
+    """Return the first file system as a cpio archive (newc)."""
     nowhere = (0, 0)
     entries: list[tuple[str, int, bytes, tuple[int, int]]] = [
         *((name, DIRECTORY, b"", nowhere) for name in ("dev", "system", "modules")),

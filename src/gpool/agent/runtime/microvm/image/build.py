@@ -1,4 +1,4 @@
-"""What a guest is made of on this host: kernel, archive, disks. Built once, kept by content; pure plans, one builder."""
+"""Kernel, archive and disks of guests on this host, built once and kept by content."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from gpool.agent.runtime.bubblewrap import layout
 from gpool.agent.runtime.microvm.image import boot, system
-from gpool.agent.runtime.microvm.image.disks import Disks, Plan, tree
+from gpool.agent.runtime.microvm.image.disks import DiskContents, DiskStore, tree
 from gpool.agent.runtime.microvm.image.kernel import Kernel, read_module, vmlinux
-from gpool.agent.runtime.protocol import ENVIRONMENT_AT, Prepared, SandboxFailed
+from gpool.agent.runtime.protocol import ENVIRONMENT_AT, PreparedEnvironment, SandboxFailed
 
 OWN = f"{layout.HOME}/own"
 FOLDERS = ("/proc", "/sys", "/dev", "/run", "/tmp", "/work", "/values", layout.HOME)
@@ -28,9 +28,7 @@ TSC_OVER_S = 0.03
 
 
 @dataclass(frozen=True, slots=True)
-class Image:
-    """Host paths of what a guest boots from."""
-
+class GuestImage:
     kernel: Path
     archive: Path
     system: Path
@@ -42,23 +40,25 @@ class Image:
         return (self.kernel, self.archive, self.system, self.home, self.own)
 
 
-class Images:
-    """Makes images; slow the first time, so call it in a thread."""
+class GuestImageBuilder:
+    """Builds images. Slow the first time: call it in a thread."""
 
-    def __init__(self, disks: Disks, found: layout.Layout, kernel: Kernel) -> None:
+    def __init__(self, disks: DiskStore, found: layout.Layout, kernel: Kernel) -> None:
         self._disks = disks
         self._layout = found
         self._kernel = kernel
         self._sources = {bind.name: bind.source for bind in found.binds}
         self._written = str(self._sources["etc"].parent) + "/"
-        self._made: dict[tuple[str, bool], Image] = {}
+        self._made: dict[tuple[str, bool], GuestImage] = {}
 
-    def image(self, environment: Prepared | None, *, unpacked_kernel: bool) -> Image:
-        """Looked at once: what the agent runs does not change under it, nor does an environment of one name."""
+    def image(
+        self, environment: PreparedEnvironment | None, *, unpacked_kernel: bool
+    ) -> GuestImage:
+        """Return the image, checked once: neither the agent's files nor a named environment change while it runs."""
         key = (environment.name if environment is not None else "", unpacked_kernel)
         made = self._made.get(key)
         if made is None or not all(path.exists() for path in made.paths):
-            made = self._made[key] = Image(
+            made = self._made[key] = GuestImage(
                 self.kernel_file(unpacked=unpacked_kernel),
                 self._archive(),
                 self._disks.path("system", self._system_plan()),
@@ -81,7 +81,7 @@ class Images:
     def _archive(self) -> Path:
         modules = {f"/modules/{file.name}": read_module(file) for file in self._kernel.modules}
         env = [f"{name}={value}" for name, value in self._layout.variables if name != "PATH"]
-        becomes = boot.Becomes(
+        plan = boot.BootPlan(
             tuple(modules),
             layout.HOME,
             OWN,
@@ -89,12 +89,12 @@ class Images:
             (self._layout.python, "-I", "-S", "-B", GUEST),
             tuple(env),
         )
-        data = boot.archive(boot.program(boot.steps(becomes)), modules)
+        data = boot.archive(boot.program(boot.steps(plan)), modules)
         kept = self._disks.keep(f"archive-{hashlib.sha256(data).hexdigest()[:32]}", data)
         assert kept is not None
         return kept
 
-    def _system_plan(self) -> Plan:
+    def _system_plan(self) -> DiskContents:
         base = Path(sys.base_prefix).resolve()
         programs = [
             Path(os.path.realpath(sys.executable)),
@@ -107,10 +107,9 @@ class Images:
             files.update(tree(f"{base}/lib/{minor}", base / "lib" / minor))
         files.update(tree("/etc", self._sources["etc"]))
         links = [(path, os.readlink(path)) for path in layout.SYSTEM_LINKS if os.path.islink(path)]
-        return Plan(files, FOLDERS, tuple(links), written=self._written)
+        return DiskContents(files, FOLDERS, tuple(links), written=self._written)
 
-    def _home_plan(self, environment: Prepared | None) -> Plan:
-        """Beneath `layout.HOME`; what an environment brings lies beside our own interpreter, which starts the guest."""
+    def _home_plan(self, environment: PreparedEnvironment | None) -> DiskContents:
         files: dict[str, str] = {}
         for name, inside in self._layout.seen:
             ours = name in ("venv", "python") or (
@@ -123,29 +122,30 @@ class Images:
             for inside, host in environment.binds.items():
                 files.update(tree(_below(inside), host))
         folders = ["/own", *(f"/{name}" for name in OWN_PARTS)]
-        return Plan(files, tuple(folders), written=self._written)
+        return DiskContents(files, tuple(folders), written=self._written)
 
-    def _own_plan(self) -> Plan:
+    def _own_plan(self) -> DiskContents:
         files: dict[str, str] = {}
         for name, inside in self._layout.seen:
             if name in OWN_PARTS:
                 files.update(tree(_below(inside), self._sources[name]))
         package = Path(cloudpickle.__file__).resolve().parent
         files.update(tree("/runner/cloudpickle", package))  # for an environment that has none
-        return Plan(files)
+        return DiskContents(files)
 
 
 def _below(inside: str) -> str:
     if not inside.startswith(layout.HOME + "/"):
-        told = f"an environment that lies at {inside} cannot be shown to a guest, only beneath {layout.HOME}"
-        raise SandboxFailed(told)
+        raise SandboxFailed(
+            f"an environment at {inside} cannot be shown to a guest, only one beneath {layout.HOME}"
+        )
     return inside[len(layout.HOME) :]
 
 
 def clock_word() -> str:
-    """For an emulated processor, whose clock the guest's kernel cannot measure: how fast it runs, as measured here.
+    """Return the kernel word with the clock rate of an emulated processor, which the guest cannot measure.
 
-    It counts as the host's own counter does. With no way to execute what we write, the processor's label must do.
+    The emulated counter equals the host's, so it is measured here; without executable memory, `cpu MHz` is taken.
     """
     try:
         page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)

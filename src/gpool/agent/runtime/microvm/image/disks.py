@@ -1,7 +1,7 @@
-"""A guest's disks: read-only ones built once from host files and kept by content, and an empty one to write on.
+"""A guest's disks: read-only ones built once from host files and kept by content, and an empty writable one.
 
-What goes onto a disk is a plan, inside path -> host path; its fingerprint (names, sizes, times, rights, links) is the
-disk's name, so a disk is built when something changed and never otherwise. No file system is mounted on the host.
+The contents of a disk are a mapping inside path -> host path; its fingerprint (names, sizes, times, modes, links) is the
+disk's name, so a disk is rebuilt only after a change. No file system is mounted on the host.
 """
 
 from __future__ import annotations
@@ -22,25 +22,23 @@ from pathlib import Path
 from gpool.agent.runtime.protocol import SandboxFailed
 
 LEAST_WORK_BYTES = 16 << 20
-KEPT = 3  # of each kind; the least recently used go
+KEPT = 3  # of each kind; the least recently used are removed
 BUILD_WITHIN_S = 1800
 FOLDER = 0o755
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What lies on a disk. Directories are made as needed; `folders` are those that must be there though empty."""
+class DiskContents:
+    """Contents of a disk. Directories are made as needed; `folders` exist even if empty."""
 
     files: Mapping[str, str]  # inside -> host; plain files and links, beneath "/" of the disk
     folders: tuple[str, ...] = ()
-    links: tuple[tuple[str, str], ...] = ()  # inside -> what it says
-    written: str = (
-        "\0"  # host files beneath it were written just now: their content counts, not their time
-    )
+    links: tuple[tuple[str, str], ...] = ()  # inside -> target
+    written: str = "\0"
+    """Prefix of host files that the agent just wrote: their content counts, not their time."""
 
 
 def tree(inside: str, host: Path) -> Iterator[tuple[str, str]]:
-    """Every file and link beneath a host directory, as it lies inside. Compiled caches come along, sockets do not."""
     for folder, below, names in os.walk(host):
         relative = os.path.relpath(folder, host)
         prefix = inside if relative == "." else f"{inside}/{relative}"
@@ -49,7 +47,7 @@ def tree(inside: str, host: Path) -> Iterator[tuple[str, str]]:
             yield f"{prefix}/{name}", f"{folder}/{name}"
 
 
-def fingerprint(plan: Plan) -> str:
+def fingerprint(plan: DiskContents) -> str:
     digest = hashlib.sha256()
     for inside, host in sorted(plan.files.items()):
         try:
@@ -60,8 +58,8 @@ def fingerprint(plan: Plan) -> str:
         when: object = facts.st_mtime_ns // 10**9
         if host.startswith(plan.written):
             when = "" if link else hashlib.sha256(Path(host).read_bytes()).hexdigest()
-        told = (inside, facts.st_size, when, facts.st_mode, link)
-        digest.update(repr(told).encode("utf-8", "surrogateescape"))
+        entry = (inside, facts.st_size, when, facts.st_mode, link)
+        digest.update(repr(entry).encode("utf-8", "surrogateescape"))
     digest.update(repr((sorted(plan.folders), sorted(plan.links))).encode())
     return digest.hexdigest()[:32]
 
@@ -76,8 +74,7 @@ def _folders(paths: Iterable[str]) -> list[str]:
     return sorted(found)
 
 
-def write_tar(plan: Plan, out: tarfile.TarFile) -> None:
-    """Everything belongs to root, and nothing is more than its owner's bits say."""
+def write_tar(plan: DiskContents, out: tarfile.TarFile) -> None:
     inside = [*plan.files, *(name for name, _ in plan.links), *(f"{f}/." for f in plan.folders)]
     for folder in _folders(inside):
         entry = tarfile.TarInfo(folder.lstrip("/"))
@@ -102,29 +99,27 @@ def write_tar(plan: Plan, out: tarfile.TarFile) -> None:
                     out.addfile(entry, data)
 
 
-class Disks:
-    """The read-only disks of one agent, in a directory of its own."""
-
+class DiskStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(mode=0o711, parents=True, exist_ok=True)
         folder.chmod(0o711)
 
-    def path(self, kind: str, plan: Plan) -> Path:
-        """The disk with this on it, built now if it is not there yet. Takes seconds then: call it in a thread."""
+    def path(self, kind: str, plan: DiskContents) -> Path:
+        """Return the disk with these contents, built if missing, which takes seconds: call it in a thread."""
         made = self.folder / f"{kind}-{fingerprint(plan)}.squashfs"
         if made.exists():
             os.utime(made)
             return made
-        with self._building():  # others may want the same one
+        with self._building():  # another process may build the same one
             if not made.exists():
-                taking = self._new()
+                building = self._new()
                 try:
-                    _squash(plan, taking)
-                    taking.chmod(0o644)
-                    taking.rename(made)
+                    _squash(plan, building)
+                    building.chmod(0o644)
+                    building.rename(made)
                 finally:
-                    taking.unlink(missing_ok=True)
+                    building.unlink(missing_ok=True)
                 self._forget(kind, made)
         return made
 
@@ -141,30 +136,28 @@ class Disks:
         return self.folder / f"building-{os.getpid()}-{secrets.token_hex(8)}"
 
     def keep(self, name: str, make: bytes | None) -> Path | None:
-        """A small file kept beside the disks under a name that says its content; None: only when it is there."""
+        """Keep a small file beside the disks under a name derived from its content; `make` None: only look it up."""
         path = self.folder / name
         if make is not None and not path.exists():
-            taking = self._new()
-            taking.write_bytes(make)
-            taking.chmod(0o644)
-            taking.rename(path)
+            building = self._new()
+            building.write_bytes(make)
+            building.chmod(0o644)
+            building.rename(path)
         return path if path.exists() else None
 
     def _forget(self, kind: str, new: Path) -> None:
-        """A running guest keeps its disk open: removing the name takes nothing from it."""
         others = [path for path in self.folder.glob(f"{kind}-*.squashfs") if path != new]
         others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
         for path in others[KEPT - 1 :]:
             path.unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """Remove what a builder that is gone left half done."""
         for path in self.folder.glob("building-*"):
             if not os.path.exists(f"/proc/{path.name.split('-')[1]}"):
                 path.unlink(missing_ok=True)
 
 
-def _squash(plan: Plan, target: Path) -> None:
+def _squash(plan: DiskContents, target: Path) -> None:
     argv = [program("sqfstar"), "-quiet", "-no-progress", "-comp", "lz4", "-all-root"]
     argv += ["-root-mode", "755", "-no-xattrs", "-processors", "2", str(target)]
     env = {"PATH": "/usr/bin:/bin"}
@@ -178,14 +171,14 @@ def _squash(plan: Plan, target: Path) -> None:
                 write_tar(plan, out)
             child.stdin.close()
         except BrokenPipeError:
-            pass  # it says why
-        told = child.stderr.read().decode("utf-8", "replace").strip()
+            pass  # sqfstar reports why
+        reason = child.stderr.read().decode("utf-8", "replace").strip()
         if child.wait(BUILD_WITHIN_S) != 0:
-            raise SandboxFailed(f"cannot build a guest's disk: {told[-300:]}")
+            raise SandboxFailed(f"cannot build a guest's disk: {reason[-300:]}")
 
 
 def make_work_disk(path: Path, size_bytes: int) -> None:
-    """An empty file system of this size; the host's disk holds only what is written to it. Never mounted here."""
+    """Make an empty ext4 file system as a sparse file; never mounted on the host."""
     size = max(size_bytes, LEAST_WORK_BYTES) // 4096 * 4096
     made = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     try:
@@ -200,11 +193,11 @@ def make_work_disk(path: Path, size_bytes: int) -> None:
         "lazy_itable_init=1,nodiscard",
         str(path),
     ]
-    said = subprocess.run(
+    ran = subprocess.run(
         argv, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"}, check=False
     )
-    if said.returncode != 0:
-        raise SandboxFailed(f"cannot make a work disk: {said.stderr.strip()[-300:]}")
+    if ran.returncode != 0:
+        raise SandboxFailed(f"cannot make a work disk: {ran.stderr.strip()[-300:]}")
 
 
 def program(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The guest's kernel: finds one with the modules a guest needs, in the host's own packages. Downloads nothing."""
+"""The guest's kernel: one of the host's own packages with the modules a guest needs. Downloads nothing."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ LZ4_LEGACY = b"\x02\x21\x4c\x18"
 
 
 class NoKernel(Exception):
-    """There is none that a guest can be started with; the text says what to do."""
+    """No kernel of the host can boot a guest; the text says what to install."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """`version` is `uname -r`'s; `modules` in the order they must be loaded."""
+    """`version` as in `uname -r`; `modules` in load order."""
 
     version: str
     image: Path
@@ -42,7 +42,7 @@ class Kernel:
 
 
 def find_kernel(root: Path = Path("/")) -> Kernel:
-    """The newest with all it takes; a cloud kernel before others, since it boots faster. `NoKernel` when none fits."""
+    """Return the newest kernel with all modules, cloud kernels first, as they boot faster. Raises `NoKernel`."""
     images = [*root.glob("boot/vmlinuz-*"), *root.glob("usr/lib/modules/*/vmlinuz")]
     reasons = []
     for image in sorted(images, key=_rank, reverse=True):
@@ -52,8 +52,8 @@ def find_kernel(root: Path = Path("/")) -> Kernel:
             return Kernel(version, image, module_files(folder))
         except NoKernel as unfit:
             reasons.append(f"{version}: {unfit}")
-    told = "; ".join(reasons) or f"no vmlinuz beneath {root / 'boot'}"
-    raise NoKernel(f"no kernel for a guest ({told}): {INSTALL}")
+    detail = "; ".join(reasons) or f"no vmlinuz beneath {root / 'boot'}"
+    raise NoKernel(f"no kernel for a guest ({detail}): {INSTALL}")
 
 
 def _version(image: Path) -> str:
@@ -66,7 +66,6 @@ def _rank(image: Path) -> tuple[bool, list[int]]:
 
 
 def module_files(folder: Path) -> tuple[Path, ...]:
-    """Files of what a guest needs, each after those it needs itself; what is built in has none."""
     try:
         built_in = (folder / "modules.builtin").read_text().split()
     except FileNotFoundError as absent:
@@ -93,7 +92,6 @@ def module_files(folder: Path) -> tuple[Path, ...]:
 
 
 def needs(module: bytes) -> list[str]:
-    """What a module says it needs: its own note of it, which `depmod` reads too."""
     at = module.find(DEPENDS)
     if at < 0:
         return []
@@ -115,12 +113,12 @@ def read_module(file: Path) -> bytes:
     if file.suffix == ".gz":
         return gzip.decompress(data)
     if file.suffix != ".ko":
-        raise NoKernel(f"its modules are packed as {file.suffix}, which is not read here")
+        raise NoKernel(f"its modules are packed as {file.suffix}, which gpool cannot read")
     return data
 
 
 def vmlinux(image: bytes) -> bytes:
-    """The program inside a compressed kernel: what Firecracker starts. `NoKernel` when it is packed in another way."""
+    """Return the ELF program inside a compressed kernel, for Firecracker. `NoKernel` for an unknown compression."""
     if image[:4] == b"\x7fELF":
         return image
     if image[HEADER_AT + 0x11 : HEADER_AT + 0x15] != b"HdrS":
@@ -137,14 +135,14 @@ def vmlinux(image: bytes) -> bytes:
     elif payload[:3] == b"BZh":
         unpacked = bz2.decompress(payload[:-4])
     else:
-        raise NoKernel(f"a kernel packed as {payload[:4].hex()} is not read here")
+        raise NoKernel(f"a kernel packed as {payload[:4].hex()} is of an unknown compression")
     if unpacked[:4] != b"\x7fELF":
-        raise NoKernel("what lies in this kernel is no program")
+        raise NoKernel("the payload of this kernel is no ELF program")
     return unpacked
 
 
 def unpack_lz4(data: bytes) -> bytes:
-    """LZ4's legacy frame: blocks of at most 8 MiB, each with its length before it; the kernel's size lies behind."""
+    """Decompress LZ4's legacy frame: blocks of at most 8 MiB, each after its length; the kernel's size follows."""
     out = bytearray()
     at = 4
     while at + 8 <= len(data):
@@ -186,7 +184,7 @@ def _lz4_block(block: bytes) -> bytearray:
         start = len(out) - back
         if back >= count:
             out += out[start : start + count]
-        else:  # it repeats what it is writing
+        else:  # an overlapping match repeats its own output
             piece = out[start:]
             out += (piece * (count // back + 1))[:count]
     return out

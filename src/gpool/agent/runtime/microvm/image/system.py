@@ -1,8 +1,8 @@
-"""Which of the host's files make up a guest's system: essential packages and what Python is linked with. Writes nothing.
+"""The host files of a guest's system disk: essential packages and the libraries of Python. Writes nothing.
 
-All of `/usr` would do too, and on a workstation that is gigabytes that change with every upgrade of a browser. Where
-the host knows its packages (dpkg), a guest gets those that Debian marks as essential, required or important, a few
-that tasks expect, and all that these depend on; elsewhere it gets `/usr` without its documentation.
+All of `/usr` would work, but on a workstation that is gigabytes that change with every upgrade. On a host with dpkg, a
+guest gets the packages that Debian marks as essential, required or important, some that tasks expect, and their
+dependencies; on other hosts `/usr` without its documentation.
 """
 
 from __future__ import annotations
@@ -61,15 +61,14 @@ _FIELD = re.compile(r"^(Package|Status|Essential|Priority|Depends|Pre-Depends|Pr
 
 
 @dataclass(frozen=True, slots=True)
-class Package:
+class DebianPackage:
     name: str
     always: bool  # essential, required or important
-    needs: tuple[tuple[str, ...], ...]  # each: one of these
+    needs: tuple[tuple[str, ...], ...]  # alternatives of each dependency
     provides: tuple[str, ...]
 
 
-def packages(status: str) -> dict[str, Package]:
-    """From the text of dpkg's `status`: what is installed, by name."""
+def packages(status: str) -> dict[str, DebianPackage]:
     found = {}
     for paragraph in status.split("\n\n"):
         fields: dict[str, str] = {
@@ -88,7 +87,7 @@ def packages(status: str) -> dict[str, Package]:
             if choice.strip()
         )
         provides = tuple(_bare(one) for one in fields.get("Provides", "").split(",") if one.strip())
-        found[fields["Package"]] = Package(fields["Package"], always, needs, provides)
+        found[fields["Package"]] = DebianPackage(fields["Package"], always, needs, provides)
     return found
 
 
@@ -96,8 +95,7 @@ def _bare(word: str) -> str:
     return re.split(r"[\s:(\[]", word.strip(), maxsplit=1)[0]
 
 
-def closure(known: Mapping[str, Package], expected: Iterable[str]) -> list[str]:
-    """Names of all that is always there or expected, and of all they depend on, as far as it is installed."""
+def closure(known: Mapping[str, DebianPackage], expected: Iterable[str]) -> list[str]:
     providers = {name: package.name for package in known.values() for name in package.provides}
     pending = [package.name for package in known.values() if package.always]
     pending += [name for name in expected if name in known]
@@ -121,7 +119,6 @@ def _unneeded(path: str) -> bool:
 
 
 def system_files(expected: Iterable[str] = (), dpkg: Path = DPKG) -> list[str]:
-    """Host paths beneath /usr that a guest gets, none of them a directory."""
     try:
         known = packages((dpkg / "status").read_text())
     except FileNotFoundError:
@@ -137,7 +134,7 @@ def system_files(expected: Iterable[str] = (), dpkg: Path = DPKG) -> list[str]:
         for listing in (*dpkg.glob(f"info/{name}.list"), *dpkg.glob(f"info/{name}:*.list")):
             for path in listing.read_text().splitlines():
                 folder, _, last = path.rpartition("/")
-                if folder not in resolved:  # /bin is /usr/bin, and dpkg knows it as /bin
+                if folder not in resolved:  # dpkg lists /bin, a link to /usr/bin
                     resolved[folder] = os.path.realpath(folder)
                 real = f"{resolved[folder]}/{last}"
                 if real.startswith("/usr/") and not _unneeded(real):
@@ -150,15 +147,14 @@ def system_files(expected: Iterable[str] = (), dpkg: Path = DPKG) -> list[str]:
 
 
 def linked_with(programs: Iterable[Path]) -> list[str]:
-    """Libraries beneath /usr that these are linked with: both the name they ask for and the file it leads to."""
     words = [str(program) for program in programs]
     if not words:
         return []
-    said = subprocess.run(
+    ran = subprocess.run(
         ["ldd", *words], capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"}, check=False
     )
     found = set()
-    for asked in re.findall(r"=> (/\S+) \(0x", said.stdout):
+    for asked in re.findall(r"=> (/\S+) \(0x", ran.stdout):
         folder, _, last = asked.rpartition("/")
         named = f"{os.path.realpath(folder)}/{last}"
         found |= {path for path in (named, os.path.realpath(named)) if path.startswith("/usr/")}

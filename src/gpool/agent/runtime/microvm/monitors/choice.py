@@ -1,7 +1,7 @@
-"""Which monitor boots a guest on this host: asked by booting one, and remembered with the versions it was asked for.
+"""The choice of a monitor: found by booting a probe, and remembered with the versions it was tested with.
 
-`/dev/kvm` may be there and boot nothing, or be there and be closed to the uid that monitors run under. So the probe
-is a kernel whose first process says one line and restarts, in the very confinement that guests get.
+`/dev/kvm` may exist and boot nothing, or be closed to the uid of monitors. So the probe is a kernel whose first process
+prints one line and restarts, in the same confinement as every guest.
 """
 
 from __future__ import annotations
@@ -12,71 +12,54 @@ import os
 import platform
 import subprocess
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-from gpool.agent.runtime.microvm.image.boot import Step, archive, program
-from gpool.agent.runtime.microvm.image.build import clock_word
+from gpool.agent.runtime.microvm.image.boot import BootStep, archive, program
 from gpool.agent.runtime.microvm.image.kernel import Kernel
-from gpool.agent.runtime.microvm.monitors.firecracker import Firecracker, find_firecracker
-from gpool.agent.runtime.microvm.monitors.protocol import Vmm
+from gpool.agent.runtime.microvm.monitors.firecracker.monitor import Firecracker, find_firecracker
+from gpool.agent.runtime.microvm.monitors.protocol import MachineMonitor
 from gpool.agent.runtime.microvm.monitors.qemu import KVM, PROGRAM, TCG, Qemu, find_qemu
 from gpool.agent.runtime.protocol import SandboxFailed
 
 SYS_WRITE, SYS_REBOOT = 1, 169
 REBOOT_WORDS = (0xFEE1DEAD, 672274793, 0x01234567)
-SAID = "gpool: this boots"
+PROBE_LINE = "gpool: this boots"
 PROBE_WITHIN_S = 10.0
 KVM_AT = "/dev/kvm"
 
-Boots = Callable[[Vmm], Awaitable[bool]]
+Boots = Callable[[MachineMonitor], Awaitable[bool]]
 """Whether a monitor boots the probe."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    vmm: Vmm
-    words: tuple[str, ...] = ()  # for the kernel, beside those every guest gets
-
-
 def probe_archive() -> bytes:
-    steps = [Step(SYS_WRITE, (1, SAID + "\n", len(SAID) + 1)), Step(SYS_REBOOT, REBOOT_WORDS)]
+    line = PROBE_LINE + "\n"
+    steps = [BootStep(SYS_WRITE, (1, line, len(line))), BootStep(SYS_REBOOT, REBOOT_WORDS)]
     return archive(program(steps), {})
 
 
 def qemu_version(program: str) -> str:
-    said = subprocess.run(
+    ran = subprocess.run(
         [program, "--version"], capture_output=True, text=True, env={}, check=False
     )
-    return said.stdout.partition("\n")[0].strip()
+    return ran.stdout.partition("\n")[0].strip()
 
 
-def of(vmm: Vmm) -> Choice:
-    """With the words this monitor's guests need."""
-    if isinstance(vmm, Qemu) and vmm.accelerator == TCG:
-        word = clock_word()
-        return Choice(
-            vmm, (*([word] if word else []), "mitigations=off")
-        )  # what is translated runs as written
-    return Choice(vmm)
-
-
-async def choose(folder: Path, kernel: Kernel, boots: Boots) -> Choice:
-    """QEMU, by KVM where that boots; else Firecracker where only that is installed. `SandboxFailed` when there is none."""
+async def choose(folder: Path, kernel: Kernel, boots: Boots) -> MachineMonitor:
+    """Return QEMU, with KVM if that boots; Firecracker if only that is installed. `SandboxFailed` without either."""
     found = find_qemu()
     if not found:
         other = find_firecracker()
         if other:
-            return of(Firecracker(other))
+            return Firecracker(other)
         raise SandboxFailed(f"there is no {PROGRAM} here: apt-get install qemu-system-x86")
     if not os.path.exists(KVM_AT):  # noqa: ASYNC240 - a device node
-        return of(Qemu(found, TCG))
-    asked = " · ".join((platform.release(), kernel.version, qemu_version(found)))
+        return Qemu(found, TCG)
+    tested = " · ".join((platform.release(), kernel.version, qemu_version(found)))
     note = folder / "probe.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        said = json.loads(note.read_text())
-        if said["asked"] == asked and said["accelerator"] in (KVM, TCG):
-            return of(Qemu(found, said["accelerator"]))
+        known = json.loads(note.read_text())
+        if known["asked"] == tested and known["accelerator"] in (KVM, TCG):
+            return Qemu(found, known["accelerator"])
     accelerator = KVM if await boots(Qemu(found, KVM)) else TCG
-    note.write_text(json.dumps({"asked": asked, "accelerator": accelerator}))
-    return of(Qemu(found, accelerator))
+    note.write_text(json.dumps({"asked": tested, "accelerator": accelerator}))
+    return Qemu(found, accelerator)

@@ -1,9 +1,10 @@
-"""The door to machine monitors: what a guest is made of, and how one is started. Knows nothing of tasks."""
+"""The protocol of machine monitors: a guest's hardware, and the monitor's start and line. Knows nothing of tasks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 MIB = 1 << 20
@@ -24,7 +25,7 @@ COMMON_WORDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Disk:
+class GuestDisk:
     """`path` as the monitor sees it."""
 
     name: str
@@ -33,47 +34,66 @@ class Disk:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class GuestMachine:
     """One guest. The disks become vda, vdb, … in this order."""
 
     kernel: str
     archive: str  # the first file system
-    words: tuple[str, ...]  # the kernel's command line
-    disks: tuple[Disk, ...]
+    words: tuple[str, ...]  # of the kernel's command line
+    disks: tuple[GuestDisk, ...]
     memory_mib: int
     cpus: int
 
 
 @dataclass(frozen=True, slots=True)
-class Confined:
-    """How a monitor is started: its command line, and what of the host it sees."""
-
+class MonitorCommand:
     argv: tuple[str, ...]
-    devices: tuple[str, ...] = ()  # of the host's, to be used
-    folder: bool = False  # it needs a directory of its own that the agent reaches too, at FOLDER_AT
+    devices: tuple[str, ...] = ()  # host devices it uses
+    folder: bool = False  # it needs a directory shared with the agent, at FOLDER_AT
 
 
 FOLDER_AT = "/vmm"
-"""Where a monitor that asked for a directory of its own finds it."""
+"""Mount point of the directory that a monitor shares with the agent."""
 
 
-class Vmm(Protocol):
-    """A monitor. `start` is pure; `connect` gives the line to the guest once the monitor runs."""
+class MonitorLine(Protocol):
+    """The connection between the agent and a guest, made before the monitor starts."""
 
-    name: str
-    control: str  # "port" or "vsock": which line the guest takes
-    overhead_bytes: int  # what it takes itself, beside the guest's memory
-    unpacked_kernel: bool  # it starts the program inside a compressed kernel only
+    descriptor: int
+    """Inherited by the monitor; the launch closes it."""
 
-    def start(self, machine: Machine, line: int) -> Confined:
-        """`line` is the descriptor the monitor inherits; a monitor with a vsock has no use for it."""
+    async def connect(self, machine: GuestMachine, within_s: float) -> socket.socket:
+        """Return the line's end once the monitor runs; `SandboxFailed` after `within_s`. Ends the object's use."""
         ...
 
-    def requests(self, machine: Machine) -> Sequence[tuple[str, str, dict[str, object]]]:
-        """(method, path, document) to be made in this order once it runs; none for one that takes a command line."""
+    def close(self) -> None:
+        """Close everything of a line that was not connected, except `descriptor`. Idempotent."""
+        ...
+
+
+class MachineMonitor(Protocol):
+    name: str
+    control: str  # "port" or "vsock": the guest's end of the line
+    overhead_bytes: int  # memory of the monitor itself, beside the guest's
+    unpacked_kernel: bool  # it boots an uncompressed kernel only
+
+    @property
+    def description(self) -> str: ...
+
+    @property
+    def kernel_words(self) -> tuple[str, ...]:
+        """Words for the kernel's command line, beside those of every guest."""
+        ...
+
+    def command(self, machine: GuestMachine, line: int) -> MonitorCommand:
+        """Return how to start the monitor; `line` is the number of the inherited descriptor. Pure."""
+        ...
+
+    def open_line(self, directory: Path, uid: int) -> MonitorLine:
+        """Make the line of one guest whose files lie in `directory`; the monitor runs under `uid`."""
         ...
 
 
 def guest_memory_mib(memory_bytes: int) -> int:
-    """What a guest needs for a task to have this much: its kernel's own share is on top."""
+    """Return a guest's memory for a task of `memory_bytes`: the guest kernel's own share is added."""
     return (memory_bytes + memory_bytes // 32) // MIB + 96

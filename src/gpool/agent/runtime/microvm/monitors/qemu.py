@@ -1,15 +1,24 @@
-"""QEMU's `microvm` machine: few devices, no firmware to speak of, no PCI. Says how to start it; the launcher does."""
+"""QEMU's `microvm` machine: few devices, minimal firmware, no PCI. Makes the command line; the launcher starts it."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+import socket
+from functools import cached_property
+from pathlib import Path
 
 from gpool.agent.runtime.microvm.guest import PORT_NAME
-from gpool.agent.runtime.microvm.monitors.protocol import COMMON_WORDS, MIB, Confined, Machine
+from gpool.agent.runtime.microvm.image.build import clock_word
+from gpool.agent.runtime.microvm.monitors.protocol import (
+    COMMON_WORDS,
+    MIB,
+    GuestMachine,
+    MonitorCommand,
+    MonitorLine,
+)
 
 PROGRAM = "qemu-system-x86_64"
-TRANSLATED_MIB = 128  # what TCG may keep of translated code
+TRANSLATED_MIB = 128  # TCG's cache of translated code
 TCG, KVM = "tcg", "kvm"
 SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
 
@@ -18,8 +27,23 @@ def find_qemu() -> str:
     return shutil.which(PROGRAM, path="/usr/bin:/usr/local/bin:/bin") or ""
 
 
+class SocketPairLine:
+    """A `MonitorLine` for a monitor that inherits its end of a socket pair."""
+
+    def __init__(self) -> None:
+        self._ours, theirs = socket.socketpair()
+        self.descriptor = theirs.detach()
+
+    async def connect(self, machine: GuestMachine, within_s: float) -> socket.socket:
+        del machine, within_s
+        return self._ours
+
+    def close(self) -> None:
+        self._ours.close()
+
+
 class Qemu:
-    """A `Vmm`. `accelerator` is what a probe found to boot a guest."""
+    """A `MachineMonitor`. `accelerator` is the one with which a probe booted a guest."""
 
     name = "qemu"
     control = "port"
@@ -30,20 +54,33 @@ class Qemu:
         self.accelerator = accelerator
         self.overhead_bytes = (160 + (TRANSLATED_MIB if accelerator == TCG else 0)) * MIB
 
-    def start(self, machine: Machine, line: int) -> Confined:
-        return Confined(
+    @property
+    def description(self) -> str:
+        return f"qemu ({self.accelerator})"
+
+    @cached_property
+    def kernel_words(self) -> tuple[str, ...]:
+        if self.accelerator != TCG:
+            return ()
+        word = clock_word()
+        # mitigations: an emulated processor does not speculate
+        return (*([word] if word else []), "mitigations=off")
+
+    def command(self, machine: GuestMachine, line: int) -> MonitorCommand:
+        return MonitorCommand(
             tuple(command_line(self._program, self.accelerator, machine, line)),
             ("/dev/kvm",) if self.accelerator == KVM else (),
         )
 
-    def requests(self, machine: Machine) -> Sequence[tuple[str, str, dict[str, object]]]:  # noqa: ARG002
-        return ()
+    def open_line(self, directory: Path, uid: int) -> MonitorLine:
+        del directory, uid
+        return SocketPairLine()
 
 
-def command_line(program: str, accelerator: str, machine: Machine, line: int) -> list[str]:
+def command_line(program: str, accelerator: str, machine: GuestMachine, line: int) -> list[str]:
     translated = accelerator == TCG
     accel = f"tcg,thread=multi,tb-size={TRANSLATED_MIB}" if translated else "kvm"
-    # max: all that TCG can do, and it is the fastest to emulate; host: what the machine has
+    # max: every feature of TCG, and the fastest to emulate; host: the machine's own processor
     words = [program, "-nodefaults", "-no-user-config", "-nographic", "-no-reboot"]
     words += ["-sandbox", SANDBOX]
     words += ["-M", "microvm,pit=on,pic=on,rtc=on,isa-serial=on,x-option-roms=off,acpi=on"]

@@ -1,0 +1,1 @@
+"""Operations on gangs: tasks that several nodes hold at once."""

@@ -1,13 +1,15 @@
-"""Gangs as a plan grants them: whole, or not at all. The members' rows are written with the lease of their task."""
+"""Grants of gangs: all members or none. The members' rows are written with the lease of their task."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-from gpool.core.ids import TaskId
+from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import Offer
-from gpool.core.scheduler.state.events import Member, Place
+from gpool.core.scheduler.state.events import GangPart, Placement
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
+from gpool.server.store.queries import select
 from gpool.server.store.rows import allocation_text, of_ids, offer_from
 from gpool.server.store.values import Peers
 
@@ -24,38 +26,44 @@ GRANTED = (
 )
 
 
-def parts_of(place: Place) -> tuple[Member, ...]:
-    """By rank."""
-    return (Member(place.node, place.allocation), *place.members)
+class _NodeOffer(NamedTuple):
+    id: NodeId
+    offer: str
 
 
-def is_whole(place: Place) -> bool:
-    """One lease for a task of one node; for a gang one task, and as many different nodes as it asks for."""
+def members_of(place: Placement) -> tuple[GangPart, ...]:
+    return (GangPart(place.node, place.allocation), *place.members)
+
+
+def is_whole(place: Placement) -> bool:
+    """Tell whether a place has as many different nodes as its task asks for; of a gang, for one task only."""
     if not place.members:
         return place.shape.requirements.nodes <= 1
-    nodes = {part.node for part in parts_of(place)}
+    nodes = {member.node for member in members_of(place)}
     return (
         len(place.grants) == 1
         and len(nodes) == len(place.members) + 1 == place.shape.requirements.nodes
     )
 
 
-def offers_for(places: Sequence[Place]) -> Operation[dict[int, Offer]]:
-    """What the nodes of these gangs offer now."""
-    nodes = of_ids(part.node for place in places if place.members for part in parts_of(place))
+def offers_for(places: Sequence[Placement]) -> Operation[dict[NodeId, Offer]]:
+    nodes = of_ids(member.node for place in places if place.members for member in members_of(place))
     if not nodes.rows:
         return {}
-    rows = yield Statement(
-        "SELECT n.id, n.offer FROM {nodes} AS i JOIN nodes n ON n.id = i.id", {}, {"nodes": nodes}
+    rows = yield from select(
+        _NodeOffer,
+        "SELECT n.id, n.offer FROM {nodes} AS i JOIN nodes n ON n.id = i.id",
+        {},
+        {"nodes": nodes},
     )
-    return {row[0]: offer_from(row[1]) for row in rows}
+    return {row.id: offer_from(row.offer) for row in rows}
 
 
-def can_meet(place: Place, offers: Mapping[int, Offer]) -> bool:
-    """Whether its members reach each other, by what their nodes offer; a task of one node has nobody to meet."""
+def can_connect(place: Placement, offers: Mapping[NodeId, Offer]) -> bool:
+    """Tell whether the members' nodes offer addresses at one site. Always true for a task of one node."""
     if not place.members:
         return True
-    found = [offers[part.node] for part in parts_of(place)]
+    found = [offers[member.node] for member in members_of(place)]
     site = found[0].site
     return bool(site) and all(
         offer.site == site and offer.address and offer.gang_port for offer in found
@@ -63,25 +71,25 @@ def can_meet(place: Place, offers: Mapping[int, Offer]) -> bool:
 
 
 def write_granted(
-    granted: Sequence[Place], offers: Mapping[int, Offer], secrets: Mapping[TaskId, bytes]
+    granted: Sequence[Placement], offers: Mapping[NodeId, Offer], secrets: Mapping[TaskId, bytes]
 ) -> Operation[dict[TaskId, Peers]]:
-    """The members of gangs whose tasks were leased just now, and where each is found."""
+    """Write the members of gangs whose tasks were leased in this transaction; return their peers by task."""
     peers: dict[TaskId, Peers] = {}
     rows: list[Row] = []
     shared: list[Row] = []
     for place in granted:
         (grant,) = place.grants
         found = []
-        for rank, part in enumerate(parts_of(place)):
-            offer, number = offers[part.node], part.allocation.number
+        for rank, member in enumerate(members_of(place)):
+            offer, number = offers[member.node], member.allocation.number
             peer = (offer.address, offer.gang_port + number)
             found.append(peer)
-            text = allocation_text(part.allocation)
-            rows.append((grant.task, rank, grant.epoch, part.node, number, text, *peer))
+            text = allocation_text(member.allocation)
+            rows.append((grant.task, rank, grant.epoch, member.node, number, text, *peer))
         peers[grant.task] = tuple(found)
         shared.append((grant.task, grant.epoch, secrets.get(grant.task, b"")))
-    yield from forget("members", peers)
-    yield from forget("gangs", peers)
+    yield from delete_rows("members", peers)
+    yield from delete_rows("gangs", peers)
     yield Statement(
         "INSERT INTO gangs (task_id, epoch, secret_sealed) SELECT g.task, g.epoch, g.secret FROM {shared} AS g",
         {},
@@ -96,8 +104,7 @@ def write_granted(
     return peers
 
 
-def forget(table: str, tasks: Iterable[int]) -> Operation[None]:
-    """What `table` has of these gangs."""
+def delete_rows(table: str, tasks: Iterable[TaskId]) -> Operation[None]:
     yield Statement(
         f"DELETE FROM {table} WHERE task_id IN (SELECT id FROM {{tasks}} AS i)",  # noqa: S608
         {},

@@ -1,229 +1,283 @@
-"""Gangs that hold something, and how their members stand: read for reports, for nodes that connect, for people. Writes nothing.
+"""State of gangs and their members, read for reports, connecting nodes and users. Writes nothing.
 
-The task's own row has no node while a gang holds it; each member's row has one, and holds on until that node has let go.
-A member is known by (task, epoch, node): a node has at most one of a gang.
+While a gang holds allocations, its task's row has no node; each member's row has one, and `holding` until that node has
+released it. (task, epoch, node) identifies a member: a node has at most one of a gang.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from gpool.core.gangs import GangOrder, GangStanding, MemberEnd, call
-from gpool.core.ids import NodeId
+from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import Instant, TaskSpec, TaskStatus
-from gpool.core.scheduler.state.events import Member
+from gpool.core.scheduler.state.events import GangPart
+from gpool.server.store.generated_rows import MembersRecord
 from gpool.server.store.operation import operation
-from gpool.server.store.protocol import Operation, Row, Statement
-from gpool.server.store.rows import REASON, allocation_from, held_lease, of_ids, spec_from
+from gpool.server.store.protocol import Operation
+from gpool.server.store.queries import columns, select, select_pairs
+from gpool.server.store.rows import (
+    REASON,
+    OpenLease,
+    allocation_from,
+    held_lease,
+    of_ids,
+    spec_from,
+)
 from gpool.server.store.values import PREEMPTING, HeldGang, HeldLease, HeldMember, MemberView, Peers
 from gpool.wire.frames import Hold
 
-PART = (
-    "m.task_id, m.rank, m.node_id, m.holding, m.started_at, m.place, m.reason, m.exit_code, m.detail, "
-    "m.duration_us, m.outputs, m.host, m.port"
-)
-
-OPEN = "t.id, t.epoch, t.user_id, t.status, t.spec_id, m.allocation_number, m.allocation"
-"""As `rows.held_lease` reads it."""
+OPEN_MEMBER = "t.id, t.epoch, t.user_id, t.status, t.spec_id, m.allocation_number, m.allocation"
+"""The columns of `OpenLease`, with the member's allocation."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One member's row, as far as the gang's fate depends on it. `place` is None while it holds on."""
+class MemberStatus(NamedTuple):
+    """The columns of a member that decide on the gang. `place`: order of its end among the members' ends."""
 
+    task_id: TaskId
     rank: int
-    node: NodeId
-    started_at: int | None
+    node_id: NodeId
+    holding: int
+    started_at: Instant | None
     place: int | None
     reason: str | None
     exit_code: int | None
     detail: str
     duration_us: int
     outputs: str | None
-    peer: tuple[str, int]
+    host: str
+    port: int
 
     @property
     def end(self) -> MemberEnd | None:
-        if self.place is None or self.reason is None:
+        if self.holding or self.place is None or self.reason is None:
             return None
         return MemberEnd(self.rank, self.place, REASON[self.reason], self.exit_code)
 
 
-@dataclass(frozen=True, slots=True)
-class Gang:
-    """A gang as it stands, its parts by rank."""
+MEMBER_STATUS = columns(MemberStatus, MembersRecord, "m")
 
+
+@dataclass(frozen=True, slots=True)
+class GangStatus:
     spec: TaskSpec
-    parts: tuple[Part, ...]
-    making_room: bool
+    members: tuple[MemberStatus, ...]
+    preempting: bool
 
     @property
     def standing(self) -> GangStanding:
         return GangStanding(
-            len(self.parts),
+            len(self.members),
             self.spec.engine,
             self.spec.on_loss,
-            tuple(end for part in self.parts if (end := part.end) is not None),
-            self.making_room,
+            tuple(end for member in self.members if (end := member.end) is not None),
+            self.preempting,
         )
 
     @property
     def holding(self) -> list[NodeId]:
-        """Who has not let go."""
-        return [part.node for part in self.parts if part.place is None]
+        return [member.node_id for member in self.members if member.holding or member.place is None]
 
     @property
     def peers(self) -> Peers:
-        return tuple(part.peer for part in self.parts)
+        return tuple((member.host, member.port) for member in self.members)
 
-    def with_part(self, part: Part) -> Gang:
-        parts = (*self.parts[: part.rank], part, *self.parts[part.rank + 1 :])
-        return replace(self, parts=parts)
+    def with_member(self, member: MemberStatus) -> GangStatus:
+        members = (*self.members[: member.rank], member, *self.members[member.rank + 1 :])
+        return replace(self, members=members)
 
 
-def gangs(tasks: Iterable[int]) -> Operation[dict[int, Gang]]:
-    """By task. Their task rows are locked before, where something depends on it."""
+class _GangTask(NamedTuple):
+    id: TaskId
+    body: str
+    preempting: int
+
+
+class _MemberHold(NamedTuple):
+    node_id: NodeId
+    task_id: TaskId
+    epoch: int
+
+
+class _MemberLease(NamedTuple):
+    rank: int
+    started_at: Instant | None
+    payload: bytes | None
+    payload_sha256: str
+    secret_sealed: bytes
+
+
+class _HeldByNode(NamedTuple):
+    task_id: TaskId
+    node_id: NodeId
+    is_over: int
+
+
+class _MemberKey(NamedTuple):
+    task_id: TaskId
+    rank: int
+
+
+class LeaseTimes(NamedTuple):
+    node_id: NodeId
+    rank: int
+    leased_at: Instant | None
+    queued_at: Instant | None
+    preempting: int
+
+
+class _MemberOfView(NamedTuple):
+    task_id: TaskId
+    rank: int
+    node_id: NodeId
+    name: str | None
+    allocation_number: int
+    allocation: str
+    holding: int
+    started_at: Instant | None
+    reason: str | None
+    exit_code: int | None
+
+
+def gangs(tasks: Iterable[TaskId]) -> Operation[dict[TaskId, GangStatus]]:
+    """Read gangs by task. A caller that decides on them has locked their tasks' rows before."""
     wanted = of_ids(tasks)
     if not wanted.rows:
         return {}
-    rows = yield Statement(
-        f"SELECT {PART} FROM {{tasks}} AS i JOIN members m ON m.task_id = i.id ORDER BY m.task_id, m.rank",  # noqa: S608
+    rows = yield from select(
+        MemberStatus,
+        f"SELECT {MEMBER_STATUS} FROM {{tasks}} AS i JOIN members m ON m.task_id = i.id "  # noqa: S608
+        "ORDER BY m.task_id, m.rank",
         {},
         {"tasks": wanted},
     )
-    parts: dict[int, list[Part]] = {}
+    members: dict[TaskId, list[MemberStatus]] = {}
     for row in rows:
-        parts.setdefault(row[0], []).append(_part(row))
-    facts = yield Statement(
+        members.setdefault(row.task_id, []).append(row)
+    facts = yield from select(
+        _GangTask,
         "SELECT t.id, s.body, EXISTS (SELECT 1 FROM attempt_notes n WHERE n.task_id = t.id AND n.epoch = t.epoch "
         "AND n.note = :note) FROM {tasks} AS i JOIN tasks t ON t.id = i.id JOIN specs s ON s.id = t.spec_id",
         {"note": PREEMPTING},
         {"tasks": wanted},
     )
     return {
-        task: Gang(spec_from(body), tuple(parts[task]), bool(asked))
-        for task, body, asked in facts
-        if task in parts
+        task.id: GangStatus(spec_from(task.body), tuple(members[task.id]), bool(task.preempting))
+        for task in facts
+        if task.id in members
     }
 
 
-def _part(row: Row) -> Part:
-    return Part(
-        row[1],
-        NodeId(row[2]),
-        row[4],
-        None if row[3] else row[5],
-        row[6],
-        row[7],
-        row[8],
-        row[9],
-        row[10],
-        (row[11], row[12]),
-    )
-
-
-def holders(tasks: Iterable[int]) -> Operation[tuple[tuple[NodeId, Hold], ...]]:
-    """The nodes that have not let go of these gangs."""
+def holders(tasks: Iterable[TaskId]) -> Operation[tuple[tuple[NodeId, Hold], ...]]:
     wanted = of_ids(tasks)
     if not wanted.rows:
         return ()
-    rows = yield Statement(
+    rows = yield from select(
+        _MemberHold,
         "SELECT m.node_id, m.task_id, m.epoch FROM {tasks} AS i JOIN members m ON m.task_id = i.id "
         "WHERE m.holding = 1 ORDER BY m.task_id, m.rank",
         {},
         {"tasks": wanted},
     )
-    return tuple((NodeId(node), Hold(task, epoch)) for node, task, epoch in rows)
+    return tuple((row.node_id, Hold(row.task_id, row.epoch)) for row in rows)
 
 
-def can_make_room(tasks: Iterable[int]) -> Operation[dict[int, list[NodeId]]]:
-    """Of these gangs, who is to be asked; those that stop already are left alone."""
+def preemptible(tasks: Iterable[TaskId]) -> Operation[dict[TaskId, list[NodeId]]]:
     found = yield from gangs(tasks)
     return {
         task: gang.holding
         for task, gang in found.items()
-        if gang.making_room or call(gang.standing) is None
+        if gang.preempting or call(gang.standing) is None
     }
 
 
 def held_by(node: NodeId) -> Operation[tuple[HeldLease, ...]]:
-    """The node's parts of gangs; where the gang is over, as cancelled."""
-    rows = yield Statement(
-        f"SELECT {OPEN}, m.rank, m.started_at, t.payload, t.payload_sha256, g.secret_sealed "  # noqa: S608
+    """Return the node's members of gangs; those of a gang that is over are cancelled."""
+    rows = yield from select_pairs(
+        OpenLease,
+        _MemberLease,
+        f"SELECT {OPEN_MEMBER}, m.rank, m.started_at, t.payload, t.payload_sha256, g.secret_sealed "  # noqa: S608
         "FROM members m JOIN tasks t ON t.id = m.task_id JOIN gangs g ON g.task_id = t.id "
         "WHERE m.node_id = :node AND m.holding = 1 ORDER BY t.id",
         {"node": node},
     )
-    found = yield from gangs(row[0] for row in rows)
-    return tuple(_held(row, found[row[0]]) for row in rows)
+    found = yield from gangs(row.id for row, _ in rows)
+    return tuple(_held(row, member, found[row.id]) for row, member in rows)
 
 
-def _held(row: Row, gang: Gang) -> HeldLease:
-    lease = held_lease(row, row[9], row[10])
-    told = call(gang.standing)
-    if told is None and gang.making_room:
-        told = GangOrder.BACK
-    if lease.status is TaskStatus.CANCELLED or told is GangOrder.END:
+def _held(row: OpenLease, member: _MemberLease, gang: GangStatus) -> HeldLease:
+    lease = held_lease(row, member.payload, member.payload_sha256)
+    instruction = call(gang.standing)
+    if instruction is None and gang.preempting:
+        instruction = GangOrder.BACK
+    if lease.status is TaskStatus.CANCELLED or instruction is GangOrder.END:
         status = TaskStatus.CANCELLED
     else:
-        status = TaskStatus.LEASED if row[8] is None else TaskStatus.RUNNING
-    return replace(lease, status=status, gang=HeldMember(row[7], gang.peers, bytes(row[11]), told))
+        status = TaskStatus.LEASED if member.started_at is None else TaskStatus.RUNNING
+    shown = HeldMember(member.rank, gang.peers, bytes(member.secret_sealed), instruction)
+    return replace(lease, status=status, gang=shown)
 
 
 @operation
 def overdue(before: Instant) -> Operation[tuple[NodeId, ...]]:
-    """Nodes that still hold on to a gang that was over before then: cancelled, or failed and called off."""
-    rows = yield Statement(
+    """Return nodes that still hold a member of a gang that was cancelled, or failed and was called off, before then."""
+    rows = yield from select(
+        _HeldByNode,
         "SELECT m.task_id, m.node_id, t.finished_at IS NOT NULL FROM members m JOIN tasks t ON t.id = m.task_id "
         "WHERE m.holding = 1 AND (t.finished_at < :before OR t.finished_at IS NULL AND EXISTS ("
         "SELECT 1 FROM members e WHERE e.task_id = m.task_id AND e.ended_at < :before)) ORDER BY m.node_id",
         {"before": before},
     )
-    doubtful = {task for task, _, is_over in rows if not is_over}
-    found = yield from gangs(doubtful)
-    ended = yield Statement(
+    undecided = {row.task_id for row in rows if not row.is_over}
+    found = yield from gangs(undecided)
+    ended = yield from select(
+        _MemberKey,
         "SELECT m.task_id, m.rank FROM {tasks} AS i JOIN members m ON m.task_id = i.id WHERE m.ended_at < :before",
         {"before": before},
-        {"tasks": of_ids(doubtful)},
+        {"tasks": of_ids(undecided)},
     )
-    by_then = {(task, rank) for task, rank in ended}
+    by_then = set(ended)
     over = {task for task, gang in found.items() if _is_over(task, gang.standing, by_then)}
-    return tuple(
-        dict.fromkeys(NodeId(node) for task, node, is_over in rows if is_over or task in over)
-    )
+    return tuple(dict.fromkeys(row.node_id for row in rows if row.is_over or row.task_id in over))
 
 
-def _is_over(task: int, gang: GangStanding, by_then: set[tuple[int, int]]) -> bool:
+def _is_over(task: TaskId, gang: GangStanding, by_then: set[_MemberKey]) -> bool:
     ends = tuple(end for end in gang.ends if (task, end.rank) in by_then)
     return call(replace(gang, ends=ends)) is GangOrder.END
 
 
-def pictured() -> Operation[tuple[tuple[HeldGang, Row], ...]]:
-    """All that hold something, each with (leased_at, queued_at, whether it was asked to make room)."""
-    rows = yield Statement(
-        f"SELECT {OPEN}, m.node_id, m.rank, t.leased_at, t.queued_at, EXISTS (SELECT 1 FROM attempt_notes n "  # noqa: S608
+def pictured() -> Operation[tuple[tuple[HeldGang, LeaseTimes], ...]]:
+    """Return all gangs that hold allocations, each with the row of rank 0."""
+    rows = yield from select_pairs(
+        OpenLease,
+        LeaseTimes,
+        f"SELECT {OPEN_MEMBER}, m.node_id, m.rank, t.leased_at, t.queued_at, EXISTS (SELECT 1 FROM attempt_notes n "  # noqa: S608
         "WHERE n.task_id = t.id AND n.epoch = t.epoch AND n.note = :note) "
         "FROM tasks t JOIN members m ON m.task_id = t.id WHERE t.holding = 1 AND t.node_id IS NULL "
         "ORDER BY t.id, m.rank",
         {"note": PREEMPTING},
     )
-    by_task: dict[int, list[Row]] = {}
-    for row in rows:
-        by_task.setdefault(row[0], []).append(row)
+    by_task: dict[TaskId, list[tuple[OpenLease, LeaseTimes]]] = {}
+    for row, times in rows:
+        by_task.setdefault(row.id, []).append((row, times))
     found = []
-    for first, *others in by_task.values():
-        members = tuple(Member(NodeId(row[7]), allocation_from(row[5], row[6])) for row in others)
-        found.append((HeldGang(NodeId(first[7]), held_lease(first), members), first[9:]))
+    for (lease, first), *others in by_task.values():
+        members = tuple(
+            GangPart(times.node_id, allocation_from(row.allocation_number, row.allocation))
+            for row, times in others
+        )
+        found.append((HeldGang(first.node_id, held_lease(lease), members), first))
     return tuple(found)
 
 
-def views(tasks: Iterable[int]) -> Operation[dict[int, tuple[MemberView, ...]]]:
-    """The members of these tasks' last leases, by rank."""
+def views(tasks: Iterable[TaskId]) -> Operation[dict[TaskId, tuple[MemberView, ...]]]:
     wanted = of_ids(tasks)
     if not wanted.rows:
         return {}
-    rows = yield Statement(
+    rows = yield from select(
+        _MemberOfView,
         "SELECT m.task_id, m.rank, m.node_id, n.name, m.allocation_number, m.allocation, m.holding, m.started_at, "
         "m.reason, m.exit_code FROM {tasks} AS i JOIN members m ON m.task_id = i.id "
         "JOIN tasks t ON t.id = m.task_id AND t.epoch = m.epoch LEFT JOIN nodes n ON n.id = m.node_id "
@@ -231,9 +285,13 @@ def views(tasks: Iterable[int]) -> Operation[dict[int, tuple[MemberView, ...]]]:
         {},
         {"tasks": wanted},
     )
-    found: dict[int, list[MemberView]] = {}
-    for task, rank, node, name, number, text, holding, started, reason, code in rows:
-        status = ("leased" if started is None else "running") if holding else reason or "ended"
-        made = MemberView(rank, NodeId(node), name, allocation_from(number, text), status, code)
-        found.setdefault(task, []).append(made)
+    found: dict[TaskId, list[MemberView]] = {}
+    for row in rows:
+        if row.holding:
+            status = "leased" if row.started_at is None else "running"
+        else:
+            status = row.reason or "ended"
+        allocation = allocation_from(row.allocation_number, row.allocation)
+        view = MemberView(row.rank, row.node_id, row.name, allocation, status, row.exit_code)
+        found.setdefault(row.task_id, []).append(view)
     return {task: tuple(members) for task, members in found.items()}

@@ -1,0 +1,1 @@
+"""Operations on users, teams, sessions, sealed fields and the audit log."""

@@ -1,40 +1,60 @@
-"""Accounts and the ways into them: a password, wallets, OpenID Connect identities. The last way in cannot be removed.
+"""Accounts and their login methods: a password, wallets, OpenID Connect identities. The last method cannot be removed.
 
-Whoever changes the ways in locks the user's row first, so that two removals at once cannot both see the other's way.
+An operation that changes login methods locks the user's row first: two concurrent removals would else each find the
+other's method still there. One file past 400 lines: registration, login methods and operators' changes share this lock.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from gpool.core.errors import Conflict, Forbidden, NotFound
 from gpool.core.ids import UserId
 from gpool.core.model import Instant, Permission
 from gpool.core.permissions import Role, TeamId
+from gpool.server.store.generated_rows import OidcIdentitiesRecord, UserInvitesRecord, WalletsRecord
 from gpool.server.store.identity_values import Account, LinkedWallet, UserInvite
 from gpool.server.store.operation import operation
 from gpool.server.store.operations.identity.sessions import end_all
 from gpool.server.store.operations.identity.teams import put_member
 from gpool.server.store.operations.identity.users import (
-    COLUMNS,
+    USER,
+    UserColumns,
     insert_user,
+    permissions_from,
     permissions_text,
     user_from,
 )
-from gpool.server.store.protocol import Operation, Row, Statement
+from gpool.server.store.protocol import Operation, Statement
+from gpool.server.store.queries import columns, exists, select, select_pairs, values
 from gpool.server.store.values import User
 
-ACCOUNT = f"{COLUMNS}, u.password_hash, u.disabled_at"
+INVITE = columns(UserInvitesRecord, UserInvitesRecord, "i")
 
 
-def _account(row: Row) -> Account:
-    return Account(user_from(row), row[4], row[5])
+class _AccountColumns(NamedTuple):
+    password_hash: str | None
+    disabled_at: Instant | None
+
+
+class _PasswordHash(NamedTuple):
+    password_hash: str | None
 
 
 def _accounts(where: str, **parameters: int | str) -> Operation[tuple[Account, ...]]:
-    rows = yield Statement(f"SELECT {ACCOUNT} FROM users u {where}", parameters)  # noqa: S608
-    return tuple(_account(row) for row in rows)
+    rows = yield from select_pairs(
+        UserColumns,
+        _AccountColumns,
+        f"SELECT {USER}, u.password_hash, u.disabled_at FROM users u {where}",  # noqa: S608
+        parameters,
+    )
+    return tuple(
+        Account(user_from(user), account.password_hash, account.disabled_at)
+        for user, account in rows
+    )
 
 
-# ---- coming in
+# ---- registration and invites
 
 
 @operation
@@ -46,13 +66,13 @@ def register(
     at: Instant,
     oidc: tuple[str, str] | None = None,
 ) -> Operation[User]:
-    """A new account with its first way in. An invite decides the permissions, and may bring a team along."""
+    """Create an account with its first login method. An invite sets the permissions, and may add a team."""
     if password_hash is None and wallet is None and oidc is None:
-        raise Conflict("an account needs a way in: a password, a wallet or an identity")
+        raise Conflict("an account needs a login method: a password, a wallet or an identity")
     invite = None
     if invite_hash is not None:
         invite = yield from _open_invite(invite_hash, at)
-    taken = yield Statement("SELECT 1 FROM users WHERE name = :name", {"name": user.name})
+    taken = yield from exists("SELECT 1 FROM users WHERE name = :name", {"name": user.name})
     if taken:
         raise Conflict(f"there is a user {user.name!r} already; choose another name")
     if wallet is not None:
@@ -90,7 +110,7 @@ def create_user_invite(invite: UserInvite) -> Operation[None]:
 
 @operation
 def join_team(invite_hash: str, user: UserId, at: Instant) -> Operation[tuple[TeamId, Role]]:
-    """Somebody with an account redeems an invite to a team. It never lowers a role they have."""
+    """Redeem an invite to a team for an existing account. A higher role that the user has stays."""
     invite = yield from _open_invite(invite_hash, at)
     if invite.team is None or invite.role is None:
         raise Forbidden("this invite is for a new account, not for a team")
@@ -99,33 +119,31 @@ def join_team(invite_hash: str, user: UserId, at: Instant) -> Operation[tuple[Te
 
 
 def _open_invite(hashed: str, at: Instant) -> Operation[UserInvite]:
-    rows = yield Statement(
-        "SELECT made_by, permissions, expires_at, created_at, team_id, role, used_at FROM user_invites "
-        "WHERE hashed = :hashed /*postgresql FOR UPDATE*/",
+    rows = yield from select(
+        UserInvitesRecord,
+        f"SELECT {INVITE} FROM user_invites i WHERE i.hashed = :hashed /*postgresql FOR UPDATE*/",  # noqa: S608
         {"hashed": hashed},
     )
-    for made_by, permissions, expires_at, created_at, team, role, used_at in rows:
-        if used_at is not None:
-            raise Forbidden("this invite was used already; ask for a new one")
-        if expires_at <= at:
-            raise Forbidden("this invite has expired; ask for a new one")
-        if team is not None:
-            there = yield Statement(
-                "SELECT 1 FROM teams WHERE id = :team /*postgresql FOR SHARE*/", {"team": team}
-            )
-            if not there:
-                raise Forbidden("the team of this invite is gone; ask for a new one")
-        granted = frozenset(Permission(word) for word in permissions.split(",") if word)
-        return UserInvite(
-            hashed,
-            UserId(made_by),
-            granted,
-            expires_at,
-            created_at,
-            team,
-            None if role is None else Role(role),
-        )
-    raise Forbidden("this invite is not known here; ask for a new one")
+    if not rows:
+        raise Forbidden("this invite is not known here; ask for a new one")
+    [row] = rows
+    if row.used_at is not None:
+        raise Forbidden("this invite was used already; ask for a new one")
+    if row.expires_at <= at:
+        raise Forbidden("this invite has expired; ask for a new one")
+    if row.team_id is not None:
+        sql = "SELECT 1 FROM teams WHERE id = :team /*postgresql FOR SHARE*/"
+        if not (yield from exists(sql, {"team": row.team_id})):
+            raise Forbidden("the team of this invite was deleted; ask for a new one")
+    return UserInvite(
+        hashed,
+        row.made_by,
+        permissions_from(row.permissions),
+        row.expires_at,
+        row.created_at,
+        row.team_id,
+        None if row.role is None else Role(row.role),
+    )
 
 
 def _use_invite(invite: UserInvite, user: UserId, at: Instant) -> Operation[None]:
@@ -137,7 +155,7 @@ def _use_invite(invite: UserInvite, user: UserId, at: Instant) -> Operation[None
         yield from put_member(invite.team, user, invite.role, at, raises_only=True)
 
 
-# ---- finding
+# ---- reading
 
 
 @operation
@@ -172,7 +190,6 @@ def user_by_oidc(issuer: str, subject: str) -> Operation[Account | None]:
 
 @operation
 def users(after: UserId, limit: int) -> Operation[tuple[Account, ...]]:
-    """Oldest first, by id; `after` 0 begins."""
     return (
         yield from _accounts(
             "WHERE u.id > :after ORDER BY u.id LIMIT :limit", after=after, limit=limit
@@ -182,38 +199,40 @@ def users(after: UserId, limit: int) -> Operation[tuple[Account, ...]]:
 
 @operation
 def wallets_of(user: UserId) -> Operation[tuple[LinkedWallet, ...]]:
-    rows = yield Statement(
-        "SELECT address, linked_at, payout FROM wallets WHERE user_id = :user ORDER BY linked_at, address",
+    rows = yield from select(
+        WalletsRecord,
+        f"SELECT {columns(WalletsRecord, WalletsRecord, 'w')} FROM wallets w WHERE w.user_id = :user "  # noqa: S608
+        "ORDER BY w.linked_at, w.address",
         {"user": user},
     )
-    return tuple(LinkedWallet(row[0], row[1], bool(row[2])) for row in rows)
+    return tuple(LinkedWallet(row.address, row.linked_at, bool(row.payout)) for row in rows)
 
 
 @operation
 def identities_of(user: UserId) -> Operation[tuple[tuple[str, str], ...]]:
-    """(issuer, subject) of each."""
-    rows = yield Statement(
-        "SELECT issuer, subject FROM oidc_identities WHERE user_id = :user ORDER BY issuer, subject",
+    rows = yield from select(
+        OidcIdentitiesRecord,
+        "SELECT issuer, subject, user_id FROM oidc_identities WHERE user_id = :user ORDER BY issuer, subject",
         {"user": user},
     )
-    return tuple((row[0], row[1]) for row in rows)
+    return tuple((row.issuer, row.subject) for row in rows)
 
 
-# ---- ways in
+# ---- login methods
 
 
 @operation
 def link_wallet(user: UserId, address: str, at: Instant) -> Operation[bool]:
-    """False: it was this user's already. The first wallet is the payout wallet."""
+    """Link a wallet; False if it is this user's already. The first wallet is the payout wallet."""
     yield from _locked(user)
-    rows = yield Statement(
-        "SELECT user_id FROM wallets WHERE address = :address", {"address": address}
+    owners = yield from values(
+        UserId, "SELECT user_id FROM wallets WHERE address = :address", {"address": address}
     )
-    if rows and rows[0][0] == user:
+    if owners == [user]:
         return False
-    if rows:
+    if owners:
         raise Conflict("this wallet belongs to another account; sign in with it, or use another")
-    has = yield Statement(
+    has = yield from exists(
         "SELECT 1 FROM wallets WHERE user_id = :user AND payout = 1", {"user": user}
     )
     yield from _put_wallet(user, address, at, payout=not has)
@@ -222,15 +241,11 @@ def link_wallet(user: UserId, address: str, at: Instant) -> Operation[bool]:
 
 @operation
 def unlink_wallet(user: UserId, address: str) -> Operation[bool]:
-    """False: it is not this user's. When the payout wallet goes, there is none until one is named."""
+    """Unlink a wallet; False if it is not this user's. After the payout wallet there is none until one is set."""
     yield from _locked(user)
-    rows = yield Statement(
-        "SELECT 1 FROM wallets WHERE address = :address AND user_id = :user",
-        {"address": address, "user": user},
-    )
-    if not rows:
+    if not (yield from _has_wallet(user, address)):
         return False
-    yield from _another_way_in(user)
+    yield from _another_login(user)
     yield Statement(
         "DELETE FROM wallets WHERE address = :address AND user_id = :user",
         {"address": address, "user": user},
@@ -240,15 +255,10 @@ def unlink_wallet(user: UserId, address: str) -> Operation[bool]:
 
 @operation
 def set_payout_wallet(user: UserId, address: str | None) -> Operation[bool]:
-    """None: no payouts. False: the wallet is not this user's, nothing was written."""
+    """Set the payout wallet (None: no payouts); False, and no write, if the wallet is not this user's."""
     yield from _locked(user)
-    if address is not None:
-        rows = yield Statement(
-            "SELECT 1 FROM wallets WHERE address = :address AND user_id = :user",
-            {"address": address, "user": user},
-        )
-        if not rows:
-            return False
+    if address is not None and not (yield from _has_wallet(user, address)):
+        return False
     yield Statement(
         "UPDATE wallets SET payout = CASE WHEN address = :address THEN 1 ELSE 0 END WHERE user_id = :user",
         {"address": address or "", "user": user},
@@ -258,23 +268,23 @@ def set_payout_wallet(user: UserId, address: str | None) -> Operation[bool]:
 
 @operation
 def payout_wallet(user: UserId) -> Operation[str | None]:
-    rows = yield Statement(
-        "SELECT address FROM wallets WHERE user_id = :user AND payout = 1", {"user": user}
+    found = yield from values(
+        str, "SELECT address FROM wallets WHERE user_id = :user AND payout = 1", {"user": user}
     )
-    return rows[0][0] if rows else None
+    return found[0] if found else None
 
 
 @operation
 def link_oidc(user: UserId, issuer: str, subject: str) -> Operation[bool]:
-    """False: it was this user's already."""
     yield from _locked(user)
-    rows = yield Statement(
+    owners = yield from values(
+        UserId,
         "SELECT user_id FROM oidc_identities WHERE issuer = :issuer AND subject = :subject",
         {"issuer": issuer, "subject": subject},
     )
-    if rows and rows[0][0] == user:
+    if owners == [user]:
         return False
-    if rows:
+    if owners:
         raise Conflict("this identity belongs to another account; sign in with it, or use another")
     yield from _put_identity(user, issuer, subject)
     return True
@@ -282,24 +292,22 @@ def link_oidc(user: UserId, issuer: str, subject: str) -> Operation[bool]:
 
 @operation
 def unlink_oidc(user: UserId, issuer: str, subject: str) -> Operation[bool]:
-    """False: it is not this user's."""
     yield from _locked(user)
     named = {"issuer": issuer, "subject": subject, "user": user}
     mine = "issuer = :issuer AND subject = :subject AND user_id = :user"
-    rows = yield Statement(f"SELECT 1 FROM oidc_identities WHERE {mine}", named)  # noqa: S608
-    if not rows:
+    if not (yield from exists(f"SELECT 1 FROM oidc_identities WHERE {mine}", named)):  # noqa: S608
         return False
-    yield from _another_way_in(user)
+    yield from _another_login(user)
     yield Statement(f"DELETE FROM oidc_identities WHERE {mine}", named)  # noqa: S608
     return True
 
 
 @operation
 def set_password(user: UserId, password_hash: str | None) -> Operation[None]:
-    """None takes it away, if there is another way in. Ending the sessions is the caller's wish, not ours."""
+    """Set the password; None removes it, if there is another login method. Sessions stay: the caller may end them."""
     had = yield from _locked(user)
     if password_hash is None and had is not None:
-        yield from _another_way_in(user)
+        yield from _another_login(user)
     yield Statement(
         "UPDATE users SET password_hash = :password_hash WHERE id = :user",
         {"password_hash": password_hash, "user": user},
@@ -308,48 +316,60 @@ def set_password(user: UserId, password_hash: str | None) -> Operation[None]:
 
 @operation
 def rehash_password(user: UserId, old: str, new: str) -> Operation[bool]:
-    """The same password under newer parameters, unless it was changed meanwhile."""
-    rows = yield Statement(
-        "UPDATE users SET password_hash = :new WHERE id = :user AND password_hash = :old RETURNING id",
-        {"new": new, "user": user, "old": old},
+    """Replace the hash by one of the same password with newer parameters, unless it was changed meanwhile."""
+    return (
+        yield from exists(
+            "UPDATE users SET password_hash = :new WHERE id = :user AND password_hash = :old RETURNING id",
+            {"new": new, "user": user, "old": old},
+        )
     )
-    return bool(rows)
 
 
 def _locked(user: UserId) -> Operation[str | None]:
-    """Nobody else changes this user's ways in until the commit; gives the password's hash."""
-    rows = yield Statement(
-        "SELECT password_hash FROM users WHERE id = :user /*postgresql FOR UPDATE*/", {"user": user}
+    """Lock the user's login methods until the commit; return the password's hash."""
+    rows = yield from select(
+        _PasswordHash,
+        "SELECT password_hash FROM users WHERE id = :user /*postgresql FOR UPDATE*/",
+        {"user": user},
     )
     if not rows:
         raise NotFound("there is no such user")
-    found: str | None = rows[0][0]
-    return found
+    return rows[0].password_hash
 
 
-def _another_way_in(user: UserId) -> Operation[None]:
-    rows = yield Statement(
+def _has_wallet(user: UserId, address: str) -> Operation[bool]:
+    return (
+        yield from exists(
+            "SELECT 1 FROM wallets WHERE address = :address AND user_id = :user",
+            {"address": address, "user": user},
+        )
+    )
+
+
+def _another_login(user: UserId) -> Operation[None]:
+    [count] = yield from values(
+        int,
         "SELECT (SELECT COUNT(*) FROM users WHERE id = :user AND password_hash IS NOT NULL) + "
         "(SELECT COUNT(*) FROM wallets WHERE user_id = :user) + "
         "(SELECT COUNT(*) FROM oidc_identities WHERE user_id = :user)",
         {"user": user},
     )
-    if rows[0][0] < 2:
-        raise Conflict("this is the last way into the account; add another one first")
+    if count < 2:
+        raise Conflict("this is the last login method of the account; add another one first")
 
 
 def _free_wallet(address: str) -> Operation[None]:
-    rows = yield Statement("SELECT 1 FROM wallets WHERE address = :address", {"address": address})
-    if rows:
+    sql = "SELECT 1 FROM wallets WHERE address = :address"
+    if (yield from exists(sql, {"address": address})):
         raise Conflict("this wallet belongs to an account already; sign in with it")
 
 
 def _free_identity(issuer: str, subject: str) -> Operation[None]:
-    rows = yield Statement(
+    taken = yield from exists(
         "SELECT 1 FROM oidc_identities WHERE issuer = :issuer AND subject = :subject",
         {"issuer": issuer, "subject": subject},
     )
-    if rows:
+    if taken:
         raise Conflict("this identity belongs to an account already; sign in with it")
 
 
@@ -367,43 +387,44 @@ def _put_identity(user: UserId, issuer: str, subject: str) -> Operation[None]:
     )
 
 
-# ---- what operators change
+# ---- operators' changes
 
 
 @operation
 def set_permissions(user: UserId, permissions: frozenset[Permission]) -> Operation[bool]:
-    """False: no such user. The last operator who can act stays one."""
+    """Set a user's permissions; False: no such user. `Conflict` for the last operator who is not disabled."""
     if Permission.OPERATOR not in permissions:
         yield from _another_operator(user)
-    rows = yield Statement(
-        "UPDATE users SET permissions = :permissions WHERE id = :user RETURNING id",
-        {"permissions": permissions_text(permissions), "user": user},
+    return (
+        yield from exists(
+            "UPDATE users SET permissions = :permissions WHERE id = :user RETURNING id",
+            {"permissions": permissions_text(permissions), "user": user},
+        )
     )
-    return bool(rows)
 
 
 @operation
 def set_disabled(user: UserId, disabled: bool, at: Instant) -> Operation[bool]:
-    """False: no such user. Who is disabled is signed out everywhere; their keys sleep until they are enabled."""
+    """Disable or enable a user; False: no such user. Disabling ends all sessions; keys work again once enabled."""
     if disabled:
         yield from _another_operator(user)
-    rows = yield Statement(
+    found = yield from exists(
         "UPDATE users SET disabled_at = CASE WHEN :disabled = 1 THEN COALESCE(disabled_at, :at) ELSE NULL END "
         "WHERE id = :user RETURNING id",
         {"disabled": int(disabled), "at": at, "user": user},
     )
-    if rows and disabled:
+    if found and disabled:
         yield from end_all(user, "disabled", at)
-    return bool(rows)
+    return found
 
 
 def _another_operator(user: UserId) -> Operation[None]:
-    """Refuses when this user is the only one who can run the pool."""
-    rows = yield Statement(
+    operators = yield from values(
+        UserId,
         "SELECT id FROM users WHERE permissions LIKE '%operator%' AND disabled_at IS NULL "
-        "ORDER BY id /*postgresql FOR UPDATE*/"
+        "ORDER BY id /*postgresql FOR UPDATE*/",
     )
-    if [row[0] for row in rows] == [user]:
+    if operators == [user]:
         raise Conflict("this is the last operator; make somebody else one first")
 
 
@@ -420,18 +441,21 @@ def put_nonce(nonce: str, expires_at: Instant) -> Operation[None]:
 
 @operation
 def take_nonce(nonce: str, at: Instant) -> Operation[bool]:
-    """True once, and only before it expires."""
-    rows = yield Statement(
-        "DELETE FROM sign_in_nonces WHERE nonce = :nonce RETURNING expires_at", {"nonce": nonce}
+    """Consume a nonce; True once, and only before it expires."""
+    expiries = yield from values(
+        Instant,
+        "DELETE FROM sign_in_nonces WHERE nonce = :nonce RETURNING expires_at",
+        {"nonce": nonce},
     )
-    return bool(rows) and rows[0][0] > at
+    return any(expires_at > at for expires_at in expiries)
 
 
 @operation
 def forget_nonces(before: Instant, limit: int) -> Operation[int]:
-    rows = yield Statement(
+    deleted = yield from values(
+        str,
         "DELETE FROM sign_in_nonces WHERE nonce IN (SELECT nonce FROM sign_in_nonces "
         "WHERE expires_at < :before ORDER BY expires_at LIMIT :limit) RETURNING nonce",
         {"before": before, "limit": limit},
     )
-    return len(rows)
+    return len(deleted)

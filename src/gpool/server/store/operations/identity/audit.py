@@ -1,6 +1,6 @@
-"""The audit record: appended to, read, never changed. Numbers have no gaps; `identity.audit` links each entry to the last.
+"""The audit log: entries are appended and read, never changed. Numbers have no gaps; `identity.audit` chains the hashes.
 
-Whoever appends locks the head to the commit, on PostgreSQL by its row; so appending comes last in an operation.
+Appending locks the head until the commit (on PostgreSQL its row), so it comes last in an operation.
 """
 
 from __future__ import annotations
@@ -10,31 +10,22 @@ from dataclasses import replace
 
 import msgspec
 
-from gpool.server.identity.audit import Anchor, Entry, Link, appended, facts
+from gpool.server.identity.audit import AuditAnchor, AuditEntry, AuditLink, appended, facts
+from gpool.server.store.generated_rows import AuditHeadRecord, AuditRecord
 from gpool.server.store.operation import operation
-from gpool.server.store.protocol import Operation, Relation, Row, Statement
+from gpool.server.store.protocol import Operation, Relation, Statement
+from gpool.server.store.queries import relation_columns, select
 from gpool.server.store.rows import storable
 
-ENTRIES = (
-    ("number", "int"),
-    ("at", "int"),
-    ("actor", "text"),
-    ("action", "text"),
-    ("thing", "text"),
-    ("outcome", "text"),
-    ("address", "text"),
-    ("facts", "text"),
-    ("hash", "blob"),
-)
-COLUMNS = ", ".join(name for name, _ in ENTRIES)
+COLUMNS = ", ".join(AuditRecord._fields)
 
 
 def _plain(text: str) -> str:
-    """As both databases can hold it: it is this text that is hashed."""
+    """Return the text as both databases can store it; this text is hashed."""
     return storable(text.encode("utf-8", "replace").decode())
 
 
-def _storable(entry: Entry, sequence: int) -> Entry:
+def _storable(entry: AuditEntry, sequence: int) -> AuditEntry:
     return replace(
         entry,
         sequence=sequence,
@@ -47,23 +38,20 @@ def _storable(entry: Entry, sequence: int) -> Entry:
     )
 
 
-def append_all(entries: Sequence[Entry]) -> Operation[int]:
-    """For other operations to include, as their last step. Whatever `sequence` the entries have, they get the next."""
-    rows = yield Statement(
-        "SELECT number, hash FROM audit_head WHERE id = 1 /*postgresql FOR UPDATE*/"
-    )
-    head = _anchor(rows[0])
+def append_all(entries: Sequence[AuditEntry]) -> Operation[int]:
+    """Append entries as the last step of another operation; return the last number. Sequences are assigned here."""
+    head = yield from _head("/*postgresql FOR UPDATE*/")
     if not entries:
-        return rows[0][0] if head else 0
-    linked: list[Row] = []
+        return head.sequence if head else 0
+    linked: list[AuditRecord] = []
     for entry in entries:
         link = appended(head, _storable(entry, head.sequence + 1 if head else 1))
-        head = Anchor(link.entry.sequence, link.hash)
+        head = AuditAnchor(link.entry.sequence, link.hash)
         linked.append(_row(link))
     yield Statement(
         f"INSERT INTO audit ({COLUMNS}) SELECT {COLUMNS} FROM {{entries}} AS e",  # noqa: S608
         {},
-        {"entries": Relation(ENTRIES, linked)},
+        {"entries": Relation(relation_columns(AuditRecord), linked)},
     )
     assert head is not None
     yield Statement(
@@ -74,14 +62,14 @@ def append_all(entries: Sequence[Entry]) -> Operation[int]:
 
 
 @operation
-def append(entries: Sequence[Entry]) -> Operation[int]:
-    """In this order; gives the last number."""
+def append(entries: Sequence[AuditEntry]) -> Operation[int]:
     return (yield from append_all(entries))
 
 
 @operation
-def entries(after: int, limit: int) -> Operation[tuple[Link, ...]]:
-    rows = yield Statement(
+def entries(after: int, limit: int) -> Operation[tuple[AuditLink, ...]]:
+    rows = yield from select(
+        AuditRecord,
         f"SELECT {COLUMNS} FROM audit WHERE number > :after ORDER BY number LIMIT :limit",  # noqa: S608
         {"after": after, "limit": limit},
     )
@@ -89,9 +77,9 @@ def entries(after: int, limit: int) -> Operation[tuple[Link, ...]]:
 
 
 @operation
-def newest(before: int | None, limit: int) -> Operation[tuple[Link, ...]]:
-    """Backwards, for a page."""
-    rows = yield Statement(
+def newest(before: int | None, limit: int) -> Operation[tuple[AuditLink, ...]]:
+    rows = yield from select(
+        AuditRecord,
         f"SELECT {COLUMNS} FROM audit WHERE number < :before ORDER BY number DESC LIMIT :limit",  # noqa: S608
         {"before": (1 << 63) - 1 if before is None else before, "limit": limit},
     )
@@ -99,20 +87,22 @@ def newest(before: int | None, limit: int) -> Operation[tuple[Link, ...]]:
 
 
 @operation
-def head() -> Operation[Anchor | None]:
-    """None while the record is empty."""
-    rows = yield Statement("SELECT number, hash FROM audit_head WHERE id = 1")
-    return _anchor(rows[0])
+def head() -> Operation[AuditAnchor | None]:
+    """Return the last entry's number and hash; None while the log is empty."""
+    return (yield from _head(""))
 
 
-def _anchor(row: Row) -> Anchor | None:
-    return None if row[1] is None else Anchor(row[0], bytes(row[1]))
+def _head(lock: str) -> Operation[AuditAnchor | None]:
+    [row] = yield from select(
+        AuditHeadRecord,
+        f"SELECT id, number, hash FROM audit_head WHERE id = 1 {lock}",  # noqa: S608
+    )
+    return None if row.hash is None else AuditAnchor(row.number, bytes(row.hash))
 
 
-def _row(link: Link) -> Row:
+def _row(link: AuditLink) -> AuditRecord:
     entry = link.entry
-    told = msgspec.json.encode(entry.facts).decode()
-    return (
+    return AuditRecord(
         entry.sequence,
         entry.at,
         entry.actor,
@@ -120,13 +110,14 @@ def _row(link: Link) -> Row:
         entry.thing,
         entry.outcome,
         entry.address,
-        told,
+        msgspec.json.encode(entry.facts).decode(),
         link.hash,
     )
 
 
-def _link(row: Row) -> Link:
-    told = msgspec.json.decode(row[7], type=tuple[tuple[str, str], ...])
-    number, at, actor, action, thing, outcome, address = row[:7]
-    entry = Entry(number, at, actor, action, thing, outcome, address, told)
-    return Link(entry, bytes(row[8]))
+def _link(row: AuditRecord) -> AuditLink:
+    facts = msgspec.json.decode(row.facts, type=tuple[tuple[str, str], ...])
+    entry = AuditEntry(
+        row.number, row.at, row.actor, row.action, row.thing, row.outcome, row.address, facts
+    )
+    return AuditLink(entry, bytes(row.hash))

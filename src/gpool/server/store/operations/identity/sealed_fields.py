@@ -1,34 +1,39 @@
-"""Sealed fields: data keys, task secrets, and every sealed field in turn for re-keying. Never sees one opened.
+"""Sealed (encrypted) fields: data keys, task secrets, and paging over all sealed fields for re-keying. Opens none.
 
-A sealed field names the data key it was sealed with (`identity.envelope`: a version byte, then eight bytes of key id).
+A sealed field names its data key (`identity.secrets.envelope`: a version byte, then eight bytes of key id).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gpool.core.errors import Conflict, Invalid
 from gpool.core.ids import SpecId
 from gpool.core.model import Instant
+from gpool.server.store.generated_rows import DataKeysRecord, TaskSecretsRecord
 from gpool.server.store.operation import operation
-from gpool.server.store.protocol import Operation, Relation, Row, Statement
+from gpool.server.store.protocol import Operation, Relation, Statement
+from gpool.server.store.queries import columns, exists, select, values
 from gpool.server.store.rows import of_ids
-from gpool.server.store.sealed_values import DataKey, SealedField, SealedSecrets
+from gpool.server.store.values import DataKey, SealedField, SealedSecrets
 
 KEY_ID_AT, KEY_ID_BYTES = 2, 8
+DATA_KEY = columns(DataKeysRecord, DataKeysRecord, "k")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A column of sealed fields. The row's name is its primary key; of two parts, the first is a number."""
+class SealedColumn:
+    """A column of sealed fields. A field is named by the primary key of its row, its parts joined by `/`."""
 
     table: str
     column: str
     parts: tuple[tuple[str, str], ...]
 
-    def name(self, row: Row) -> str:
-        return "/".join(str(part) for part in row[: len(self.parts)])
+    @property
+    def name(self) -> str:
+        return " || '/' || ".join(f"CAST({part} AS TEXT)" for part, _ in self.parts)
 
     def key(self, name: str) -> tuple[int | str, ...]:
         words = name.split("/", len(self.parts) - 1)
@@ -41,16 +46,30 @@ class Place:
             raise Invalid(f"{name!r} names no row of {self.table}") from exc
 
 
-PLACES = {
-    place.table: place
-    for place in (
-        Place("sessions", "seed_sealed", (("id", "text"),)),
-        Place("signing_keys", "sealed", (("kid", "text"),)),
-        Place("task_secrets", "sealed", (("spec_id", "int"), ("name", "text"))),
-        Place("gangs", "secret_sealed", (("task_id", "int"),)),
+SEALED_COLUMNS = {
+    column.table: column
+    for column in (
+        SealedColumn("sessions", "seed_sealed", (("id", "text"),)),
+        SealedColumn("signing_keys", "sealed", (("kid", "text"),)),
+        SealedColumn("task_secrets", "sealed", (("spec_id", "int"), ("name", "text"))),
+        SealedColumn("gangs", "secret_sealed", (("task_id", "int"),)),
     )
 }
-"""Where sealed fields lie, in the order they are gone through."""
+"""All sealed columns, in the order of paging."""
+
+
+class _RetiredAt(NamedTuple):
+    retired_at: Instant | None
+
+
+class _KeyCount(NamedTuple):
+    key: bytes
+    fields: int
+
+
+class _NamedField(NamedTuple):
+    name: str
+    sealed: bytes
 
 
 # ---- data keys
@@ -66,61 +85,68 @@ def put_data_key(key: DataKey) -> Operation[None]:
 
 @operation
 def data_keys() -> Operation[tuple[DataKey, ...]]:
-    """Oldest first, the retired ones too: something may still be sealed with them."""
-    rows = yield Statement(
-        "SELECT id, wrapped, created_at, retired_at FROM data_keys ORDER BY created_at, id"
+    """List data keys, oldest first; a retired key may still seal fields."""
+    rows = yield from select(
+        DataKeysRecord,
+        f"SELECT {DATA_KEY} FROM data_keys k ORDER BY k.created_at, k.id",  # noqa: S608
     )
-    return tuple(DataKey(bytes.fromhex(row[0]), bytes(row[1]), row[2], row[3]) for row in rows)
+    return tuple(
+        DataKey(bytes.fromhex(row.id), bytes(row.wrapped), row.created_at, row.retired_at)
+        for row in rows
+    )
 
 
 @operation
 def rewrap_data_key(id: bytes, old: bytes, new: bytes) -> Operation[bool]:
-    """The same key under another master key, if it is still as it was read."""
-    rows = yield Statement(
-        "UPDATE data_keys SET wrapped = :new WHERE id = :id AND wrapped = :old RETURNING id",
-        {"id": id.hex(), "old": old, "new": new},
+    """Store the key wrapped with another master key; False if the stored value is not `old` any more."""
+    return (
+        yield from exists(
+            "UPDATE data_keys SET wrapped = :new WHERE id = :id AND wrapped = :old RETURNING id",
+            {"id": id.hex(), "old": old, "new": new},
+        )
     )
-    return bool(rows)
 
 
 @operation
 def retire_data_key(id: bytes, at: Instant) -> Operation[bool]:
-    """Nothing new is sealed with it."""
-    rows = yield Statement(
-        "UPDATE data_keys SET retired_at = :at WHERE id = :id AND retired_at IS NULL RETURNING id",
-        {"id": id.hex(), "at": at},
+    return (
+        yield from exists(
+            "UPDATE data_keys SET retired_at = :at WHERE id = :id AND retired_at IS NULL RETURNING id",
+            {"id": id.hex(), "at": at},
+        )
     )
-    return bool(rows)
 
 
 @operation
 def retire_data_keys(at: Instant) -> Operation[int]:
-    """All that seal at the moment: a rotation. Gives how many."""
-    rows = yield Statement(
-        "UPDATE data_keys SET retired_at = :at WHERE retired_at IS NULL RETURNING id", {"at": at}
+    retired = yield from values(
+        str,
+        "UPDATE data_keys SET retired_at = :at WHERE retired_at IS NULL RETURNING id",
+        {"at": at},
     )
-    return len(rows)
+    return len(retired)
 
 
 @operation
 def forget_data_key(id: bytes) -> Operation[bool]:
-    """Only a retired key that no field needs any more. False: no such key."""
-    rows = yield Statement(
+    """Delete a retired key that seals no field any more; False: no such key."""
+    rows = yield from select(
+        _RetiredAt,
         "SELECT retired_at FROM data_keys WHERE id = :id /*postgresql FOR UPDATE*/",
         {"id": id.hex()},
     )
     if not rows:
         return False
-    if rows[0][0] is None:
+    if rows[0].retired_at is None:
         raise Conflict("this data key is in use; retire it first")
-    for place in PLACES.values():
-        needed = yield Statement(
-            f"SELECT 1 FROM {place.table} "  # noqa: S608
-            f"WHERE substr({place.column}, {KEY_ID_AT}, {KEY_ID_BYTES}) = :id LIMIT 1",
+    for column in SEALED_COLUMNS.values():
+        needed = yield from exists(
+            f"SELECT 1 FROM {column.table} "  # noqa: S608
+            f"WHERE substr({column.column}, {KEY_ID_AT}, {KEY_ID_BYTES}) = :id LIMIT 1",
             {"id": id},
         )
         if needed:
-            raise Conflict(f"{place.table} still has fields sealed with this data key")
+            raise Conflict(f"{column.table} still has fields sealed with this data key")
     yield Statement("DELETE FROM data_keys WHERE id = :id", {"id": id.hex()})
     return True
 
@@ -129,7 +155,6 @@ def forget_data_key(id: bytes) -> Operation[bool]:
 
 
 def insert_secrets(spec: SpecId, secrets: Sequence[tuple[str, bytes]]) -> Operation[None]:
-    """For other operations to include. The spec must have none yet."""
     if secrets:
         yield Statement(
             "INSERT INTO task_secrets (spec_id, name, sealed) "
@@ -141,9 +166,9 @@ def insert_secrets(spec: SpecId, secrets: Sequence[tuple[str, bytes]]) -> Operat
 
 @operation
 def put_secrets(spec: SpecId, secrets: Sequence[tuple[str, bytes]]) -> Operation[None]:
-    """(name, sealed) of each. A submission with secrets does this itself."""
-    there = yield Statement("SELECT 1 FROM task_secrets WHERE spec_id = :spec", {"spec": spec})
-    if there:
+    """Store (name, sealed) of each secret; `Conflict` if the spec has secrets already."""
+    sql = "SELECT 1 FROM task_secrets WHERE spec_id = :spec"
+    if (yield from exists(sql, {"spec": spec})):
         raise Conflict("this spec has its secrets already")
     yield from insert_secrets(spec, secrets)
 
@@ -152,21 +177,20 @@ def put_secrets(spec: SpecId, secrets: Sequence[tuple[str, bytes]]) -> Operation
 def secrets_of(
     specs: Collection[SpecId],
 ) -> Operation[dict[SpecId, tuple[tuple[str, bytes], ...]]]:
-    """(name, sealed) by spec; specs without secrets are left out."""
-    rows = yield Statement(
+    rows = yield from select(
+        TaskSecretsRecord,
         "SELECT s.spec_id, s.name, s.sealed FROM {specs} AS i JOIN task_secrets s ON s.spec_id = i.id "
         "ORDER BY s.spec_id, s.name",
         {},
         {"specs": of_ids(specs)},
     )
     found: dict[SpecId, tuple[tuple[str, bytes], ...]] = {}
-    for spec, name, sealed in rows:
-        found[spec] = (*found.get(spec, ()), (name, bytes(sealed)))
+    for row in rows:
+        found[row.spec_id] = (*found.get(row.spec_id, ()), (row.name, bytes(row.sealed)))
     return found
 
 
 def secrets_to_open(specs: Collection[SpecId]) -> Operation[SealedSecrets]:
-    """For other operations to include: the secrets of these specs, and the data keys to open them with."""
     if not specs:
         return SealedSecrets()
     fields = yield from secrets_of(specs)
@@ -178,38 +202,39 @@ def secrets_to_open(specs: Collection[SpecId]) -> Operation[SealedSecrets]:
 
 @operation
 def sealed_counts() -> Operation[dict[bytes, int]]:
-    """How many fields each data key seals. Looks at all of them."""
     counts: dict[bytes, int] = {}
-    for place in PLACES.values():
-        rows = yield Statement(
-            f"SELECT substr({place.column}, {KEY_ID_AT}, {KEY_ID_BYTES}), COUNT(*) FROM {place.table} "  # noqa: S608
-            f"WHERE {place.column} IS NOT NULL GROUP BY substr({place.column}, {KEY_ID_AT}, {KEY_ID_BYTES})"
+    for column in SEALED_COLUMNS.values():
+        rows = yield from select(
+            _KeyCount,
+            f"SELECT substr({column.column}, {KEY_ID_AT}, {KEY_ID_BYTES}), COUNT(*) FROM {column.table} "  # noqa: S608
+            f"WHERE {column.column} IS NOT NULL GROUP BY substr({column.column}, {KEY_ID_AT}, {KEY_ID_BYTES})",
         )
-        for key, count in rows:
-            counts[bytes(key)] = counts.get(bytes(key), 0) + count
+        for row in rows:
+            counts[bytes(row.key)] = counts.get(bytes(row.key), 0) + row.fields
     return counts
 
 
 @operation
 def sealed_fields(after: SealedField | None, limit: int) -> Operation[tuple[SealedField, ...]]:
-    """Every sealed field once: table by table, by primary key. `after` is the last of the page before."""
+    """Return a page of all sealed fields, by table and primary key. `after`: the last field of the previous page."""
     found: list[SealedField] = []
-    tables = list(PLACES)
+    tables = list(SEALED_COLUMNS)
     begun = 0 if after is None else tables.index(after.table)
     for table in tables[begun:]:
-        place = PLACES[table]
-        names = ", ".join(name for name, _ in place.parts)
-        where = f"{place.column} IS NOT NULL"
+        column = SEALED_COLUMNS[table]
+        names = ", ".join(name for name, _ in column.parts)
+        where = f"{column.column} IS NOT NULL"
         parameters: dict[str, int | str] = {"limit": limit - len(found)}
         if after is not None and after.table == table:
-            spots = ", ".join(f":part_{i}" for i in range(len(place.parts)))
+            spots = ", ".join(f":part_{i}" for i in range(len(column.parts)))
             where += f" AND ({names}) > ({spots})"
-            parameters |= {f"part_{i}": part for i, part in enumerate(place.key(after.row))}
-        rows = yield Statement(
-            f"SELECT {names}, {place.column} FROM {table} WHERE {where} ORDER BY {names} LIMIT :limit",  # noqa: S608
+            parameters |= {f"part_{i}": part for i, part in enumerate(column.key(after.row))}
+        rows = yield from select(
+            _NamedField,
+            f"SELECT {column.name}, {column.column} FROM {table} WHERE {where} ORDER BY {names} LIMIT :limit",  # noqa: S608
             parameters,
         )
-        found += [SealedField(table, place.name(row), place.column, bytes(row[-1])) for row in rows]
+        found += [SealedField(table, row.name, column.column, bytes(row.sealed)) for row in rows]
         if len(found) >= limit:
             break
     return tuple(found)
@@ -217,21 +242,22 @@ def sealed_fields(after: SealedField | None, limit: int) -> Operation[tuple[Seal
 
 @operation
 def replace_sealed(changes: Sequence[tuple[SealedField, bytes]]) -> Operation[int]:
-    """Each field as it was read, and what it becomes, if it is still so. Gives how many were."""
+    """Replace fields that are unchanged since they were read; return their number."""
     replaced = 0
     for table in sorted({field.table for field, _ in changes}):
-        place = PLACES[table]
-        match = " AND ".join(f"{table}.{name} = c.{name}" for name, _ in place.parts)
+        column = SEALED_COLUMNS[table]
+        match = " AND ".join(f"{table}.{name} = c.{name}" for name, _ in column.parts)
         rows = [
-            (*place.key(field.row), field.sealed, new)
+            (*column.key(field.row), field.sealed, new)
             for field, new in changes
             if field.table == table
         ]
-        done = yield Statement(
-            f"UPDATE {table} SET {place.column} = c.new FROM {{changes}} AS c "  # noqa: S608
-            f"WHERE {match} AND {table}.{place.column} = c.old RETURNING 1",
+        done = yield from values(
+            int,
+            f"UPDATE {table} SET {column.column} = c.new FROM {{changes}} AS c "  # noqa: S608
+            f"WHERE {match} AND {table}.{column.column} = c.old RETURNING 1",
             {},
-            {"changes": Relation((*place.parts, ("old", "blob"), ("new", "blob")), sorted(rows))},
+            {"changes": Relation((*column.parts, ("old", "blob"), ("new", "blob")), sorted(rows))},
         )
         replaced += len(done)
     return replaced

@@ -1,8 +1,7 @@
-"""Sessions (a sign-in and its refresh tokens) and the keys that sign access tokens. One guarded UPDATE decides a race.
+"""Sign-in sessions with their refresh tokens, and the keys that sign access tokens. One guarded UPDATE decides a race.
 
-What a refresh token means is decided by `identity.refresh` on a row read here; the decision is carried out here, and
-only if the row is still at the generation it was decided on. A call that comes too late is given the row as it is now,
-so that it can decide again.
+`identity.refresh` decides on a refresh token from a row read here. The decision is written only if the row still has the
+generation that it was made for; a later call gets the new row and decides again.
 """
 
 from __future__ import annotations
@@ -11,30 +10,33 @@ from collections.abc import Collection
 
 from gpool.core.ids import UserId
 from gpool.core.model import Instant
-from gpool.server.store.identity_values import Rotation, Session, SigningKey
+from gpool.server.store.generated_rows import SessionsRecord, SigningKeysRecord
+from gpool.server.store.identity_values import Rotation, SigningKey, SignInSession
 from gpool.server.store.operation import operation
-from gpool.server.store.protocol import Operation, Row, Statement
+from gpool.server.store.protocol import Operation, Statement
+from gpool.server.store.queries import columns, exists, select, values
 from gpool.server.store.rows import of_names
 
-SESSION = (
-    "id, user_id, seed_sealed, generation, rotated_at, idle_until, created_at, expires_at, "
-    "ended_at, ended_why, label"
-)
+SESSION = columns(SessionsRecord, SessionsRecord, "sessions")
 KEYS_LOCK = 0x67706B657973  # "gpkeys"
-KEY = "kid, sealed, public, created_at, signs_from, verifies_until"
+SIGNING_KEY = columns(SigningKeysRecord, SigningKeysRecord, "k")
 
 
-def _session(row: Row) -> Session:
-    return Session(row[0], UserId(row[1]), bytes(row[2]), *row[3:])
+def _session(row: SessionsRecord) -> SignInSession:
+    return SignInSession(*row._replace(seed_sealed=bytes(row.seed_sealed)))
 
 
-def _one(id: str) -> Operation[Session | None]:
-    rows = yield Statement(f"SELECT {SESSION} FROM sessions WHERE id = :id", {"id": id})  # noqa: S608
+def _one(id: str) -> Operation[SignInSession | None]:
+    rows = yield from select(
+        SessionsRecord,
+        f"SELECT {SESSION} FROM sessions WHERE id = :id",  # noqa: S608
+        {"id": id},
+    )
     return _session(rows[0]) if rows else None
 
 
 @operation
-def open_session(session: Session) -> Operation[None]:
+def open_session(session: SignInSession) -> Operation[None]:
     yield Statement(
         "INSERT INTO sessions (id, user_id, seed_sealed, generation, rotated_at, idle_until, created_at, expires_at, "
         "label) VALUES (:id, :user, :seed, :generation, :rotated_at, :idle_until, :created_at, :expires_at, :label)",
@@ -53,14 +55,15 @@ def open_session(session: Session) -> Operation[None]:
 
 
 @operation
-def session(id: str) -> Operation[Session | None]:
+def session(id: str) -> Operation[SignInSession | None]:
     return (yield from _one(id))
 
 
 @operation
 def rotate(id: str, generation: int, idle_until: Instant, at: Instant) -> Operation[Rotation]:
-    """From `generation`, which was current, to the next. Of many at once one wins; the others see the row it made."""
-    rows = yield Statement(
+    """Advance the session from `generation` to the next. Of concurrent calls one wins; the others get its row."""
+    rows = yield from select(
+        SessionsRecord,
         "UPDATE sessions SET generation = generation + 1, rotated_at = :at, idle_until = :idle_until "  # noqa: S608
         "WHERE id = :id AND generation = :generation AND ended_at IS NULL AND expires_at > :at AND idle_until > :at "
         f"RETURNING {SESSION}",
@@ -75,7 +78,7 @@ def rotate(id: str, generation: int, idle_until: Instant, at: Instant) -> Operat
 def end_session(
     id: str, why: str, at: Instant, *, generation: int | None = None, user: UserId | None = None
 ) -> Operation[bool]:
-    """False: not there, not this user's, ended before, or past the generation the end was decided on."""
+    """End a session; False if it is unknown, another user's, ended, or past the generation that the caller read."""
     guards = "id = :id AND ended_at IS NULL"
     parameters: dict[str, int | str] = {"id": id, "why": why, "at": at}
     if generation is not None:
@@ -84,37 +87,37 @@ def end_session(
     if user is not None:
         guards += " AND user_id = :user"
         parameters["user"] = user
-    rows = yield Statement(
-        f"UPDATE sessions SET ended_at = :at, ended_why = :why WHERE {guards} RETURNING id",  # noqa: S608
-        parameters,
+    return (
+        yield from exists(
+            f"UPDATE sessions SET ended_at = :at, ended_why = :why WHERE {guards} RETURNING id",  # noqa: S608
+            parameters,
+        )
     )
-    return bool(rows)
 
 
 def end_all(
     user: UserId, why: str, at: Instant, keep: str | None = None
 ) -> Operation[tuple[str, ...]]:
-    """For other operations to include."""
-    rows = yield Statement(
+    ended = yield from values(
+        str,
         "UPDATE sessions SET ended_at = :at, ended_why = :why "
         "WHERE user_id = :user AND ended_at IS NULL AND id <> :keep RETURNING id",
         {"at": at, "why": why, "user": user, "keep": keep or ""},
     )
-    return tuple(sorted(row[0] for row in rows))
+    return tuple(sorted(ended))
 
 
 @operation
 def end_sessions_of(
     user: UserId, why: str, at: Instant, keep: str | None = None
 ) -> Operation[tuple[str, ...]]:
-    """All of them, but the one to keep; gives those that ended now."""
     return (yield from end_all(user, why, at, keep))
 
 
 @operation
-def sessions_of(user: UserId, at: Instant) -> Operation[tuple[Session, ...]]:
-    """Those that are live, the last used first."""
-    rows = yield Statement(
+def sessions_of(user: UserId, at: Instant) -> Operation[tuple[SignInSession, ...]]:
+    rows = yield from select(
+        SessionsRecord,
         f"SELECT {SESSION} FROM sessions WHERE user_id = :user AND ended_at IS NULL AND expires_at > :at "  # noqa: S608
         "AND idle_until > :at ORDER BY rotated_at DESC, id",
         {"user": user, "at": at},
@@ -124,25 +127,27 @@ def sessions_of(user: UserId, at: Instant) -> Operation[tuple[Session, ...]]:
 
 @operation
 def live_sessions(ids: Collection[str], at: Instant) -> Operation[frozenset[str]]:
-    """Which of them are not over. An idle one still is: its access tokens are newer than its last refresh."""
-    rows = yield Statement(
+    """Return the sessions among these that have not ended. An idle one counts: its access token may still be valid."""
+    live = yield from values(
+        str,
         "SELECT s.id FROM {wanted} AS w JOIN sessions s ON s.id = w.name JOIN users u ON u.id = s.user_id "
         "WHERE s.ended_at IS NULL AND s.expires_at > :at AND u.disabled_at IS NULL",
         {"at": at},
         {"wanted": of_names(ids)},
     )
-    return frozenset(row[0] for row in rows)
+    return frozenset(live)
 
 
 @operation
 def forget_sessions(before: Instant, limit: int) -> Operation[int]:
-    """Those whose last token could not be used after that time, ended or not."""
-    rows = yield Statement(
+    """Delete sessions whose last refresh token expired before then; return their number."""
+    deleted = yield from values(
+        str,
         "DELETE FROM sessions WHERE id IN (SELECT id FROM sessions WHERE idle_until < :before "
         "ORDER BY idle_until LIMIT :limit) RETURNING id",
         {"before": before, "limit": limit},
     )
-    return len(rows)
+    return len(deleted)
 
 
 # ---- signing keys
@@ -150,20 +155,23 @@ def forget_sessions(before: Instant, limit: int) -> Operation[int]:
 
 @operation
 def signing_keys() -> Operation[tuple[SigningKey, ...]]:
-    """Oldest first, as `identity.tokens.KeySet` wants them."""
-    rows = yield Statement(f"SELECT {KEY} FROM signing_keys ORDER BY signs_from, created_at, kid")  # noqa: S608
+    rows = yield from select(
+        SigningKeysRecord,
+        f"SELECT {SIGNING_KEY} FROM signing_keys k ORDER BY k.signs_from, k.created_at, k.kid",  # noqa: S608
+    )
     return tuple(
-        SigningKey(row[0], None if row[1] is None else bytes(row[1]), *row[2:]) for row in rows
+        SigningKey(*row._replace(sealed=None if row.sealed is None else bytes(row.sealed)))
+        for row in rows
     )
 
 
 @operation
 def put_signing_key(key: SigningKey, known: Collection[str]) -> Operation[bool]:
-    """Adds a key, if `known` are still all the others: of replicas that rotate at once, or start at once, one does."""
-    # rows that another replica adds cannot be locked: the lock comes first, and only then the look
+    """Add a key; False unless `known` are all the others, so that of two concurrent rotations one succeeds."""
+    # rows that another transaction adds cannot be locked, so an advisory lock comes before the read
     yield Statement(f"SELECT 1 /*postgresql FROM pg_advisory_xact_lock({KEYS_LOCK})*/")  # noqa: S608
-    rows = yield Statement("SELECT kid FROM signing_keys")
-    if {row[0] for row in rows} != set(known):
+    kids = yield from values(str, "SELECT kid FROM signing_keys")
+    if set(kids) != set(known):
         return False
     yield Statement(
         "INSERT INTO signing_keys (kid, sealed, public, created_at, signs_from, verifies_until) "
@@ -182,30 +190,32 @@ def put_signing_key(key: SigningKey, known: Collection[str]) -> Operation[bool]:
 
 @operation
 def retire_signing_key(kid: str, verifies_until: Instant) -> Operation[bool]:
-    """It verifies until then; a time that was set before is only ever brought forward."""
-    rows = yield Statement(
-        "UPDATE signing_keys SET verifies_until = :until "
-        "WHERE kid = :kid AND (verifies_until IS NULL OR verifies_until > :until) RETURNING kid",
-        {"kid": kid, "until": verifies_until},
+    """Let the key verify until then; a time that is set already is only ever brought forward."""
+    return (
+        yield from exists(
+            "UPDATE signing_keys SET verifies_until = :until "
+            "WHERE kid = :kid AND (verifies_until IS NULL OR verifies_until > :until) RETURNING kid",
+            {"kid": kid, "until": verifies_until},
+        )
     )
-    return bool(rows)
 
 
 @operation
 def forget_private_half(kid: str) -> Operation[bool]:
-    """It will not sign again. A key that is not retiring keeps it."""
-    rows = yield Statement(
-        "UPDATE signing_keys SET sealed = NULL "
-        "WHERE kid = :kid AND sealed IS NOT NULL AND verifies_until IS NOT NULL RETURNING kid",
-        {"kid": kid},
+    return (
+        yield from exists(
+            "UPDATE signing_keys SET sealed = NULL "
+            "WHERE kid = :kid AND sealed IS NOT NULL AND verifies_until IS NOT NULL RETURNING kid",
+            {"kid": kid},
+        )
     )
-    return bool(rows)
 
 
 @operation
 def forget_signing_keys(before: Instant) -> Operation[tuple[str, ...]]:
-    """Those that verify nothing any more."""
-    rows = yield Statement(
-        "DELETE FROM signing_keys WHERE verifies_until < :before RETURNING kid", {"before": before}
+    deleted = yield from values(
+        str,
+        "DELETE FROM signing_keys WHERE verifies_until < :before RETURNING kid",
+        {"before": before},
     )
-    return tuple(sorted(row[0] for row in rows))
+    return tuple(sorted(deleted))

@@ -1,8 +1,9 @@
-"""Users and their API keys. Keys are only ever seen hashed; one that ended, expired or whose user is disabled opens nothing."""
+"""Users and their API keys. Keys are stored hashed; a key is live unless it ended, expired, or its user is disabled."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -10,14 +11,30 @@ from gpool.core.errors import Conflict
 from gpool.core.ids import UserId
 from gpool.core.model import Instant, Permission
 from gpool.core.permissions import Scope, TeamId
+from gpool.server.store.generated_rows import ApiKeysRecord, UsersRecord
 from gpool.server.store.identity_values import ApiKey, Caller
 from gpool.server.store.operation import operation
 from gpool.server.store.operations.identity.teams import roles_of
-from gpool.server.store.protocol import Operation, Relation, Row, Statement
+from gpool.server.store.protocol import Operation, Relation, Statement
+from gpool.server.store.queries import columns, exists, select, select_pairs
 from gpool.server.store.values import User
 
-COLUMNS = "u.id, u.name, u.permissions, u.created_at"
-KEY_COLUMNS = "id, user_id, name, scopes, team_id, created_at, expires_at, ended_at, last_used_at"
+
+class UserColumns(NamedTuple):
+    id: UserId
+    name: str
+    permissions: str
+    created_at: Instant
+
+
+class _KeyColumns(NamedTuple):
+    id: int
+    scopes: str | None
+    team_id: TeamId | None
+
+
+USER = columns(UserColumns, UsersRecord, "u")
+KEY = columns(ApiKeysRecord, ApiKeysRecord, "k")
 LIVE_KEY = (
     "k.hashed = :hashed AND k.ended_at IS NULL AND u.disabled_at IS NULL "
     "AND (k.expires_at IS NULL OR k.expires_at > :at)"
@@ -30,14 +47,16 @@ def permissions_text(permissions: Iterable[Permission]) -> str:
     return ",".join(sorted(permissions))
 
 
-def user_from(row: Row) -> User:
-    """From `COLUMNS`; what follows them is not looked at."""
-    number, name, permissions, created_at = row[:4]
-    granted = frozenset(Permission(word) for word in permissions.split(",") if word)
-    return User(UserId(number), name, granted, Instant(created_at))
+def permissions_from(text: str) -> frozenset[Permission]:
+    return frozenset(Permission(word) for word in text.split(",") if word)
 
 
-def _user(rows: list[Row]) -> User | None:
+def user_from(row: UserColumns) -> User:
+    return User(row.id, row.name, permissions_from(row.permissions), row.created_at)
+
+
+def _user(source: str, **parameters: int | str) -> Operation[User | None]:
+    rows = yield from select(UserColumns, f"SELECT {USER} FROM {source}", parameters)  # noqa: S608
     return user_from(rows[0]) if rows else None
 
 
@@ -57,7 +76,7 @@ def insert_user(user: User, password_hash: str | None = None) -> Operation[None]
 
 @operation
 def create_user(user: User) -> Operation[None]:
-    taken = yield Statement("SELECT 1 FROM users WHERE name = :name", {"name": user.name})
+    taken = yield from exists("SELECT 1 FROM users WHERE name = :name", {"name": user.name})
     if taken:
         raise Conflict(f"there is a user {user.name!r} already; choose another name")
     yield from insert_user(user)
@@ -65,33 +84,26 @@ def create_user(user: User) -> Operation[None]:
 
 @operation
 def user_by_name(name: str) -> Operation[User | None]:
-    rows = yield Statement(f"SELECT {COLUMNS} FROM users u WHERE u.name = :name", {"name": name})  # noqa: S608
-    return _user(rows)
+    return (yield from _user("users u WHERE u.name = :name", name=name))
 
 
 @operation
 def user(id: UserId) -> Operation[User | None]:
-    rows = yield Statement(f"SELECT {COLUMNS} FROM users u WHERE u.id = :id", {"id": id})  # noqa: S608
-    return _user(rows)
+    return (yield from _user("users u WHERE u.id = :id", id=id))
 
 
 @operation
 def caller(id: UserId) -> Operation[Caller | None]:
-    """The user behind a sign-in, with their teams; None when there is none, or disabled."""
-    rows = yield Statement(
-        f"SELECT {COLUMNS} FROM users u WHERE u.id = :id AND u.disabled_at IS NULL",  # noqa: S608
-        {"id": id},
-    )
-    if not rows:
-        return None
-    return Caller(user_from(rows[0]), (yield from roles_of(id)))
+    """Return the user of a sign-in with their teams; None if there is no such user, or the user is disabled."""
+    found = yield from _user("users u WHERE u.id = :id AND u.disabled_at IS NULL", id=id)
+    return None if found is None else Caller(found, (yield from roles_of(id)))
 
 
 # ---- API keys
 
 
 def _scopes(text: str | None) -> frozenset[Scope] | None:
-    """A scope there is no longer opens nothing."""
+    """Decode scopes; those that no longer exist are ignored."""
     if text is None:
         return None
     words = msgspec.json.decode(text, type=list[str])
@@ -110,7 +122,7 @@ def add_key(
     expires_at: Instant | None = None,
     team: TeamId | None = None,
 ) -> Operation[None]:
-    """`scopes` None: all. With a team, the key is for that team only."""
+    """Store a key. `scopes` None: all. With a team, the key is for that team only."""
     yield Statement(
         "INSERT INTO api_keys (id, user_id, name, hashed, created_at, scopes, expires_at, team_id) "
         "VALUES (:id, :user, :name, :hashed, :at, :scopes, :expires_at, :team)",
@@ -129,36 +141,34 @@ def add_key(
 
 @operation
 def user_by_key(hashed: str, at: Instant = NEVER) -> Operation[User | None]:
-    """Asked without the time, a key that expires some day is taken for expired."""
-    rows = yield Statement(
-        f"SELECT {COLUMNS} FROM api_keys k JOIN users u ON u.id = k.user_id WHERE {LIVE_KEY}",  # noqa: S608
-        {"hashed": hashed, "at": at},
-    )
-    return _user(rows)
+    """Return the user of a live key. Without a time, a key that has an expiry date counts as expired."""
+    source = f"api_keys k JOIN users u ON u.id = k.user_id WHERE {LIVE_KEY}"
+    return (yield from _user(source, hashed=hashed, at=at))
 
 
 @operation
 def caller_by_key(hashed: str, at: Instant) -> Operation[Caller | None]:
-    rows = yield Statement(
-        f"SELECT {COLUMNS}, k.id, k.scopes, k.team_id FROM api_keys k JOIN users u ON u.id = k.user_id "  # noqa: S608
+    rows = yield from select_pairs(
+        UserColumns,
+        _KeyColumns,
+        f"SELECT {USER}, k.id, k.scopes, k.team_id FROM api_keys k JOIN users u ON u.id = k.user_id "  # noqa: S608
         f"WHERE {LIVE_KEY}",
         {"hashed": hashed, "at": at},
     )
     if not rows:
         return None
-    found = user_from(rows[0])
-    key, scopes, team = rows[0][4:]
-    teams = yield from roles_of(found.id)
+    [(found, key)] = rows
+    teams, team = (yield from roles_of(found.id)), key.team_id
     if team is not None:
         teams = {team: teams[team]} if team in teams else {}
-    return Caller(found, teams, _scopes(scopes), key, team)
+    return Caller(user_from(found), teams, _scopes(key.scopes), key.id, team)
 
 
 @operation
 def keys_of(user: UserId) -> Operation[tuple[ApiKey, ...]]:
-    """Newest first, the ended ones too."""
-    rows = yield Statement(
-        f"SELECT {KEY_COLUMNS} FROM api_keys WHERE user_id = :user ORDER BY id DESC",  # noqa: S608
+    rows = yield from select(
+        ApiKeysRecord,
+        f"SELECT {KEY} FROM api_keys k WHERE k.user_id = :user ORDER BY k.id DESC",  # noqa: S608
         {"user": user},
     )
     return tuple(_key(row) for row in rows)
@@ -166,30 +176,43 @@ def keys_of(user: UserId) -> Operation[tuple[ApiKey, ...]]:
 
 @operation
 def key(id: int) -> Operation[ApiKey | None]:
-    rows = yield Statement(f"SELECT {KEY_COLUMNS} FROM api_keys WHERE id = :id", {"id": id})  # noqa: S608
+    rows = yield from select(
+        ApiKeysRecord,
+        f"SELECT {KEY} FROM api_keys k WHERE k.id = :id",  # noqa: S608
+        {"id": id},
+    )
     return _key(rows[0]) if rows else None
 
 
-def _key(row: Row) -> ApiKey:
+def _key(row: ApiKeysRecord) -> ApiKey:
     return ApiKey(
-        row[0], UserId(row[1]), row[2], _scopes(row[3]), row[4], row[5], row[6], row[7], row[8]
+        row.id,
+        row.user_id,
+        row.name,
+        _scopes(row.scopes),
+        row.team_id,
+        row.created_at,
+        row.expires_at,
+        row.ended_at,
+        row.last_used_at,
     )
 
 
 @operation
 def end_key(id: int, user: UserId | None, at: Instant) -> Operation[bool]:
-    """False: not this user's (None: anybody's), or ended before."""
+    """End a key; False if it is not this user's (None: any user's), or has ended before."""
     mine = "" if user is None else " AND user_id = :user"
-    rows = yield Statement(
-        f"UPDATE api_keys SET ended_at = :at WHERE id = :id AND ended_at IS NULL{mine} RETURNING id",  # noqa: S608
-        {"at": at, "id": id} | ({} if user is None else {"user": user}),
+    return (
+        yield from exists(
+            f"UPDATE api_keys SET ended_at = :at WHERE id = :id AND ended_at IS NULL{mine} RETURNING id",  # noqa: S608
+            {"at": at, "id": id} | ({} if user is None else {"user": user}),
+        )
     )
-    return bool(rows)
 
 
 @operation
 def touch_keys(used: Sequence[tuple[int, Instant]]) -> Operation[None]:
-    """When keys were last used; never moves one back."""
+    """Record the last use of keys; an earlier time than the stored one has no effect."""
     if used:
         latest: dict[int, int] = {}
         for number, at in used:

@@ -1,0 +1,1 @@
+"""Operations on leases: grants, heartbeats, reports, ends and preemption."""

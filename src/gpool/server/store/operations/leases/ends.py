@@ -1,8 +1,8 @@
-"""How leases end: the writes that reports, expiry and cancelling share. Which move is legal, `core.lifecycle` says.
+"""Ends of leases: the writes that reports, expiry and gangs share. `core.lifecycle` decides which move is legal.
 
-A task ends once: the row is read (and locked) as held under this epoch, then written in the same transaction. Each
-end takes the next `sequence` of its batch; the batch's row stays locked to the commit, so sequences are dense and
-become visible in order.
+A task ends once: its row is read and locked as held at this epoch, and written in the same transaction. Every end takes
+the next `sequence` of its batch. The batch's row stays locked until the commit, so sequences have no gaps and become
+visible in order. One file because every end of a lease is written by the same statements.
 """
 
 from __future__ import annotations
@@ -11,22 +11,25 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
 from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
 from gpool.core.lifecycle import Move, after, end_move
 from gpool.core.model import SECOND, EndReason, Fault, Instant, Span, TaskStatus
 from gpool.core.retries import Unstarted, archived_as, given_up, unstarted_move
+from gpool.server.store.generated_rows import TasksRecord
+from gpool.server.store.operations.tasks.artifacts import NamedResult
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
+from gpool.server.store.queries import columns, select
 from gpool.server.store.rows import STATUS, of_ids, outputs_text, storable
-from gpool.server.store.values import Ended, Requeued
+from gpool.server.store.values import EndedTask, Requeued
 from gpool.wire.frames import Finished
 
+CANCELLED = TaskStatus.CANCELLED.value
 DETAIL_LETTERS = 4000
 LATE = Span(10 * SECOND)
-"""By which an end may reach the server later than the start did."""
+"""Delay that a report of an end may have more than the report of its start."""
 
-HELD = "t.id, t.epoch, t.batch_id, t.spec_id, t.user_id, t.status, t.leased_at, t.started_at, t.tries, t.losses, t.queued_at"
 ENDED = (
     ("task", "int"),
     ("epoch", "int"),
@@ -36,13 +39,12 @@ ENDED = (
     ("started_at", "int"),
     ("tries", "int"),
     ("losses", "int"),
-    ("sequence", "int"),
     ("error_text", "text"),
     ("value_sha256", "text"),
     ("outputs", "text"),
     ("value", "blob"),
+    ("sequence", "int"),
 )
-SEQUENCE = ENDED.index(("sequence", "int"))
 REQUEUED = (
     ("task", "int"),
     ("epoch", "int"),
@@ -60,9 +62,8 @@ ARCHIVED = (
     ("detail", "text"),
 )
 COUNTED = (("id", "int"), ("count", "int"))
+ON_NODE = (("id", "int"), ("node", "int"))
 INT = (1 << 31) - 1
-Named = tuple[str, TaskId, int, SpecId, UserId]
-"""An artifact that an end names: sha256, and whose it is."""
 
 NEVER_STARTED = frozenset(
     {
@@ -74,22 +75,66 @@ NEVER_STARTED = frozenset(
         EndReason.LOST,
     }
 )
-"""Ends that do not imply a start that was not reported."""
+"""Reasons of ends that do not imply a start."""
+
+
+class HeldTask(NamedTuple):
+    """A task whose lease a node holds; of a gang, with the node of one member."""
+
+    id: TaskId
+    epoch: int
+    batch_id: BatchId
+    spec_id: SpecId
+    user_id: UserId
+    status: str
+    leased_at: Instant
+    started_at: Instant | None
+    tries: int
+    losses: int
+    queued_at: Instant | None
+    node_id: NodeId
+
+
+HELD = columns(HeldTask, TasksRecord, "t")
+
+
+class FailedStart(NamedTuple):
+    row: HeldTask
+    fault: Fault
+    text: str
+    exit_code: int | None
+
+
+class _BatchEnds(NamedTuple):
+    id: BatchId
+    done: int
+
+
+class _FailedStarts(NamedTuple):
+    task_id: TaskId
+    by_node: int
+    times: int
+
+
+class _NodeLosses(NamedTuple):
+    task_id: TaskId
+    nodes: int
 
 
 @lru_cache(maxsize=64)
 def target(status: str, move: Move) -> TaskStatus:
-    """The status after the move. A success implies the start it was not worth reporting."""
+    """Return the status after the move. A success of a leased task implies its start, which is not always reported."""
     moves: tuple[Move, ...] = (move,)
     if move is Move.SUCCEEDED and status == TaskStatus.LEASED:
         moves = (Move.STARTED, move)
     return after(STATUS[status], moves)
 
 
-def take_sequences(batches: Iterable[int]) -> Operation[dict[int, int]]:
-    """Counts these ends in their batches; gives the sequence before each batch's first."""
+def take_sequences(batches: Iterable[BatchId]) -> Operation[dict[BatchId, int]]:
+    """Count these ends in their batches; return the last sequence of each batch before them."""
     counts = Counter(batches)
-    rows = yield Statement(
+    rows = yield from select(
+        _BatchEnds,
         "UPDATE batches SET done = done + c.count FROM {counts} AS c WHERE batches.id = c.id RETURNING batches.id, done",
         {},
         {"counts": Relation(COUNTED, sorted(counts.items()))},
@@ -99,22 +144,20 @@ def take_sequences(batches: Iterable[int]) -> Operation[dict[int, int]]:
 
 @dataclass(slots=True)
 class Ends:
-    """Ends of leases on one node, collected and then written together. `row` is a `HELD` row throughout."""
+    """Ends of leases, collected and then written together."""
 
-    node: NodeId
     at: Instant
-    ended: list[Ended] = field(default_factory=list)
+    ended: list[EndedTask] = field(default_factory=list)
     requeued: list[Requeued] = field(default_factory=list)
     released: list[TaskId] = field(default_factory=list)
-    _ended_rows: list[list[Any]] = field(default_factory=list)
-    _batches: list[int] = field(default_factory=list)
+    _ended_rows: list[Row] = field(default_factory=list)  # `ENDED` without the sequence
     _requeued_rows: list[Row] = field(default_factory=list)
     _archived: list[Row] = field(default_factory=list)
-    _let_go: list[int] = field(default_factory=list)
+    _released_rows: list[TaskId] = field(default_factory=list)
 
     def end(
         self,
-        row: Row,
+        row: HeldTask,
         move: Move,
         reason: EndReason,
         *,
@@ -127,35 +170,29 @@ class Ends:
         outputs: str | None = None,
         duration: int = 0,
     ) -> None:
-        """The attempt ends its task."""
-        task, epoch, batch, _, user, status, _, _, tries, lost, _ = row
-        becomes = target(status, move)
-        self._batches.append(batch)
+        becomes = target(row.status, move)
         self._ended_rows.append(
-            [
-                task,
-                epoch,
+            (
+                row.id,
+                row.epoch,
                 becomes.value,
                 reason.value,
                 exit_code,
                 started_at,
-                tries + 1 if move is Move.FAILED else tries,
-                lost if losses is None else losses,
-                None,
+                row.tries + 1 if move is Move.FAILED else row.tries,
+                row.losses if losses is None else losses,
                 storable(error_text) if error_text else None,
                 value_sha256,
                 outputs,
                 value or None,
-            ]
+            )
         )
-        self.ended.append(
-            Ended(TaskId(task), BatchId(batch), UserId(user), becomes, Span(duration))
-        )
-        self.released.append(TaskId(task))
+        self.ended.append(EndedTask(row.id, row.batch_id, row.user_id, becomes, Span(duration)))
+        self.released.append(row.id)
 
     def requeue(
         self,
-        row: Row,
+        row: HeldTask,
         move: Move,
         reason: EndReason,
         *,
@@ -164,40 +201,44 @@ class Ends:
         detail: str = "",
         fault: Fault | None = None,
     ) -> None:
-        """The attempt goes to the archive, the task back to the queue."""
-        task, epoch, _, spec, user, status, _, _, tries, lost, queued_at = row
-        target(status, move)
-        tries += move is Move.RETRIED
+        target(row.status, move)
+        tries = row.tries + (move is Move.RETRIED)
         since = self.at
-        if reason is EndReason.PREEMPTED and queued_at is not None:
-            since = queued_at  # it gave way to others, and keeps its age for that
-        self._requeued_rows.append((task, epoch, tries, lost if losses is None else losses, since))
+        if reason is EndReason.PREEMPTED and row.queued_at is not None:
+            since = row.queued_at  # a preempted task keeps its age in the queue
+        self._requeued_rows.append(
+            (row.id, row.epoch, tries, row.losses if losses is None else losses, since)
+        )
         self._archive(row, reason, started_at, detail)
         self.requeued.append(
             Requeued(
-                TaskId(task),
-                epoch,
-                SpecId(spec),
-                UserId(user),
+                row.id,
+                row.epoch,
+                row.spec_id,
+                row.user_id,
                 since,
                 reason,
                 Span(0 if started_at is None else max(0, self.at - started_at)),
-                self.node,
+                row.node_id,
                 fault,
             )
         )
-        self.released.append(TaskId(task))
+        self.released.append(row.id)
 
-    def let_go(self, row: Row, *, lost: bool = False) -> None:
-        """A cancelled task's lease holds nothing any more. Lost, it is archived: a late report is then refused."""
-        self._let_go.append(row[0])
-        self.released.append(TaskId(row[0]))
+    def release(self, row: HeldTask, *, lost: bool = False) -> None:
+        """Release the allocation of a cancelled task. A lost attempt is archived: late reports of it are then refused."""
+        self._released_rows.append(row.id)
+        self.released.append(row.id)
         if lost:
-            self._archive(row, EndReason.LOST, row[7], "")
+            self._archive(row, EndReason.LOST, row.started_at, "")
 
-    def _archive(self, row: Row, reason: EndReason, started_at: int | None, detail: str) -> None:
+    def _archive(
+        self, row: HeldTask, reason: EndReason, started_at: int | None, detail: str
+    ) -> None:
         text = storable(detail[:DETAIL_LETTERS])
-        self._archived.append((row[0], row[1], self.node, row[6], started_at, reason.value, text))
+        self._archived.append(
+            (row.id, row.epoch, row.node_id, row.leased_at, started_at, reason.value, text)
+        )
 
     def write(self) -> Operation[None]:
         if self._ended_rows:
@@ -219,17 +260,19 @@ class Ends:
                 {"at": self.at},
                 {"archived": Relation(ARCHIVED, self._archived)},
             )
-        if self._let_go:
+        if self._released_rows:
             yield Statement(
-                "UPDATE tasks SET holding = 0 WHERE id IN (SELECT id FROM {gone} AS g)",
+                "UPDATE tasks SET holding = 0 WHERE id IN (SELECT id FROM {released} AS r)",
                 {},
-                {"gone": of_ids(self._let_go)},
+                {"released": of_ids(self._released_rows)},
             )
 
     def _write_ended(self) -> Operation[None]:
-        last = yield from take_sequences(self._batches)
-        for row, batch in zip(self._ended_rows, self._batches, strict=True):
-            last[batch] = row[SEQUENCE] = last[batch] + 1
+        last = yield from take_sequences(each.batch for each in self.ended)
+        rows: list[Row] = []
+        for row, each in zip(self._ended_rows, self.ended, strict=True):
+            last[each.batch] = sequence = last[each.batch] + 1
+            rows.append((*row, sequence))
         yield Statement(
             "UPDATE tasks SET status = e.status, reason = e.reason, exit_code = e.exit_code, "
             "started_at = e.started_at, finished_at = :at, tries = e.tries, losses = e.losses, "
@@ -237,16 +280,15 @@ class Ends:
             "outputs = e.outputs, value = e.value, holding = 0 FROM {ended} AS e "
             "WHERE tasks.id = e.task AND tasks.epoch = e.epoch AND tasks.holding <> 0",
             {"at": self.at},
-            {"ended": Relation(ENDED, [tuple(row) for row in self._ended_rows])},
+            {"ended": Relation(ENDED, rows)},
         )
 
 
-def lasted(claimed: int, leased_at: int, started_at: int | None, at: Instant) -> int:
-    """How long an attempt ran, for predictions: as its node says, within what the server saw.
+def plausible_duration(claimed: int, leased_at: int, started_at: int | None, at: Instant) -> int:
+    """Return the duration of an attempt in µs, for predictions: as its node claims, within bounds that the server saw.
 
-    Never longer than the lease. Of one whose start was told, at least half of what passed since then, but for what reports
-    may be late: a node that says less would have its owner's tasks taken for short ones, everywhere. 0, nothing was
-    measured, stays so.
+    At most the time since the lease. If the start was reported, at least half of the time since then, less `LATE`: a
+    node that claims less would have its owner's tasks predicted as short on every node. 0 means not measured and stays 0.
     """
     if not claimed:
         return 0
@@ -255,21 +297,15 @@ def lasted(claimed: int, leased_at: int, started_at: int | None, at: Instant) ->
 
 
 def finish(
-    ends: Ends,
-    row: Row,
-    item: Finished,
-    at: Instant,
-    *,
-    tries_left: bool,
-    named: list[Named],
+    ends: Ends, row: HeldTask, item: Finished, *, tries_left: bool, named: list[NamedResult]
 ) -> None:
-    """An attempt ended as its node says: for good, or for another try. `named`: what it left behind."""
-    reason = item.reason
+    """End an attempt as its node reported: for good, or for another try. Appends the artifacts it left to `named`."""
+    at, reason = ends.at, item.reason
     move = end_move(reason, item.exit_code, tries_left=tries_left, losses=0)
-    started_at = row[7]
+    started_at: int | None = row.started_at
     if started_at is None and reason not in NEVER_STARTED:
-        # never said, so reckoned from the agent's measure, within what the server's own clock allows
-        started_at = min(at, max(row[6], at - item.duration_us))
+        # an unreported start: computed from the agent's measurement, within what the server's clock allows
+        started_at = min(at, max(row.leased_at, at - item.duration_us))
     if move is Move.RETRIED or move is Move.REQUEUED:
         ends.requeue(row, move, reason, started_at=started_at, detail=item.error_text)
         return
@@ -283,44 +319,49 @@ def finish(
         value=item.value,
         value_sha256=item.value_sha256,
         outputs=outputs_text(item.outputs) if item.outputs else None,
-        duration=lasted(item.duration_us, row[6], row[7], at),
+        duration=plausible_duration(item.duration_us, row.leased_at, row.started_at, at),
     )
     if item.value_sha256:
-        named.append((item.value_sha256, row[0], row[1], row[3], row[4]))
+        named.append(result_of(row, item.value_sha256))
     for output in item.outputs:
-        named.append((output.sha256, row[0], row[1], row[3], row[4]))
+        named.append(result_of(row, output.sha256))
+
+
+def result_of(row: HeldTask, sha256: str) -> NamedResult:
+    return NamedResult(sha256, row.id, row.epoch, row.spec_id, row.user_id)
 
 
 def fault_in(item: Finished, *, begun: bool) -> Fault | None:
-    """That it could not be started, where that is so: by its agent's word, or, of an older agent, where nothing was said of a start."""
+    """Return the fault of an attempt that could not start, else None.
+
+    An older agent reports no fault: an attempt of which no start was reported then failed for an unclear reason.
+    """
     if item.reason is not EndReason.SANDBOX_FAILED:
         return None
     return item.fault if item.fault is not None or begun else Fault.UNCLEAR
 
 
 def could_not_start(
-    ends: Ends, failed: Sequence[tuple[Row, Fault, str, int | None]], retries: Mapping[int, int]
+    ends: Ends, failed: Sequence[FailedStart], retries: Mapping[SpecId, int]
 ) -> Operation[None]:
-    """Attempts that came to nothing: of each what the node says of itself and of the reason, and the exit code.
-
-    The tasks wait again, or, after so many tries, fail with what the last node said. `retries` is by spec.
-    """
-    counted = yield Statement(
+    """Queue these tasks again or, after too many failed starts, fail them with the last node's text."""
+    counted = yield from select(
+        _FailedStarts,
         "SELECT a.task_id, SUM(CASE WHEN a.reason = 'node_failed' THEN 1 ELSE 0 END), COUNT(*) "
         "FROM {tasks} AS i JOIN attempts a ON a.task_id = i.id WHERE a.started_at IS NULL "
         "AND a.reason IN ('sandbox_failed', 'node_failed') GROUP BY a.task_id",
         {},
-        {"tasks": of_ids(row[0] for row, _, _, _ in failed)},
+        {"tasks": of_ids(each.row.id for each in failed)},
     )
     before = {
         task: Unstarted(int(times - by_node), int(by_node)) for task, by_node, times in counted
     }
-    for row, fault, said, exit_code in failed:
-        tries = before.get(row[0], Unstarted()).and_one(fault)
-        move = unstarted_move(tries, retries[row[3]])
+    for row, fault, text, exit_code in failed:
+        tries = before.get(row.id, Unstarted()).and_one(fault)
+        move = unstarted_move(tries, retries[row.spec_id])
         if move is Move.REQUEUED:
             reason = archived_as(fault)
-            ends.requeue(row, move, reason, started_at=None, detail=said, fault=fault)
+            ends.requeue(row, move, reason, started_at=None, detail=text, fault=fault)
         else:
             ends.end(
                 row,
@@ -328,40 +369,40 @@ def could_not_start(
                 EndReason.SANDBOX_FAILED,
                 started_at=None,
                 exit_code=exit_code,
-                error_text=given_up(said, tries),
+                error_text=given_up(text, tries),
             )
 
 
-def lose(ends: Ends, rows: Sequence[Row], detail: str = "") -> Operation[None]:
-    """The node is gone with these leases: nobody's fault, until it is the third node lost while the task ran."""
-    active = [row for row in rows if row[5] != TaskStatus.CANCELLED]
-    losses: dict[int, int] = {}
+def lose(ends: Ends, rows: Sequence[HeldTask], detail: str = "") -> Operation[None]:
+    """End leases whose node is lost. The tasks are queued again, until the third node is lost while the task runs."""
+    active = [(row.id, row.node_id) for row in rows if row.status != CANCELLED]
+    losses: dict[TaskId, int] = {}
     if active:
-        counted = yield Statement(
+        counted = yield from select(
+            _NodeLosses,
             "SELECT a.task_id, COUNT(DISTINCT a.node_id) FROM {tasks} AS i JOIN attempts a ON a.task_id = i.id "
-            "WHERE a.reason = 'lost' AND a.started_at IS NOT NULL AND a.node_id <> :node GROUP BY a.task_id",
-            {"node": ends.node},
-            {"tasks": of_ids(row[0] for row in active)},
+            "WHERE a.reason = 'lost' AND a.started_at IS NOT NULL AND a.node_id <> i.node GROUP BY a.task_id",
+            {},
+            {"tasks": Relation(ON_NODE, sorted(active))},
         )
-        losses = dict(counted)
+        losses = {row.task_id: row.nodes for row in counted}
     for row in rows:
-        if row[5] == TaskStatus.CANCELLED:
-            ends.let_go(row, lost=True)
+        if row.status == CANCELLED:
+            ends.release(row, lost=True)
             continue
-        started_at = row[7]
-        # the nodes lost so far, and this one too if the task had begun on it, now or in an earlier attempt
-        lost = max(row[9], losses.get(row[0], 0) + (started_at is not None))
+        # nodes lost so far, and this one if the task had started on it, now or in an earlier attempt
+        lost = max(row.losses, losses.get(row.id, 0) + (row.started_at is not None))
         move = end_move(EndReason.LOST, None, tries_left=False, losses=lost)
         if move is Move.GAVE_UP:
             ends.end(
                 row,
                 move,
                 EndReason.LOSES_NODES,
-                started_at=started_at,
+                started_at=row.started_at,
                 losses=lost,
                 error_text=f"{lost} different nodes were lost while this task ran; see what it does to them",
             )
         else:
             ends.requeue(
-                row, move, EndReason.LOST, started_at=started_at, losses=lost, detail=detail
+                row, move, EndReason.LOST, started_at=row.started_at, losses=lost, detail=detail
             )

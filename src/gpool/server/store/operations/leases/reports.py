@@ -1,33 +1,38 @@
-"""What agents report about their leases, fenced by (task, epoch, node). Refuses what an old lease says.
+"""Reports of agents about their leases, fenced by (task, epoch, node). `leases` explains leases and fencing.
 
-What is about none of a node's own leases may be about a member of a gang: those are looked for last, so the rest costs no more.
-
-At most one end is accepted for a (task, epoch). Something said again about a lease that this node really had, and that
-did not expire, is accepted in silence: the agent repeats itself until it is told that its report is durable.
+A report is about a lease of a single-node task, else about a gang's member (`gangs`), else refused. At most one end is
+accepted for a (task, epoch). A report repeated by the node that had the lease is accepted without effect, unless the
+lease expired: an agent repeats its reports until it knows that they are durable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from gpool.core.ids import NodeId, TaskId
+from gpool.core.ids import NodeId, SpecId, TaskId
 from gpool.core.lifecycle import Move, sources
-from gpool.core.model import EndReason, Fault, Instant, TaskStatus
+from gpool.core.model import EndReason, Instant
 from gpool.server.store.operation import operation
-from gpool.server.store.operations.gangs.gangs import Taken, lose_members, take
+from gpool.server.store.operations.gangs.gangs import MemberReports, lose_members, record_members
 from gpool.server.store.operations.leases.ends import (
+    CANCELLED,
     HELD,
+    ON_NODE,
     Ends,
-    Named,
+    FailedStart,
+    HeldTask,
     could_not_start,
     fault_in,
     finish,
     lose,
 )
-from gpool.server.store.operations.tasks.artifacts import keep_results
+from gpool.server.store.operations.tasks.artifacts import NamedResult, keep_results
 from gpool.server.store.operations.tasks.checkpoints import note_phases, save
 from gpool.server.store.operations.tasks.logs import append_chunks
-from gpool.server.store.protocol import Operation, Relation, Row, Statement
+from gpool.server.store.protocol import Operation, Relation, Statement
+from gpool.server.store.queries import select
 from gpool.server.store.rows import of_ids
 from gpool.server.store.values import Recording
 from gpool.wire.frames import (
@@ -43,194 +48,196 @@ from gpool.wire.frames import (
 )
 
 STARTABLE = tuple(status.value for status in sources(Move.STARTED))
-CANCELLED = TaskStatus.CANCELLED.value
 HOLDS = (("id", "int"), ("epoch", "int"))
-SAID = (("id", "int"), ("node", "int"))
+Reports = tuple[NodeId, Sequence[ReportItem]]
+"""The items of one frame, and the node that sent it."""
 
 
-@operation
-def record(node: NodeId, items: Sequence[ReportItem], at: Instant) -> Operation[Recording]:
-    impossible = [item for item in items if (item.task | item.epoch) >> 63]
-    if impossible:
-        items = [item for item in items if not (item.task | item.epoch) >> 63]
-    rows = yield Statement(
-        f"SELECT {HELD} FROM {{tasks}} AS i JOIN tasks t ON t.id = i.id "  # noqa: S608
-        "WHERE t.node_id = :node AND t.holding <> 0 /*postgresql ORDER BY t.id FOR UPDATE OF t*/",
-        {"node": node},
-        {"tasks": of_ids(item.task for item in items)},
-    )
-    held: dict[int, Row] = {row[0]: row for row in rows}
-    open_now = dict(held)
-    ends = Ends(node, at)
-    started: dict[int, int] = {}
-    failed: list[tuple[Row, Finished]] = []
-    unstarted: list[tuple[Row, Fault, str, int | None]] = []
-    lost: list[Row] = []
-    named: list[Named] = []
-    chunks: list[LogChunk] = []
-    reached: list[Reached] = []
-    saved: dict[int, Checkpointed] = {}
-    doubtful: list[ReportItem] = []
+class _Retries(NamedTuple):
+    id: SpecId
+    retries: int
 
-    for item in items:
-        row = open_now.get(item.task)
-        if row is None or row[1] != item.epoch:
-            at_first = held.get(item.task)
-            if type(item) is LogChunk and at_first is not None and at_first[1] == item.epoch:
-                chunks.append(item)  # in one frame with the end it belongs to
-            else:
-                doubtful.append(item)
-            continue
+
+class _Lease(NamedTuple):
+    id: TaskId
+    epoch: int
+
+
+class _Attempt(NamedTuple):
+    task_id: TaskId
+    epoch: int
+    reason: str
+
+
+@dataclass(slots=True)
+class _LeaseReports:
+    """Reports about leases of single-node tasks, sorted by the way in which they are written."""
+
+    ends: Ends
+    started: dict[TaskId, int] = field(default_factory=dict)
+    failed: list[tuple[HeldTask, Finished]] = field(default_factory=list)
+    unstarted: list[FailedStart] = field(default_factory=list)
+    lost: list[HeldTask] = field(default_factory=list)
+    named: list[NamedResult] = field(default_factory=list)
+    chunks: list[LogChunk] = field(default_factory=list)
+    reached: list[Reached] = field(default_factory=list)
+    saved: dict[TaskId, Checkpointed] = field(default_factory=dict)
+
+    def add(self, row: HeldTask, item: ReportItem) -> bool:
+        """Sort in a report about this lease; False: it ends the lease."""
         match item:
             case Finished():
-                del open_now[item.task]
-                begun = started.pop(item.task, None) is not None or row[7] is not None
+                begun = self.started.pop(row.id, None) is not None or row.started_at is not None
                 fault = fault_in(item, begun=begun)
-                if row[5] == CANCELLED:
-                    ends.let_go(row)
+                if row.status == CANCELLED:
+                    self.ends.release(row)
                 elif fault is not None:
-                    unstarted.append((row, fault, item.error_text, item.exit_code))
+                    failed = FailedStart(row, fault, item.error_text, item.exit_code)
+                    self.unstarted.append(failed)
                 elif item.reason is EndReason.RETURNED or item.exit_code == 0:
-                    finish(ends, row, item, at, tries_left=False, named=named)
+                    finish(self.ends, row, item, tries_left=False, named=self.named)
                 elif item.reason is EndReason.LOST:
-                    lost.append(row)
+                    self.lost.append(row)
                 else:
-                    failed.append((row, item))
+                    self.failed.append((row, item))
+                return False
             case Started():
-                if row[5] in STARTABLE:
-                    started[item.task] = item.epoch
+                if row.status in STARTABLE:
+                    self.started[row.id] = row.epoch
             case LogChunk():
-                chunks.append(item)
+                self.chunks.append(item)
             case Reached():
-                reached.append(item)
+                self.reached.append(item)
             case Checkpointed():
-                saved[item.task] = item  # the last one of a frame is the newest
+                self.saved[row.id] = item  # the last one of a frame is the newest
             case HandedBack() | Released():
-                del open_now[item.task]
-                started.pop(item.task, None)
-                if row[5] == CANCELLED:
-                    ends.let_go(row)
+                self.started.pop(row.id, None)
+                if row.status == CANCELLED:
+                    self.ends.release(row)
                 else:
-                    begun = row[7] is not None
+                    begun = row.started_at is not None
                     reason = EndReason.PREEMPTED if begun else EndReason.HANDED_BACK
-                    ends.requeue(row, Move.REQUEUED, reason, started_at=row[7])
+                    self.ends.requeue(row, Move.REQUEUED, reason, started_at=row.started_at)
+                return False
+        return True
 
-    gangs = (yield from take(node, doubtful, at)) if doubtful else Taken()
-    doubtful = gangs.rest
-    started |= gangs.started
-    chunks += gangs.chunks
-    reached += gangs.reached
-    saved |= gangs.saved
-    named += gangs.named
-    if failed or unstarted:
-        specs = {row[3] for row, _ in failed} | {row[3] for row, *_ in unstarted}
-        retries = yield from _retries(specs)
-        if unstarted:
-            yield from could_not_start(ends, unstarted, retries)
-        for row, item in failed:
-            finish(ends, row, item, at, tries_left=row[8] < retries[row[3]], named=named)
-    if lost:
-        yield from lose(ends, lost)
-    if started:
-        yield from _start(started, at)
-    unusable: tuple[Hold, ...] = ()
-    if reached:
-        yield from note_phases(reached, at)
-    if saved:
-        unusable = yield from save(saved, at)
-    logged = yield from append_chunks(chunks)
-    yield from ends.write()
-    yield from keep_results(named)
-    refused = (yield from _refused(node, doubtful)) if doubtful else ()
-    refused += tuple(Hold(item.task, item.epoch) for item in impossible)
-    noted = (TaskId(each) for each in (*(item.task for item in reached), *saved))
-    return Recording(
-        started=tuple(TaskId(task) for task in started),
-        ended=(*ends.ended, *gangs.ended),
-        requeued=(*ends.requeued, *gangs.requeued),
-        released=(*ends.released, *gangs.released),
-        to_stop=tuple(gangs.to_stop),
-        to_preempt=tuple(gangs.to_preempt),
-        logged=logged,
-        noted=(*noted, *gangs.noted),
-        unusable=(*unusable, *gangs.unusable),
-        refused=refused,
-    )
+    def write(self, at: Instant) -> Operation[Recording]:
+        if self.failed or self.unstarted:
+            retries = yield from _retries(
+                {row.spec_id for row, _ in self.failed}
+                | {each.row.spec_id for each in self.unstarted}
+            )
+            if self.unstarted:
+                yield from could_not_start(self.ends, self.unstarted, retries)
+            for row, item in self.failed:
+                left = row.tries < retries[row.spec_id]
+                finish(self.ends, row, item, tries_left=left, named=self.named)
+        if self.lost:
+            yield from lose(self.ends, self.lost)
+        if self.started:
+            yield from _start(self.started, at)
+        unusable: tuple[Hold, ...] = ()
+        if self.reached:
+            yield from note_phases(self.reached, at)
+        if self.saved:
+            unusable = yield from save(self.saved, at)
+        logged = yield from append_chunks(self.chunks)
+        yield from self.ends.write()
+        yield from keep_results(self.named)
+        return Recording(
+            started=tuple(self.started),
+            ended=tuple(self.ends.ended),
+            requeued=tuple(self.ends.requeued),
+            released=tuple(self.ends.released),
+            logged=logged,
+            noted=(*(TaskId(item.task) for item in self.reached), *self.saved),
+            unusable=unusable,
+        )
 
 
 @operation
-def record_together(
-    frames: Sequence[tuple[NodeId, Sequence[ReportItem]]], at: Instant
-) -> Operation[tuple[Recording, dict[int, Recording]]]:
-    """What several nodes report, one frame each: what merely starts or ends well in one write for all of them.
-
-    Whatever else a frame says, it is recorded by itself; those recordings come by the frame's place.
-    """
-    plain = [place for place, (_, items) in enumerate(frames) if all(map(_is_plain, items))]
-    said = [(item.task, frames[place][0]) for place in plain for item in frames[place][1]]
-    rows = yield Statement(
-        f"SELECT {HELD}, t.node_id FROM {{said}} AS i JOIN tasks t ON t.id = i.id "  # noqa: S608
+def record(frames: Sequence[Reports], at: Instant) -> Operation[Recording]:
+    """Record the reports of one or many frames, in their order, with the same few statements however many there are."""
+    items = [(node, item) for node, items in frames for item in items]
+    refused = [
+        (node, Hold(item.task, item.epoch))
+        for node, item in items
+        if (item.task | item.epoch) >> 63  # no id of a task: outside the range of the columns
+    ]
+    if refused:
+        items = [(node, item) for node, item in items if not (item.task | item.epoch) >> 63]
+    rows = yield from select(
+        HeldTask,
+        f"SELECT {HELD} FROM {{reported}} AS i JOIN tasks t ON t.id = i.id "  # noqa: S608
         "WHERE t.node_id = i.node AND t.holding <> 0 /*postgresql ORDER BY t.id FOR UPDATE OF t*/",
         {},
-        {"said": Relation(SAID, sorted(set(said)))},
+        {"reported": Relation(ON_NODE, sorted({(item.task, node) for node, item in items}))},
     )
-    held: dict[tuple[int, int], Row] = {(row[0], row[-1]): row[:-1] for row in rows}
-    ends = Ends(NodeId(0), at)  # of many nodes; nothing of it goes to the archive
-    started: dict[int, int] = {}
-    named: list[Named] = []
-    alone = set(range(len(frames))).difference(plain)
-    for place in plain:
-        node, items = frames[place]
-        known = [held.get((item.task, node)) for item in items]
-        if len({item.task for item in items}) < len(items) or any(
-            row is None or row[1] != item.epoch or row[5] == CANCELLED
-            for row, item in zip(known, items, strict=True)
-        ):
-            alone.add(place)
-            continue
-        for row, item in zip(known, items, strict=True):
-            assert row is not None
-            del held[
-                item.task, node
-            ]  # said by another frame of this node too, it is looked at again
-            if type(item) is Finished:
-                finish(ends, row, item, at, tries_left=False, named=named)
-            elif row[5] in STARTABLE:
-                started[item.task] = item.epoch
-    if started:
-        yield from _start(started, at)
-    yield from ends.write()
-    yield from keep_results(named)
-    others: dict[int, Recording] = {}
-    for place in sorted(alone):
-        others[place] = yield from record(*frames[place], at)
-    together = Recording(
-        started=tuple(TaskId(task) for task in started),
-        ended=tuple(ends.ended),
-        released=tuple(ends.released),
+    held = {(row.node_id, row.id): row for row in rows}
+    batch = _LeaseReports(Ends(at))
+    ended: set[int] = set()
+    unknown: dict[NodeId, list[ReportItem]] = {}
+    for node, item in items:
+        row = held.get((node, TaskId(item.task)))
+        if row is None or row.epoch != item.epoch:
+            unknown.setdefault(node, []).append(item)
+        elif item.task not in ended:
+            if not batch.add(row, item):
+                ended.add(item.task)
+        elif type(item) is LogChunk:
+            batch.chunks.append(item)  # sent after the end of its lease, in the same frame
+        else:
+            unknown.setdefault(node, []).append(item)
+    recordings = [(yield from batch.write(at))]
+    for node, about in unknown.items():
+        reports = yield from record_members(node, about, at)
+        recordings.append((yield from _write_members(reports, at)))
+        if reports.rest:
+            refused += yield from _refused(node, reports.rest)
+    return _merged(recordings, refused)
+
+
+def _write_members(reports: MemberReports, at: Instant) -> Operation[Recording]:
+    batch = _LeaseReports(
+        Ends(at),
+        started=reports.started,
+        named=reports.named,
+        chunks=reports.chunks,
+        reached=reports.reached,
+        saved=reports.saved,
     )
-    return together, others
+    written = yield from batch.write(at)
+    return _merged([written, reports.recording()], ())
 
 
-def _is_plain(item: ReportItem) -> bool:
-    """A start, or an end that is a success: nothing has to be looked up for it."""
-    if type(item) is Finished:
-        exited = item.reason is EndReason.EXITED and item.exit_code == 0
-        is_success = exited or item.reason is EndReason.RETURNED
-        return is_success and not (item.task | item.epoch) >> 63
-    return type(item) is Started and not (item.task | item.epoch) >> 63
+def _merged(recordings: Sequence[Recording], refused: Iterable[tuple[NodeId, Hold]]) -> Recording:
+    if len(recordings) == 1 and not refused:
+        return recordings[0]
+    return Recording(
+        started=tuple(each for one in recordings for each in one.started),
+        ended=tuple(each for one in recordings for each in one.ended),
+        requeued=tuple(each for one in recordings for each in one.requeued),
+        released=tuple(each for one in recordings for each in one.released),
+        to_stop=tuple(each for one in recordings for each in one.to_stop),
+        to_preempt=tuple(each for one in recordings for each in one.to_preempt),
+        logged=tuple(each for one in recordings for each in one.logged),
+        noted=tuple(each for one in recordings for each in one.noted),
+        unusable=tuple(each for one in recordings for each in one.unusable),
+        refused=tuple(refused),
+    )
 
 
-def _retries(specs: set[int]) -> Operation[dict[int, int]]:
-    rows = yield Statement(
+def _retries(specs: set[SpecId]) -> Operation[dict[SpecId, int]]:
+    rows = yield from select(
+        _Retries,
         "SELECT s.id, s.retries FROM {specs} AS i JOIN specs s ON s.id = i.id",
         {},
         {"specs": of_ids(specs)},
     )
-    return dict(rows)
+    return {row.id: row.retries for row in rows}
 
 
-def _start(started: dict[int, int], at: Instant) -> Operation[None]:
+def _start(started: dict[TaskId, int], at: Instant) -> Operation[None]:
     yield Statement(
         "UPDATE tasks SET status = 'running', started_at = :at FROM {started} AS s "  # noqa: S608
         "WHERE tasks.id = s.id AND tasks.epoch = s.epoch AND tasks.holding <> 0 "
@@ -240,46 +247,48 @@ def _start(started: dict[int, int], at: Instant) -> Operation[None]:
     )
 
 
-def _refused(node: NodeId, doubtful: Sequence[ReportItem]) -> Operation[tuple[Hold, ...]]:
-    """Of what this node says about leases it does not hold: what it never had, or had and let expire."""
-    said = {(item.task, item.epoch) for item in doubtful}
+def _refused(node: NodeId, reported: Sequence[ReportItem]) -> Operation[list[tuple[NodeId, Hold]]]:
+    """Return the leases among those reported that this node never had, or that expired on it."""
+    leases = {(item.task, item.epoch) for item in reported}
     parameters = {"node": node}
-    relations = {"said": Relation(HOLDS, sorted(said))}
-    ended_here = yield Statement(
-        "SELECT t.id, t.epoch FROM {said} AS s JOIN tasks t ON t.id = s.id AND t.epoch = s.epoch "
+    relations = {"reported": Relation(HOLDS, sorted(leases))}
+    ended_here = yield from select(
+        _Lease,
+        "SELECT t.id, t.epoch FROM {reported} AS s JOIN tasks t ON t.id = s.id AND t.epoch = s.epoch "
         "WHERE t.node_id = :node AND (t.finished_at IS NOT NULL AND t.reason <> 'loses_nodes' OR t.holding = 1)",
         parameters,
         relations,
     )
-    archived = yield Statement(
-        "SELECT a.task_id, a.epoch, a.reason FROM {said} AS s "
+    archived = yield from select(
+        _Attempt,
+        "SELECT a.task_id, a.epoch, a.reason FROM {reported} AS s "
         "JOIN attempts a ON a.task_id = s.id AND a.epoch = s.epoch WHERE a.node_id = :node",
         parameters,
         relations,
     )
-    repeated = {(row[0], row[1]) for row in ended_here}
-    repeated |= {(row[0], row[1]) for row in archived}
-    repeated -= {(row[0], row[1]) for row in archived if row[2] == EndReason.LOST}
-    return tuple(Hold(task, epoch) for task, epoch in sorted(said - repeated))
+    repeated: set[tuple[int, int]] = {(row.id, row.epoch) for row in ended_here}
+    for row in archived:
+        if row.reason == EndReason.LOST:
+            repeated.discard((row.task_id, row.epoch))
+        else:
+            repeated.add((row.task_id, row.epoch))
+    return [(node, Hold(task, epoch)) for task, epoch in sorted(leases - repeated)]
 
 
 @operation
 def expire(node: NodeId, at: Instant) -> Operation[Recording]:
-    """The node is lost: every lease it holds ends."""
-    rows = yield Statement(
+    rows = yield from select(
+        HeldTask,
         f"SELECT {HELD} FROM tasks t WHERE t.node_id = :node AND t.holding = 1 "  # noqa: S608
         "ORDER BY t.id /*postgresql FOR UPDATE*/",
         {"node": node},
     )
     gangs = yield from lose_members(node, at)
-    ends = Ends(node, at)
+    ends = Ends(at)
     if rows:
         yield from lose(ends, rows)
         yield from ends.write()
-    return Recording(
-        ended=(*ends.ended, *gangs.ended),
-        requeued=(*ends.requeued, *gangs.requeued),
-        released=(*ends.released, *gangs.released),
-        to_stop=tuple(gangs.to_stop),
-        to_preempt=tuple(gangs.to_preempt),
+    own = Recording(
+        ended=tuple(ends.ended), requeued=tuple(ends.requeued), released=tuple(ends.released)
     )
+    return _merged([own, gangs.recording()], ())

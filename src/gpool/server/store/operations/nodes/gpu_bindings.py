@@ -7,21 +7,39 @@ decides; the holder's rows stay usable, or any account could take a GPU out of t
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 from gpool.core.ids import GpuId, NodeId, UserId
 from gpool.core.model import Instant
+from gpool.server.store.generated_rows import GpuBindingsRecord
 from gpool.server.store.identity_values import Binding, GpuRow
 from gpool.server.store.operation import operation
-from gpool.server.store.protocol import Operation, Row, Statement
+from gpool.server.store.protocol import Operation, Statement
+from gpool.server.store.queries import columns, select, values
 from gpool.server.store.rows import of_ids, of_names
 
 TAKEN = "this GPU's uuid is bound to another owner, who claimed it first; an operator can decide otherwise"
 ANOTHERS = "an operator decided that this GPU is another owner's"
 
+BINDING = columns(GpuBindingsRecord, GpuBindingsRecord, "b")
 GPU = (
     "g.id, g.node_id, n.owner_id, g.uuid, g.position, g.available, g.gone, g.flagged, g.quarantined, "
     "g.unproven, g.measured"
 )
+
+
+class _OwnedGpu(NamedTuple):
+    id: GpuId
+    node_id: NodeId
+    owner_id: UserId
+    uuid: str
+    position: int
+    available: int
+    gone: int
+    flagged: str | None
+    quarantined: str | None
+    unproven: str | None
+    measured: str | None
 
 
 @operation
@@ -43,15 +61,17 @@ def bind(
         wanted,
     )
     # Locked, so that an operator who decides for this owner meanwhile is not overruled by the flag below.
-    rows = yield Statement(
-        "SELECT b.uuid, b.owner_id, b.settled_at FROM {wanted} AS w JOIN gpu_bindings b ON b.uuid = w.name "
+    rows = yield from select(
+        GpuBindingsRecord,
+        f"SELECT {BINDING} FROM {{wanted}} AS w JOIN gpu_bindings b ON b.uuid = w.name "  # noqa: S608
         "/*postgresql ORDER BY b.uuid FOR UPDATE OF b*/",
         {},
         wanted,
     )
-    mine = [uuid for uuid, bound_to, _ in rows if bound_to == owner]
-    taken = [uuid for uuid, bound_to, settled in rows if bound_to != owner and not settled]
-    settled = [uuid for uuid, bound_to, settled in rows if bound_to != owner and settled]
+    mine = [row.uuid for row in rows if row.owner_id == owner]
+    others = [row for row in rows if row.owner_id != owner]
+    taken = [row.uuid for row in others if row.settled_at is None]
+    settled = [row.uuid for row in others if row.settled_at is not None]
     if mine:
         yield Statement(
             "UPDATE gpu_bindings SET wallet = :wallet WHERE owner_id = :owner "
@@ -97,7 +117,7 @@ def unflag(gpu: GpuId, at: Instant) -> Operation[GpuRow | None]:
 
 @operation
 def quarantine(gpu: GpuId, why: str | None) -> Operation[GpuRow | None]:
-    """Take a GPU out of the pool for its health, or (None) say that it is well; the law beside `core.health`."""
+    """Take a GPU out of the pool because of its health, or (None) return it."""
     yield Statement("UPDATE gpus SET quarantined = :why WHERE id = :gpu", {"why": why, "gpu": gpu})
     found = yield from _gpus("g.id = :gpu", gpu=gpu)
     return found[0] if found else None
@@ -105,8 +125,9 @@ def quarantine(gpu: GpuId, why: str | None) -> Operation[GpuRow | None]:
 
 @operation
 def binding(uuid: str) -> Operation[Binding | None]:
-    rows = yield Statement(
-        "SELECT uuid, owner_id, wallet, bound_at, settled_at FROM gpu_bindings WHERE uuid = :uuid",
+    rows = yield from select(
+        GpuBindingsRecord,
+        f"SELECT {BINDING} FROM gpu_bindings b WHERE b.uuid = :uuid",  # noqa: S608
         {"uuid": uuid},
     )
     return Binding(*rows[0]) if rows else None
@@ -114,47 +135,48 @@ def binding(uuid: str) -> Operation[Binding | None]:
 
 @operation
 def rebind_wallet(owner: UserId, wallet: str | None) -> Operation[int]:
-    """The owner's payout wallet changed: it holds for all their GPUs."""
-    rows = yield Statement(
+    changed = yield from values(
+        str,
         "UPDATE gpu_bindings SET wallet = :wallet WHERE owner_id = :owner RETURNING uuid",
         {"wallet": wallet, "owner": owner},
     )
-    return len(rows)
+    return len(changed)
 
 
 @operation
 def nodes_with(uuids: Collection[str]) -> Operation[tuple[NodeId, ...]]:
-    """Ids of the nodes that have such a GPU now, whoever owns them."""
-    rows = yield Statement(
+    found = yield from values(
+        NodeId,
         "SELECT DISTINCT g.node_id FROM {wanted} AS w JOIN gpus g ON g.uuid = w.name "
         "WHERE g.gone = 0 ORDER BY g.node_id",
         {},
         {"wanted": of_names(uuids)},
     )
-    return tuple(NodeId(row[0]) for row in rows)
+    return tuple(found)
 
 
 def _gpus(where: str, **parameters: int) -> Operation[tuple[GpuRow, ...]]:
-    rows = yield Statement(
+    rows = yield from select(
+        _OwnedGpu,
         f"SELECT {GPU} FROM gpus g JOIN nodes n ON n.id = g.node_id WHERE {where} ORDER BY g.node_id, g.position",  # noqa: S608
         parameters,
     )
     return tuple(_gpu(row) for row in rows)
 
 
-def _gpu(row: Row) -> GpuRow:
+def _gpu(row: _OwnedGpu) -> GpuRow:
     return GpuRow(
-        GpuId(row[0]),
-        NodeId(row[1]),
-        UserId(row[2]),
-        row[3],
-        row[4],
-        bool(row[5]),
-        bool(row[6]),
-        row[7],
-        row[8],
-        row[9],
-        row[10],
+        row.id,
+        row.node_id,
+        row.owner_id,
+        row.uuid,
+        row.position,
+        bool(row.available),
+        bool(row.gone),
+        row.flagged,
+        row.quarantined,
+        row.unproven,
+        row.measured,
     )
 
 
@@ -166,7 +188,6 @@ def gpu(id: GpuId) -> Operation[GpuRow | None]:
 
 @operation
 def gpu_rows(owner: UserId | None = None) -> Operation[tuple[GpuRow, ...]]:
-    """All GPUs that are there, or one owner's."""
     if owner is None:
         return (yield from _gpus("g.gone = 0"))
     return (yield from _gpus("g.gone = 0 AND n.owner_id = :owner", owner=owner))
@@ -174,7 +195,6 @@ def gpu_rows(owner: UserId | None = None) -> Operation[tuple[GpuRow, ...]]:
 
 @operation
 def flagged() -> Operation[tuple[GpuRow, ...]]:
-    """For operators, those that are gone too."""
     return (yield from _gpus("g.flagged IS NOT NULL"))
 
 
@@ -183,7 +203,8 @@ def gpus_of_nodes(nodes: Collection[NodeId]) -> Operation[tuple[GpuRow, ...]]:
     """GPUs that these nodes have now, by node and position."""
     if not nodes:
         return ()
-    rows = yield Statement(
+    rows = yield from select(
+        _OwnedGpu,
         f"SELECT {GPU} FROM {{wanted}} AS w JOIN gpus g ON g.node_id = w.id JOIN nodes n ON n.id = g.node_id "  # noqa: S608
         "WHERE g.gone = 0 ORDER BY g.node_id, g.position",
         {},

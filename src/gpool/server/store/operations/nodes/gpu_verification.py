@@ -1,9 +1,10 @@
-"""What GPUs measured and proved. A GPU whose `unproven` says something is not scheduled."""
+"""Measurements and verification results of GPUs. A GPU with a text in `unproven` is not scheduled."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gpool.core.ids import NodeId, UserId
 from gpool.core.model import Instant
@@ -11,45 +12,56 @@ from gpool.core.trust.gpu_verification import GpuVerdict
 from gpool.server.store.operation import operation
 from gpool.server.store.operations.nodes import nodes
 from gpool.server.store.protocol import Operation, Statement
+from gpool.server.store.queries import select
 from gpool.server.store.rows import of_names
 from gpool.server.store.values import NodeRow
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """Of one GPU of a node."""
-
+class GpuVerificationRecord:
     node: NodeId
     owner: UserId
     uuid: str
     position: int
-    joined_at: Instant  # its node
+    joined_at: Instant  # of its node
     unproven: str | None
     verdict: GpuVerdict | None
     judged_at: Instant | None
     measured: str | None
 
 
+class _VerifiedGpu(NamedTuple):
+    node_id: NodeId
+    owner_id: UserId
+    uuid: str
+    position: int
+    created_at: Instant
+    unproven: str | None
+    verdict: str | None
+    judged_at: Instant | None
+    measured: str | None
+
+
 @operation
-def records(node: NodeId | None = None) -> Operation[tuple[Record, ...]]:
-    """Of all GPUs that are there, or one node's."""
-    rows = yield Statement(
+def records(node: NodeId | None = None) -> Operation[tuple[GpuVerificationRecord, ...]]:
+    rows = yield from select(
+        _VerifiedGpu,
         "SELECT g.node_id, n.owner_id, g.uuid, g.position, n.created_at, g.unproven, g.verdict, g.judged_at, g.measured "
         "FROM gpus g JOIN nodes n ON n.id = g.node_id "
         "WHERE g.gone = 0 AND (CAST(:node AS BIGINT) IS NULL OR g.node_id = :node) ORDER BY g.node_id, g.position",
         {"node": node},
     )
     return tuple(
-        Record(
-            NodeId(row[0]),
-            UserId(row[1]),
-            row[2],
-            row[3],
-            Instant(row[4]),
-            row[5],
-            None if row[6] is None else GpuVerdict(row[6]),
-            row[7],
-            row[8],
+        GpuVerificationRecord(
+            row.node_id,
+            row.owner_id,
+            row.uuid,
+            row.position,
+            row.created_at,
+            row.unproven,
+            None if row.verdict is None else GpuVerdict(row.verdict),
+            row.judged_at,
+            row.measured,
         )
         for row in rows
     )
@@ -57,7 +69,7 @@ def records(node: NodeId | None = None) -> Operation[tuple[Record, ...]]:
 
 @operation
 def keep_back(node: NodeId, uuids: Sequence[str], why: str) -> Operation[NodeRow | None]:
-    """Until a verdict."""
+    """Take these GPUs out of the pool until they are verified."""
     yield Statement(
         "UPDATE gpus SET unproven = :why, verdict = NULL WHERE node_id = :node "
         "AND uuid IN (SELECT name FROM {these} AS t)",

@@ -1,22 +1,62 @@
-"""Nodes, their GPUs, and the invites they join with. An invite is redeemed once."""
+"""Nodes: their GPUs, the invites they join with, the users they are offered to, and their reliability records."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gpool.core.errors import Conflict, Forbidden, Invalid, NotFound
 from gpool.core.ids import GpuId, NodeId, UserId
-from gpool.core.model import Availability, Gpu, Health, Instant, Offer
+from gpool.core.model import Audience, Availability, Gpu, Health, Instant, Offer, Span
+from gpool.core.trust.reliability import ReliabilityRecord
+from gpool.server.store.generated_rows import InvitesRecord, NodeRecordsRecord, NodesRecord
 from gpool.server.store.operation import operation
-from gpool.server.store.operations.nodes.allowed_users import known_names, resolved
-from gpool.server.store.protocol import Operation, Relation, Row, Statement
-from gpool.server.store.rows import NODE_COLUMNS, node_row, offer_from, offer_text
+from gpool.server.store.protocol import Operation, Relation, Statement
+from gpool.server.store.queries import columns, exists, select, values
+from gpool.server.store.rows import (
+    STORED_NODE,
+    StoredNode,
+    node_row,
+    of_names,
+    offer_from,
+    offer_text,
+)
 from gpool.server.store.values import NodeCredentials, NodeRow
 
-OFFER = NODE_COLUMNS.split(", ").index("n.offer")
 GPU_COLUMNS = (("id", "int"), ("uuid", "text"), ("position", "int"), ("ails", "text"))
+RELIABILITY = (("node", "int"), ("up", "int"), ("losses", "int"), ("at", "int"))
+ME, USER, TEAM = "me", "user:", "team:"
+INVITE = columns(InvitesRecord, InvitesRecord, "i")
+
+
+class _NodeAccount(NamedTuple):
+    id: NodeId
+    owner_id: UserId
+    name: str
+    availability: str
+    public_key: str | None
+
+
+CREDENTIALS = columns(_NodeAccount, NodesRecord, "n")
+
+
+class _UnusableGpu(NamedTuple):
+    node_id: NodeId
+    position: int
+    flagged: str | None
+
+
+class _NamedId(NamedTuple):
+    name: str
+    id: int
+
+
+class _GpuOfNode(NamedTuple):
+    id: GpuId
+    node_id: NodeId
+    position: int
 
 
 @operation
@@ -39,26 +79,27 @@ def create_node(
     at: Instant,
     public_key: str | None = None,
 ) -> Operation[NodeCredentials]:
-    """With a public key the secret may be left out ("")."""
+    """Create a node of the invite's owner or of `owner`. With a public key, `secret_hash` may be ""."""
     if not secret_hash and public_key is None:
         raise Invalid("a node needs a key or a secret")
     if invite_hash is not None:
-        invited = yield Statement(
-            "SELECT owner_id, expires_at, used_at FROM invites WHERE hashed = :hashed /*postgresql FOR UPDATE*/",
+        invites = yield from select(
+            InvitesRecord,
+            f"SELECT {INVITE} FROM invites i WHERE i.hashed = :hashed /*postgresql FOR UPDATE*/",  # noqa: S608
             {"hashed": invite_hash},
         )
-        owner = _inviter(invited, at)
+        owner = _inviter(invites, at)
     if owner is None:
         raise Forbidden("a node joins with an invite or with its owner's key; ask for a join link")
-    taken = yield Statement(
+    taken = yield from exists(
         "SELECT 1 FROM nodes WHERE owner_id = :owner AND name = :name",
         {"owner": owner, "name": name},
     )
     if taken:
         raise Conflict(f"you have a node named {name!r} already; choose another name or remove it")
     if public_key is not None:
-        known = yield Statement("SELECT 1 FROM nodes WHERE public_key = :key", {"key": public_key})
-        if known:
+        sql = "SELECT 1 FROM nodes WHERE public_key = :key"
+        if (yield from exists(sql, {"key": public_key})):
             raise Conflict("a node with this key has joined already; make a new key")
     gpus = _gpu_rows(offer, gpu_ids)
     yield Statement(
@@ -83,13 +124,13 @@ def create_node(
     return NodeCredentials(node_id, owner, name, Availability.AVAILABLE, public_key)
 
 
-def _inviter(invited: list[Row], at: Instant) -> UserId:
-    for owner, expires_at, used_at in invited:
-        if used_at is not None:
+def _inviter(invites: list[InvitesRecord], at: Instant) -> UserId:
+    for invite in invites:
+        if invite.used_at is not None:
             raise Forbidden("this invite was used already; ask the owner for a new join link")
-        if expires_at <= at:
+        if invite.expires_at <= at:
             raise Forbidden("this invite has expired; ask the owner for a new join link")
-        return UserId(owner)
+        return invite.owner_id
     raise Forbidden("this invite is not known here; ask the owner for a new join link")
 
 
@@ -103,12 +144,11 @@ def _gpu_rows(offer: Offer, gpu_ids: Sequence[int]) -> Relation:
 
 
 def _ailing(gpu: Gpu) -> str | None:
-    """What a sick GPU is put in quarantine for; somebody has to say when it is well again."""
     return (gpu.ails or "sick") if gpu.health is Health.QUARANTINED else None
 
 
 def _put_gpus(node: NodeId, gpus: Relation) -> Operation[None]:
-    """A GPU keeps its id and its owner's wish when it comes back; what is not named any more is gone."""
+    """Store the GPUs of an offer; others are marked as gone. A GPU that returns keeps its id and its availability."""
     yield Statement("UPDATE gpus SET gone = 1 WHERE node_id = :node", {"node": node})
     if gpus.rows:
         yield Statement(
@@ -122,37 +162,42 @@ def _put_gpus(node: NodeId, gpus: Relation) -> Operation[None]:
 
 
 def _credentials(where: str, **parameters: int | str) -> Operation[NodeCredentials | None]:
-    rows = yield Statement(
-        f"SELECT id, owner_id, name, availability, public_key FROM nodes WHERE {where}",  # noqa: S608
+    rows = yield from select(
+        _NodeAccount,
+        f"SELECT {CREDENTIALS} FROM nodes n WHERE {where}",  # noqa: S608
         parameters,
     )
-    for number, owner, name, availability, key in rows:
-        return NodeCredentials(NodeId(number), UserId(owner), name, Availability(availability), key)
+    for row in rows:
+        return NodeCredentials(
+            row.id, row.owner_id, row.name, Availability(row.availability), row.public_key
+        )
     return None
 
 
 @operation
 def node_of_invite(hashed: str) -> Operation[NodeId | None]:
-    """The node that joined with it."""
-    rows = yield Statement("SELECT node_id FROM invites WHERE hashed = :hashed", {"hashed": hashed})
-    return NodeId(rows[0][0]) if rows and rows[0][0] is not None else None
+    rows = yield from select(
+        InvitesRecord,
+        f"SELECT {INVITE} FROM invites i WHERE i.hashed = :hashed",  # noqa: S608
+        {"hashed": hashed},
+    )
+    return rows[0].node_id if rows else None
 
 
 @operation
 def node_by_key(public_key: str) -> Operation[NodeCredentials | None]:
-    return (yield from _credentials("public_key = :key", key=public_key))
+    return (yield from _credentials("n.public_key = :key", key=public_key))
 
 
 @operation
 def credentials_of(node: NodeId) -> Operation[NodeCredentials | None]:
-    """With the key a node must prove it has."""
-    return (yield from _credentials("id = :node", node=node))
+    return (yield from _credentials("n.id = :node", node=node))
 
 
 @operation
 def greet(node: NodeId, offer: Offer, gpu_ids: Sequence[int], at: Instant) -> Operation[None]:
-    known = yield Statement("SELECT 1 FROM nodes WHERE id = :node", {"node": node})
-    if not known:
+    """ReliabilityRecord the offer of a node that connects, and its heartbeat."""
+    if not (yield from exists("SELECT 1 FROM nodes WHERE id = :node", {"node": node})):
         raise NotFound("this node was removed; join again with a new link")
     gpus = _gpu_rows(offer, gpu_ids)
     yield Statement(
@@ -163,30 +208,32 @@ def greet(node: NodeId, offer: Offer, gpu_ids: Sequence[int], at: Instant) -> Op
 
 
 def load_nodes(where: str, parameters: Mapping[str, int | str]) -> Operation[tuple[NodeRow, ...]]:
-    """Nodes with the indexes of the GPUs that take nothing: withheld, sick, or flagged. `where` speaks of `n`."""
-    withheld: dict[int, set[int]] = {}
-    flagged: dict[int, set[int]] = {}
-    rows = yield Statement(
+    """Read nodes with the indexes of the GPUs that must not be leased: withheld, sick or flagged. `where` is about `n`."""
+    withheld: dict[NodeId, set[int]] = {}
+    flagged: dict[NodeId, set[int]] = {}
+    gpus = yield from select(
+        _UnusableGpu,
         "SELECT g.node_id, g.position, COALESCE(g.flagged, g.unproven) FROM gpus g JOIN nodes n ON n.id = g.node_id "  # noqa: S608
         f"WHERE g.gone = 0 AND (g.available = 0 OR g.flagged IS NOT NULL OR g.unproven IS NOT NULL "
         f"OR g.quarantined IS NOT NULL) AND {where}",
         parameters,
     )
-    for number, position, why in rows:
-        withheld.setdefault(number, set()).add(position)
-        if why is not None:
-            flagged.setdefault(number, set()).add(position)
-    rows = yield Statement(
-        f"SELECT {NODE_COLUMNS} FROM nodes n WHERE {where} ORDER BY n.id",  # noqa: S608
+    for gpu in gpus:
+        withheld.setdefault(gpu.node_id, set()).add(gpu.position)
+        if gpu.flagged is not None:
+            flagged.setdefault(gpu.node_id, set()).add(gpu.position)
+    rows = yield from select(
+        StoredNode,
+        f"SELECT {STORED_NODE} FROM nodes n WHERE {where} ORDER BY n.id",  # noqa: S608
         parameters,
     )
-    known = yield from known_names(offer_from(row[OFFER]) for row in rows)
+    known = yield from _known_names(offer_from(row.offer) for row in rows)
     return tuple(
         node_row(
             row,
-            frozenset(withheld.get(row[0], ())),
-            frozenset(flagged.get(row[0], ())),
-            *resolved(offer_from(row[OFFER]), known),
+            frozenset(withheld.get(row.id, ())),
+            frozenset(flagged.get(row.id, ())),
+            *_allowed_users(offer_from(row.offer), known),
         )
         for row in rows
     )
@@ -231,24 +278,26 @@ def set_availability(
 def set_gpu_available(
     gpu_id: GpuId, owner: UserId | None, available: bool
 ) -> Operation[NodeRow | None]:
-    rows = yield Statement("SELECT node_id FROM gpus WHERE id = :gpu", {"gpu": gpu_id})
-    if not rows or (yield from _one(NodeId(rows[0][0]), owner)) is None:
+    found = yield from values(NodeId, "SELECT node_id FROM gpus WHERE id = :gpu", {"gpu": gpu_id})
+    if not found or (yield from _one(found[0], owner)) is None:
         return None
     yield Statement(
         "UPDATE gpus SET available = :available WHERE id = :gpu",
         {"available": int(available), "gpu": gpu_id},
     )
-    return (yield from _one(NodeId(rows[0][0]), owner))
+    return (yield from _one(found[0], owner))
 
 
 @operation
 def remove_node(node: NodeId, owner: UserId | None) -> Operation[bool]:
-    locked = yield Statement(
-        "SELECT owner_id FROM nodes WHERE id = :node /*postgresql FOR UPDATE*/", {"node": node}
+    owners = yield from values(
+        UserId,
+        "SELECT owner_id FROM nodes WHERE id = :node /*postgresql FOR UPDATE*/",
+        {"node": node},
     )
-    if not locked or (owner is not None and locked[0][0] != owner):
+    if not owners or (owner is not None and owners != [owner]):
         return False
-    holds = yield Statement(
+    holds = yield from exists(
         "SELECT 1 FROM tasks WHERE node_id = :node AND holding = 1 UNION ALL "
         "SELECT 1 FROM members WHERE node_id = :node AND holding = 1 LIMIT 1",
         {"node": node},
@@ -262,10 +311,90 @@ def remove_node(node: NodeId, owner: UserId | None) -> Operation[bool]:
 
 @operation
 def gpus() -> Operation[tuple[tuple[GpuId, NodeId, int], ...]]:
-    rows = yield Statement(
-        "SELECT id, node_id, position FROM gpus WHERE gone = 0 ORDER BY node_id, position"
+    rows = yield from select(
+        _GpuOfNode,
+        "SELECT id, node_id, position FROM gpus WHERE gone = 0 ORDER BY node_id, position",
     )
-    return tuple((GpuId(row[0]), NodeId(row[1]), row[2]) for row in rows)
+    return tuple((row.id, row.node_id, row.position) for row in rows)
+
+
+# ---- users that a node is offered to
+
+_Names = tuple[Mapping[str, int], Mapping[str, int]]
+"""Ids of users and of teams by name."""
+
+
+def _known_names(offers: Iterable[Offer]) -> Operation[_Names]:
+    """Return the users and teams that these offers name; no statement where none does.
+
+    Read with every node, so that a user or team that was created, renamed or deleted since is found as it is now.
+    """
+    words = {word for offer in offers for word in offer.audience}
+    users = yield from _ids_of("users", USER, words)
+    teams = yield from _ids_of("teams", TEAM, words)
+    return users, teams
+
+
+def _ids_of(table: str, prefix: str, words: set[str]) -> Operation[dict[str, int]]:
+    names = of_names(word.removeprefix(prefix) for word in words if word.startswith(prefix))
+    if not names.rows:
+        return {}
+    rows = yield from select(
+        _NamedId,
+        f"SELECT w.name, f.id FROM {{names}} AS w JOIN {table} f ON f.name = w.name",  # noqa: S608
+        {},
+        {"names": names},
+    )
+    return {row.name: row.id for row in rows}
+
+
+def _allowed_users(offer: Offer, known: _Names) -> tuple[Audience | None, tuple[str, ...]]:
+    if not offer.audience:
+        return None, ()
+    users, teams = known
+    found_users, found_teams, problems = set(), set(), []
+    for word in offer.audience:
+        name = word.partition(":")[2]
+        if word == ME:
+            continue  # tasks of the node's owner are always admitted
+        if word.startswith(USER) and name in users:
+            found_users.add(users[name])
+        elif word.startswith(TEAM) and name in teams:
+            found_teams.add(teams[name])
+        elif word.startswith((USER, TEAM)):
+            problems.append(f"its audience names {word}, which is not known here")
+        else:
+            problems.append(f"its audience holds {word!r}; write me, user:NAME or team:NAME")
+    return Audience(frozenset(found_users), frozenset(found_teams)), tuple(problems)
+
+
+# ---- reliability records; `core.trust.reliability` defines them
+
+
+@operation
+def reliability_records() -> Operation[Mapping[NodeId, ReliabilityRecord]]:
+    rows = yield from select(
+        NodeRecordsRecord, "SELECT node_id, up_us, losses, at FROM node_records"
+    )
+    return {row.node_id: ReliabilityRecord(Span(row.up_us), row.losses, row.at) for row in rows}
+
+
+@operation
+def put_reliability_records(found: Mapping[NodeId, ReliabilityRecord]) -> Operation[None]:
+    """Store the records of nodes that still exist; a record with a later time stays."""
+    rows = [(id_, each.up, each.losses_milli, each.at) for id_, each in sorted(found.items())]
+    yield Statement(
+        "INSERT INTO node_records (node_id, up_us, losses, at) SELECT r.node, r.up, r.losses, r.at FROM {found} AS r "
+        "JOIN nodes n ON n.id = r.node WHERE true ON CONFLICT (node_id) DO UPDATE SET up_us = excluded.up_us, "
+        "losses = excluded.losses, at = excluded.at WHERE excluded.at >= node_records.at",
+        {},
+        {"found": Relation(RELIABILITY, rows)},
+    )
+
+
+@operation
+def forget_reliability_records() -> Operation[None]:
+    yield Statement("DELETE FROM node_records WHERE node_id NOT IN (SELECT id FROM nodes)", {})
 
 
 # ---- pages
@@ -307,13 +436,14 @@ def node_page(
         )
         pattern = _escaped(wanted.search.lower())
         parameters |= {"name": f"%{pattern}%", "model": f'%"model":"%{pattern}%'}
-    page = yield Statement(
+    page = yield from values(
+        int,
         f"SELECT n.id FROM nodes n WHERE {' AND '.join(where)} ORDER BY n.id LIMIT :limit",  # noqa: S608
         {**parameters, "limit": limit},
     )
     if not page:
         return ()
-    last = max(number for (number,) in page)
+    last = max(page)
     where.append("n.id <= :last")
     return (yield from load_nodes(" AND ".join(where), {**parameters, "last": last}))
 

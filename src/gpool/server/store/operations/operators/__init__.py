@@ -1,0 +1,1 @@
+"""Operations on operators' rules and on the usage of users and teams."""

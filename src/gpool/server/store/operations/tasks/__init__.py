@@ -1,0 +1,1 @@
+"""Operations on tasks: submissions, reading and cancelling, artifacts, checkpoints, logs, storage, idempotency keys."""

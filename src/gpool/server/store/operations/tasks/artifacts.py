@@ -1,19 +1,22 @@
-"""Artifacts and who may see them. A hash grants nothing: every reading goes through a reference.
+"""Artifacts and their references. Knowing a hash grants nothing: an artifact is visible only through a reference.
 
-References by `kind` and `holder`: an `upload` is its user's, `lease` is what a node uploaded under (task, epoch) and
-nobody sees yet; both are weak, they keep nothing alive. `spec` (a function, inputs), `payload`, `result`, `log` and
-`checkpoint` (of a task) are strong. A reference of a team's task is the team's: who made it sees it only through the team.
+Weak references do not keep an artifact: `upload` (of a user) and `lease` (uploaded by a node under (task, epoch), visible
+to nobody yet). Strong ones do: `spec` (function and inputs), `payload`, `result`, `log` and `checkpoint` of a task. The
+references of a team's task belong to the team, not to the user who submitted it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from gpool.core.ids import NodeId, SpecId, TaskId, UserId
 from gpool.core.model import Instant
+from gpool.core.permissions import TeamId
 from gpool.server.store.operation import operation
 from gpool.server.store.operations.tasks.storage import count, holder_of, uncount
 from gpool.server.store.protocol import Operation, Relation, Statement
+from gpool.server.store.queries import exists, select, values
 from gpool.server.store.rows import of_ids, of_names
 
 LAST = Instant((1 << 63) - 1)
@@ -35,7 +38,31 @@ WRITES = (
     "SELECT 1 FROM members m WHERE m.task_id = t.id AND m.rank = 0 AND m.epoch = :epoch AND m.node_id = :node "
     "AND m.holding = 1))"
 )
-"""The lease is the node's, and so is what the task leaves: of a gang, rank 0's."""
+"""The node holds the lease; of a gang, that of rank 0."""
+
+
+class NamedResult(NamedTuple):
+    sha256: str
+    task: TaskId
+    epoch: int
+    spec: SpecId
+    user_id: UserId
+
+
+class TaskOwner(NamedTuple):
+    user_id: UserId
+    team_id: TeamId | None
+
+
+class _Reference(NamedTuple):
+    user_id: UserId
+    team_id: TeamId | None
+    sha256: str
+
+
+class ArtifactSize(NamedTuple):
+    sha256: str
+    size_bytes: int
 
 
 def put_artifact(sha256: str, size_bytes: int, at: Instant) -> Operation[None]:
@@ -49,7 +76,7 @@ def put_artifact(sha256: str, size_bytes: int, at: Instant) -> Operation[None]:
 def put_reference(
     sha256: str, kind: str, holder: int, user: UserId, epoch: int = 0, team: int | None = None
 ) -> Operation[None]:
-    """The artifact is there. What only a lease refers to is not counted yet."""
+    """Refer to an artifact that exists. A reference of a lease does not count as storage."""
     yield Statement(
         "INSERT INTO artifact_refs (sha256, kind, holder, user_id, epoch, team_id) "
         "VALUES (:sha256, :kind, :holder, :user, :epoch, :team) "
@@ -76,17 +103,20 @@ def add_artifact(
     task_epoch: tuple[TaskId, int] | None,
     at: Instant,
 ) -> Operation[bool]:
-    """The bytes are in the blob store. A user's upload is the user's; a node's is fenced by the lease it names."""
+    """Record an artifact whose bytes are in the blob store: of a user, or of a node that holds the lease (else False)."""
     if task_epoch is not None:
-        rows = yield Statement(
+        rows = yield from select(
+            TaskOwner,
             f"SELECT t.user_id, t.team_id FROM tasks t WHERE {WRITES} /*postgresql FOR UPDATE*/",  # noqa: S608
             {"task": task_epoch[0], "epoch": task_epoch[1], "node": node},
         )
         if not rows:
             return False
         yield from put_artifact(sha256, size_bytes, at)
-        owner, team = rows[0]
-        yield from put_reference(sha256, "lease", task_epoch[0], UserId(owner), task_epoch[1], team)
+        [owner] = rows
+        yield from put_reference(
+            sha256, "lease", task_epoch[0], owner.user_id, task_epoch[1], owner.team_id
+        )
         return True
     if user is None:
         return False
@@ -97,28 +127,29 @@ def add_artifact(
 
 @operation
 def visible(sha256: str, user: UserId, teams: Collection[int] = ()) -> Operation[int | None]:
-    """The size, if it is the user's or one of these teams'."""
-    rows = yield Statement(
+    """Return the size in bytes if the user or one of these teams may see the artifact."""
+    sizes = yield from values(
+        int,
         "SELECT a.size_bytes FROM artifacts a WHERE a.sha256 = :sha256 AND EXISTS ("  # noqa: S608
         f"SELECT 1 FROM artifact_refs r WHERE r.sha256 = a.sha256 AND {SEES})",
         {"sha256": sha256, "user": user},
         {"teams": of_ids(teams)},
     )
-    return rows[0][0] if rows else None
+    return sizes[0] if sizes else None
 
 
 @operation
 def visible_to_node(sha256: str, node: NodeId, task: TaskId | None = None) -> Operation[int | None]:
-    """Functions, inputs, payloads and checkpoints of leases it holds; of this task's, when one is named.
+    """Return the size if the artifact is a function, input, payload or checkpoint of a lease that the node holds.
 
-    A node that uploads names its lease: what it sees through another one would not be there for this task.
+    A node that uploads names the task: an artifact visible through another lease would be missing for this task.
     """
     parameters: dict[str, int | str] = {"sha256": sha256, "node": node}
     parameters |= {} if task is None else {"task": task}
-    rows = yield Statement(_seen("t.node_id = :node AND t.holding = 1", task), parameters)
-    if not rows:
-        rows = yield Statement(_seen(MEMBERS, task), parameters)
-    return rows[0][0] if rows else None
+    sizes = yield from values(int, _seen("t.node_id = :node AND t.holding = 1", task), parameters)
+    if not sizes:
+        sizes = yield from values(int, _seen(MEMBERS, task), parameters)
+    return sizes[0] if sizes else None
 
 
 MEMBERS = "t.id IN (SELECT m.task_id FROM members m WHERE m.node_id = :node AND m.holding = 1)"
@@ -137,56 +168,56 @@ def _seen(held: str, task: TaskId | None) -> str:
 
 @operation
 def leave_to_prune(sha256: str, size_bytes: int, at: Instant) -> Operation[None]:
-    """Bytes that came and were refused: known, so that they are removed in time, and seen by nobody."""
+    """Record refused bytes without a reference: visible to nobody, and removed with the next pruning."""
     yield from put_artifact(sha256, size_bytes, at)
 
 
 @operation
 def may_upload(node: NodeId, task: TaskId, epoch: int) -> Operation[bool]:
-    """Whether the lease is the node's, now. Only spares the bytes' way: `add_artifact` is the fence."""
-    rows = yield Statement(
-        f"SELECT 1 FROM tasks t WHERE {WRITES}",  # noqa: S608
-        {"task": task, "epoch": epoch, "node": node},
+    """Tell whether the node holds the lease, to refuse an upload before its bytes are sent; `add_artifact` is the fence."""
+    return (
+        yield from exists(
+            f"SELECT 1 FROM tasks t WHERE {WRITES}",  # noqa: S608
+            {"task": task, "epoch": epoch, "node": node},
+        )
     )
-    return bool(rows)
 
 
 @operation
 def size_of(sha256: str) -> Operation[int | None]:
-    """Whoever sees it: for operators."""
-    rows = yield Statement(
-        "SELECT size_bytes FROM artifacts WHERE sha256 = :sha256", {"sha256": sha256}
+    sizes = yield from values(
+        int, "SELECT size_bytes FROM artifacts WHERE sha256 = :sha256", {"sha256": sha256}
     )
-    return rows[0][0] if rows else None
+    return sizes[0] if sizes else None
 
 
 @operation
 def known(sha256: str) -> Operation[bool]:
-    rows = yield Statement("SELECT 1 FROM artifacts WHERE sha256 = :sha256", {"sha256": sha256})
-    return bool(rows)
+    sql = "SELECT 1 FROM artifacts WHERE sha256 = :sha256"
+    return (yield from exists(sql, {"sha256": sha256}))
 
 
 def missing(
     sha256s: Sequence[str], user: UserId, team: int | None = None
 ) -> Operation[tuple[str, ...]]:
-    """Which of them the user cannot see. Those found stay until the transaction ends."""
+    """Return the artifacts that the user cannot see. The others cannot be removed until the transaction ends."""
     if not sha256s:
         return ()
-    rows = yield Statement(
+    visible = yield from values(
+        str,
         "SELECT a.sha256 FROM {wanted} AS w JOIN artifacts a ON a.sha256 = w.name WHERE EXISTS ("  # noqa: S608
         f"SELECT 1 FROM artifact_refs r WHERE r.sha256 = a.sha256 AND {SEES}) "
         "/*postgresql FOR SHARE OF a*/",
         {"user": user},
         {"wanted": of_names(sha256s), "teams": of_ids(() if team is None else (team,))},
     )
-    found = {row[0] for row in rows}
+    found = set(visible)
     return tuple(sha256 for sha256 in dict.fromkeys(sha256s) if sha256 not in found)
 
 
 def keep(
     kind: str, pairs: Sequence[tuple[str, int]], user: UserId, team: int | None = None
 ) -> Operation[None]:
-    """Strong references for (sha256, holder) that `missing` has found."""
     if pairs:
         yield Statement(
             "INSERT INTO artifact_refs (sha256, kind, holder, user_id, team_id) "
@@ -198,20 +229,21 @@ def keep(
         yield from count([(*holder_of(user, team), sha256) for sha256, _ in pairs])
 
 
-def keep_results(named: Sequence[tuple[str, TaskId, int, SpecId, UserId]]) -> Operation[None]:
-    """References from ended tasks to what their node uploaded under that lease, or could see through it anyway."""
+def keep_results(named: Sequence[NamedResult]) -> Operation[None]:
+    """Refer from ended tasks to artifacts that their node uploaded under the lease, or could see through it."""
     if not named:
         return
     relation = Relation(NAMED, sorted(set(named)))
-    uploaded = yield Statement(
+    uploaded = yield from select(
+        _Reference,
         "UPDATE artifact_refs SET kind = 'result' FROM {named} AS n WHERE artifact_refs.sha256 = n.sha256 "
         "AND artifact_refs.kind = 'lease' AND artifact_refs.holder = n.task AND artifact_refs.epoch = n.epoch "
         "RETURNING artifact_refs.user_id, artifact_refs.team_id, artifact_refs.sha256",
         {},
         {"named": relation},
     )
-    yield from count([(*holder_of(user, team), sha256) for user, team, sha256 in uploaded])
-    # what it could see is counted already: for the task's own references
+    yield from count([(*holder_of(row.user_id, row.team_id), row.sha256) for row in uploaded])
+    # artifacts visible through the lease are counted already, for the task's own references
     yield Statement(
         "INSERT INTO artifact_refs (sha256, kind, holder, user_id, team_id) "
         "SELECT n.sha256, 'result', n.task, n.user_id, t.team_id FROM {named} AS n "
@@ -226,35 +258,37 @@ def keep_results(named: Sequence[tuple[str, TaskId, int, SpecId, UserId]]) -> Op
 
 @operation
 def unreferenced(before: Instant, limit: int) -> Operation[tuple[str, ...]]:
-    """Nothing strong holds them and nobody has uploaded them since."""
-    rows = yield Statement(
+    """Return artifacts without a strong reference that were not uploaded since `before`, oldest first."""
+    found = yield from values(
+        str,
         "SELECT a.sha256 FROM artifacts a WHERE a.touched_at < :before AND NOT EXISTS ("  # noqa: S608
         f"SELECT 1 FROM artifact_refs r WHERE r.sha256 = a.sha256 AND r.kind IN {STRONG}) "
         "ORDER BY a.touched_at, a.sha256 LIMIT :limit",
         {"before": before, "limit": limit},
     )
-    return tuple(row[0] for row in rows)
+    return tuple(found)
 
 
 @operation
 def forget_artifacts(sha256s: Sequence[str], before: Instant = LAST) -> Operation[tuple[str, ...]]:
-    """Drops those that still nothing strong holds and nobody has uploaded since; only the bytes of these may go."""
+    """Delete those of them that are still `unreferenced`; return them, whose bytes may now be removed."""
     wanted = {"wanted": of_names(sha256s)}
     yield Statement(
         "SELECT a.sha256 FROM artifacts a WHERE a.sha256 IN (SELECT name FROM {wanted} AS w) /*postgresql FOR UPDATE*/",
         {},
         wanted,
     )
-    rows = yield Statement(
+    gone = yield from select(
+        ArtifactSize,
         "DELETE FROM artifacts WHERE sha256 IN (SELECT name FROM {wanted} AS w) AND touched_at < :before AND NOT EXISTS ("  # noqa: S608
         f"SELECT 1 FROM artifact_refs r WHERE r.sha256 = artifacts.sha256 AND r.kind IN {STRONG}) "
         "RETURNING sha256, size_bytes",
         {"before": before},
         wanted,
     )
-    forgotten = tuple(row[0] for row in rows)
+    forgotten = tuple(row.sha256 for row in gone)
     if forgotten:
-        yield from uncount(dict(rows))
+        yield from uncount({row.sha256: row.size_bytes for row in gone})
         yield Statement(
             "DELETE FROM artifact_refs WHERE sha256 IN (SELECT name FROM {gone} AS g)",
             {},

@@ -1,21 +1,29 @@
-"""How much each user and team stores: every artifact once for each of them, counted in the transaction of its references.
+"""Storage used by each user and team: counted once per artifact, in the transaction that adds or drops its references.
 
-A sum over references would cost as much as there are references; this costs one row, or one for each shard.
+A sum over all references would cost a row each; the counter costs one row, or one per shard.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+from gpool.server.store.generated_rows import StoredRecord
 from gpool.server.store.identity_values import Holder
 from gpool.server.store.protocol import Operation, Relation, Statement
+from gpool.server.store.queries import select
 from gpool.server.store.rows import of_names
 
 HELD = (("kind", "text"), ("id", "int"), ("sha256", "text"))
 CHANGED = (("kind", "text"), ("id", "int"), ("change", "int"))
 SHARD = "0 /*postgresql + pg_backend_pid() % 16*/"
-"""Each replica's writer has its own connection, so two of them rarely meet on a row."""
+"""One shard per database session, so that concurrent writers rarely wait for each other's row."""
+
+
+class _Size(NamedTuple):
+    sha256: str
+    size_bytes: int
 
 
 def holder_of(user: int, team: int | None) -> tuple[Holder, int]:
@@ -23,10 +31,11 @@ def holder_of(user: int, team: int | None) -> tuple[Holder, int]:
 
 
 def count(held: Sequence[tuple[Holder, int, str]]) -> Operation[None]:
-    """(kind, id, sha256) of artifacts that are there; those counted before are not counted again."""
+    """Count artifacts that exist, as (kind, id, sha256). An artifact that is counted already is not counted again."""
     if not held:
         return
-    new = yield Statement(
+    new = yield from select(
+        StoredRecord,
         "INSERT INTO stored (kind, id, sha256) SELECT h.kind, h.id, h.sha256 FROM {held} AS h "
         "JOIN artifacts a ON a.sha256 = h.sha256 WHERE true "
         "ON CONFLICT (kind, id, sha256) DO NOTHING RETURNING kind, id, sha256",
@@ -35,17 +44,19 @@ def count(held: Sequence[tuple[Holder, int, str]]) -> Operation[None]:
     )
     if not new:
         return
-    sizes = yield Statement(
+    sizes = yield from select(
+        _Size,
         "SELECT a.sha256, a.size_bytes FROM {new} AS n JOIN artifacts a ON a.sha256 = n.name",
         {},
-        {"new": of_names(row[2] for row in new)},
+        {"new": of_names(row.sha256 for row in new)},
     )
-    yield from _change(new, dict(sizes))
+    yield from _change(new, {row.sha256: row.size_bytes for row in sizes})
 
 
 def uncount(sizes: Mapping[str, int]) -> Operation[None]:
-    """These artifacts are gone, for everybody."""
-    old = yield Statement(
+    """Subtract removed artifacts from every account that they are counted for."""
+    old = yield from select(
+        StoredRecord,
         "DELETE FROM stored WHERE sha256 IN (SELECT name FROM {gone} AS g) RETURNING kind, id, sha256",
         {},
         {"gone": of_names(sizes)},
@@ -54,7 +65,7 @@ def uncount(sizes: Mapping[str, int]) -> Operation[None]:
         yield from _change(old, {sha256: -size for sha256, size in sizes.items()})
 
 
-def _change(rows: Sequence[tuple[str, int, str]], sizes: Mapping[str, int]) -> Operation[None]:
+def _change(rows: Sequence[StoredRecord], sizes: Mapping[str, int]) -> Operation[None]:
     changes: Counter[tuple[str, int]] = Counter()
     for kind, number, sha256 in rows:
         changes[kind, number] += sizes[sha256]

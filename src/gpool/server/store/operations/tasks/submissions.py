@@ -1,127 +1,386 @@
-"""Many small submissions in a few statements, however many they are. What needs more than that is left to `tasks.submit`."""
+"""Submitting tasks, one submission or many, with the same few statements however many there are.
+
+A submission that cannot be accepted is answered with the reason and does not stop the others. Also reads recent
+submissions, from which the scheduler learns the usual mix of shapes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
 
-from gpool.core.errors import Invalid
-from gpool.core.ids import SpecId
+from gpool.core.errors import Conflict, GpoolError, Invalid, NotFound
+from gpool.core.ids import BatchId, SpecId, TaskId, UserId
+from gpool.core.model import Instant, Shape, TaskSpec
+from gpool.core.permissions import TeamId
+from gpool.core.scheduler.state.shapes import shape_of
+from gpool.server.store.generated_rows import TasksRecord
 from gpool.server.store.operation import operation
-from gpool.server.store.operations.tasks.tasks import spec_digest
+from gpool.server.store.operations.identity.sealed_fields import insert_secrets
+from gpool.server.store.operations.tasks.artifacts import keep, missing
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
-from gpool.server.store.rows import spec_text, storable
-from gpool.server.store.values import Submission, Submitted
+from gpool.server.store.queries import columns, relation_columns, select
+from gpool.server.store.rows import digest_of, of_ids, spec_from, spec_text, storable
 
-DIGESTS = (("user_id", "int"), ("digest", "text"))
-SPECS = (*DIGESTS, ("id", "int"), ("body", "text"), ("retries", "int"), ("at", "int"))
-BATCHES = (
-    ("id", "int"),
-    ("user_id", "int"),
-    ("name", "text"),
-    ("total", "int"),
-    ("closed", "int"),
-    ("at", "int"),
-    ("team_id", "int"),
-)
-TASKS = (
-    ("id", "int"),
-    ("batch_id", "int"),
-    ("position", "int"),
-    ("spec_id", "int"),
-    ("user_id", "int"),
-    ("at", "int"),
-    ("team_id", "int"),
-)
-TASKS_WITH_PAYLOAD = (*TASKS, ("payload", "blob"))
-_Digest = tuple[int, str]
+MOST_ALIKE = 50
+"""Tasks of one batch that count as recent: a batch of 100,000 equal tasks is not the usual mix of a day."""
 
 
-def is_plain(s: Submission) -> bool:
-    """A batch of its own, and no artifact as payload."""
-    return s.is_new_batch and all(
-        task.position == place and not task.payload_sha256 for place, task in enumerate(s.tasks)
-    )
+@dataclass(frozen=True, slots=True)
+class NewTask:
+    id: TaskId
+    position: int
+    payload: bytes = b""
+    payload_sha256: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """Tasks of one spec for one batch, new or open. The user must be able to see the artifacts that it names."""
+
+    batch: BatchId
+    is_new_batch: bool
+    closes_batch: bool
+    spec_id: SpecId  # used unless this user has an equal spec already
+    spec: TaskSpec
+    user: UserId
+    tasks: Sequence[NewTask]
+    at: Instant
+    team: TeamId | None = None  # owner of the tasks; None: the user
+    secrets: Sequence[tuple[str, bytes]] = ()  # (name, sealed for `spec_id`)
+    secrets_mark: str = ""  # keyed hash of the secrets, to find an equal spec; "": equal to none
+
+
+@dataclass(frozen=True, slots=True)
+class SubmittedTasks:
+    batch: BatchId
+    spec_id: SpecId  # of an equal earlier spec, if there is one
+    first_position: int
+    tasks: Sequence[NewTask]
+
+
+@dataclass(frozen=True, slots=True)
+class MissingArtifacts:
+    """The submission names artifacts that its user cannot see; nothing of it was written."""
+
+    sha256s: tuple[str, ...]
+
+
+class SpecDigest(NamedTuple):
+    """Equal for equal specs of one user and team with equal secrets."""
+
+    user_id: UserId
+    digest: str
+
+
+class _KnownSpec(NamedTuple):
+    user_id: UserId
+    digest: str
+    id: SpecId
+
+
+class _NewSpec(NamedTuple):
+    id: SpecId
+    user_id: UserId
+    digest: str
+    body: str
+    retries: int
+    created_at: Instant
+
+
+class _NewBatch(NamedTuple):
+    id: BatchId
+    user_id: UserId
+    name: str
+    total: int
+    closed: int
+    created_at: Instant
+    team_id: TeamId | None
+
+
+class _TaskColumns(NamedTuple):
+    """Columns of a new task that differ within a submission. Columns that are in neither class have defaults."""
+
+    id: TaskId
+    position: int
+    payload_sha256: str
+    payload: bytes | None
+
+
+class _SharedColumns(NamedTuple):
+    """Columns that all new tasks of a submission have in common."""
+
+    status: str
+    batch_id: BatchId
+    spec_id: SpecId
+    user_id: UserId
+    created_at: Instant
+    queued_at: Instant
+    team_id: TeamId | None
+
+
+class _OpenBatch(NamedTuple):
+    total: int
+    closed: int
+    team_id: TeamId | None
+
+
+class _RecentTasks(NamedTuple):
+    spec_id: SpecId
+    team_id: TeamId | None
+    tasks: int
+
+
+class _SpecBody(NamedTuple):
+    id: SpecId
+    user_id: UserId
+    body: str
+
+
+columns(_TaskColumns, TasksRecord, "n")  # raises if a column is not the schema's
+columns(_SharedColumns, TasksRecord, "n")
+_CASTS = {"int": "BIGINT", "text": "TEXT"}
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A submission with its encoded spec. `first`: position of its first task in the batch."""
+
+    number: int
+    submission: Submission
+    body: str
+    digest: SpecDigest
+    payloads: Sequence[tuple[str, TaskId]]  # (sha256, task) of payloads that are artifacts
+    first: int = 0
+
+    @property
+    def tasks(self) -> Sequence[NewTask]:
+        tasks = self.submission.tasks
+        if any(task.position != place for place, task in enumerate(tasks, self.first)):
+            tasks = [replace(task, position=place) for place, task in enumerate(tasks, self.first)]
+        return tasks
+
+    @property
+    def artifacts(self) -> list[str]:
+        spec = self.submission.spec
+        names = [file.sha256 for file in spec.inputs]
+        return [*names, spec.function_sha256] if spec.function_sha256 else names
 
 
 @operation
-def submit_together(submissions: Sequence[Submission]) -> Operation[list[Submitted | None]]:
-    """All of them or none, each as `tasks.submit` would. None in the place of one that was left out: it takes more than this."""
-    bodies = [_body(s) for s in submissions]
-    digests = [(s.user, spec_digest(s, body)) for s, body in zip(submissions, bodies, strict=True)]
-    known = yield from _known(digests)
-    new: dict[_Digest, Row] = {}
-    for s, body, digest in zip(submissions, bodies, digests, strict=True):
-        needs_more = s.spec.inputs or s.spec.function_sha256 or s.secrets
-        if body and digest not in known and digest not in new and is_plain(s) and not needs_more:
-            new[digest] = (*digest, s.spec_id, body, s.spec.retries, s.at)
+def submit(
+    submissions: Sequence[Submission],
+) -> Operation[list[SubmittedTasks | MissingArtifacts | GpoolError]]:
+    """Submit each of them, or return the reason in its place. The cost does not depend on the tasks in the store."""
+    outcomes: dict[int, SubmittedTasks | MissingArtifacts | GpoolError] = {}
+    drafts: list[_Draft] = []
+    for number, submission in enumerate(submissions):
+        try:
+            body = spec_text(submission.spec)
+        except Invalid as exc:
+            outcomes[number] = exc
+        else:
+            digest = spec_digest(submission, body)
+            tasks = submission.tasks
+            payloads = [(task.payload_sha256, task.id) for task in tasks if task.payload_sha256]
+            drafts.append(_Draft(number, submission, body, digest, payloads))
+    known = yield from _known_specs({draft.digest for draft in drafts})
+    accepted: list[_Draft] = []
+    for draft in drafts:
+        refusal = yield from _accept(draft, is_known=draft.digest in known)
+        if refusal is None:
+            accepted.append(draft)
+        else:
+            outcomes[draft.number] = refusal
+    new = {draft.digest: draft for draft in reversed(accepted) if draft.digest not in known}
     if new:
-        yield Statement(
-            "INSERT INTO specs (id, user_id, digest, body, retries, created_at) "
-            "SELECT n.id, n.user_id, n.digest, n.body, n.retries, n.at FROM {specs} AS n WHERE true "
-            "ON CONFLICT (user_id, digest) DO NOTHING",
-            {},
-            {"specs": Relation(SPECS, sorted(new.values()))},  # locks are taken in one order
-        )
-        known |= yield from _known(list(new))  # another replica may have been first
-    taken = [
-        (s, known[digest])
-        for s, body, digest in zip(submissions, bodies, digests, strict=True)
-        if body and digest in known and is_plain(s)
-    ]
-    if taken:
-        yield from _put_batches([s for s, _ in taken])
-        yield from _put_tasks(taken)
-    done = {s.batch: Submitted(s.batch, spec_id, 0, s.tasks) for s, spec_id in taken}
-    return [done.get(s.batch) if is_plain(s) else None for s in submissions]
+        yield from _insert_specs(list(new.values()))
+        known |= {digest: draft.submission.spec_id for digest, draft in new.items()}
+        known |= yield from _known_specs(set(new))  # an equal spec may have been inserted first
+        for draft in new.values():
+            yield from _keep_spec(draft.submission, known[draft.digest], draft.artifacts)
+    for draft in accepted:
+        if draft.payloads:
+            s = draft.submission
+            yield from keep("payload", draft.payloads, s.user, s.team)
+    yield from _insert_batches(
+        [draft.submission for draft in accepted if draft.submission.is_new_batch]
+    )
+    submitted: list[tuple[Submission, SubmittedTasks]] = []
+    for draft in accepted:
+        s, spec_id = draft.submission, known[draft.digest]
+        outcome = SubmittedTasks(s.batch, spec_id, draft.first, draft.tasks)
+        outcomes[draft.number] = outcome
+        submitted.append((s, outcome))
+    yield from _insert_tasks(submitted)
+    return [outcomes[number] for number in range(len(submissions))]
 
 
-def _body(s: Submission) -> str:
-    """ "": it cannot be written; `tasks.submit` says why."""
-    try:
-        return spec_text(s.spec)
-    except Invalid:
-        return ""
+def spec_digest(s: Submission, body: str) -> SpecDigest:
+    parts = [body]
+    if s.team is not None:
+        parts.append(f"team {s.team}")
+    if s.secrets:
+        parts.append(f"secrets {s.secrets_mark or s.spec_id}")
+    return SpecDigest(s.user, digest_of("\0".join(parts)))
 
 
-def _known(digests: Sequence[_Digest]) -> Operation[dict[_Digest, SpecId]]:
-    rows = yield Statement(
+def _known_specs(wanted: Collection[SpecDigest]) -> Operation[dict[SpecDigest, SpecId]]:
+    rows = yield from select(
+        _KnownSpec,
         "SELECT s.user_id, s.digest, s.id FROM {wanted} AS w "
         "JOIN specs s ON s.user_id = w.user_id AND s.digest = w.digest",
         {},
-        {"wanted": Relation(DIGESTS, sorted(set(digests)))},
+        {"wanted": Relation(relation_columns(SpecDigest), sorted(wanted))},
     )
-    return {(user, digest): SpecId(id_) for user, digest, id_ in rows}
+    return {SpecDigest(row.user_id, row.digest): row.id for row in rows}
 
 
-def _put_batches(submissions: Sequence[Submission]) -> Operation[None]:
+def _accept(draft: _Draft, *, is_known: bool) -> Operation[MissingArtifacts | GpoolError | None]:
+    """Extend the open batch that it names; return the reason if the submission cannot be accepted."""
+    s = draft.submission
+    needs = [sha256 for sha256, _ in draft.payloads]
+    if not is_known:
+        needs += draft.artifacts  # an equal spec of this user refers to them already
+    if s.is_new_batch:
+        lacks = yield from missing(needs, s.user, s.team)
+        return MissingArtifacts(lacks) if lacks else None
+    batch = yield from _open_batch(s)
+    if isinstance(batch, GpoolError):
+        return batch
+    lacks = yield from missing(needs, s.user, s.team)
+    if lacks:
+        return MissingArtifacts(lacks)
+    draft.first = batch.total
+    yield Statement(
+        "UPDATE batches SET total = total + :count, closed = :closed WHERE id = :id",
+        {"id": s.batch, "count": len(s.tasks), "closed": int(s.closes_batch)},
+    )
+    return None
+
+
+def _open_batch(s: Submission) -> Operation[_OpenBatch | GpoolError]:
+    rows = yield from select(
+        _OpenBatch,
+        "SELECT total, closed, team_id FROM batches WHERE id = :batch AND user_id = :user /*postgresql FOR UPDATE*/",
+        {"batch": s.batch, "user": s.user},
+    )
+    if not rows:
+        return NotFound("there is no such batch of yours; leave `batch` out to begin a new one")
+    [batch] = rows
+    if batch.team_id != s.team:
+        return Conflict("this batch is not of that team; name the team it was begun for")
+    if batch.closed:
+        return Conflict("this batch is closed; submit with more=true to keep the next one open")
+    return batch
+
+
+def _insert_specs(drafts: Sequence[_Draft]) -> Operation[None]:
     rows = [
-        (s.batch, s.user, storable(s.spec.name), len(s.tasks), int(s.closes_batch), s.at, s.team)
+        _NewSpec(s.spec_id, *draft.digest, draft.body, s.spec.retries, s.at)
+        for draft in sorted(drafts, key=lambda draft: draft.digest)  # one lock order for all
+        for s in (draft.submission,)
+    ]
+    yield Statement(
+        "INSERT INTO specs (id, user_id, digest, body, retries, created_at) "
+        "SELECT n.id, n.user_id, n.digest, n.body, n.retries, n.created_at FROM {specs} AS n WHERE true "
+        "ON CONFLICT (user_id, digest) DO NOTHING",
+        {},
+        {"specs": Relation(relation_columns(_NewSpec), rows)},
+    )
+
+
+def _keep_spec(s: Submission, spec_id: SpecId, artifacts: Sequence[str]) -> Operation[None]:
+    yield from keep("spec", [(sha256, spec_id) for sha256 in artifacts], s.user, s.team)
+    if s.secrets and spec_id == s.spec_id:
+        yield from insert_secrets(spec_id, s.secrets)
+
+
+def _insert_batches(submissions: Sequence[Submission]) -> Operation[None]:
+    if not submissions:
+        return
+    rows = [
+        _NewBatch(
+            s.batch, s.user, storable(s.spec.name), len(s.tasks), int(s.closes_batch), s.at, s.team
+        )
         for s in submissions
     ]
     yield Statement(
         "INSERT INTO batches (id, user_id, name, total, closed, created_at, team_id) "
-        "SELECT n.id, n.user_id, n.name, n.total, n.closed, n.at, n.team_id FROM {batches} AS n",
+        "SELECT n.id, n.user_id, n.name, n.total, n.closed, n.created_at, n.team_id FROM {batches} AS n",
         {},
-        {"batches": Relation(BATCHES, rows)},
+        {"batches": Relation(relation_columns(_NewBatch), rows)},
     )
 
 
-def _put_tasks(taken: Sequence[tuple[Submission, SpecId]]) -> Operation[None]:
-    bare: list[Row] = []
-    laden: list[Row] = []
-    for s, spec_id in taken:
-        for place, task in enumerate(s.tasks):
-            row = (task.id, s.batch, place, spec_id, s.user, s.at, s.team)
+def _insert_tasks(submitted: Sequence[tuple[Submission, SubmittedTasks]]) -> Operation[None]:
+    """Insert the tasks of one or many submissions, with at most two statements.
+
+    Shared columns are parameters for one submission, and columns of the relation for many. Tasks without an inline payload
+    go through a relation without blobs, which is faster.
+    """
+    small: list[Row] = []
+    large: list[Row] = []
+    shared: Row = ()
+    for s, outcome in submitted:
+        shared = _SharedColumns("queued", s.batch, outcome.spec_id, s.user, s.at, s.at, s.team)
+        extra = shared if len(submitted) > 1 else ()
+        for task in outcome.tasks:
+            row = (task.id, task.position, task.payload_sha256)
             if task.payload:
-                laden.append((*row, task.payload))
+                large.append((*row, task.payload, *extra))
             else:
-                bare.append(row)
-    for columns, rows, picked in ((TASKS, bare, "NULL"), (TASKS_WITH_PAYLOAD, laden, "n.payload")):
+                small.append((*row, *extra))
+    is_one = len(submitted) == 1
+    parameters = dict(zip(_SharedColumns._fields, shared, strict=True)) if is_one else {}
+    for rows, has_payload in ((small, False), (large, True)):
         if rows:
-            yield Statement(
-                "INSERT INTO tasks (id, batch_id, position, spec_id, user_id, status, created_at, queued_at, "  # noqa: S608
-                "team_id, payload_sha256, payload) SELECT n.id, n.batch_id, n.position, n.spec_id, n.user_id, "
-                f"'queued', n.at, n.at, n.team_id, '', {picked} FROM {{tasks}} AS n",
-                {},
-                {"tasks": Relation(columns, rows)},
-            )
+            sql, kinds = _task_insert(is_one=is_one, has_payload=has_payload)
+            yield Statement(sql, parameters, {"tasks": Relation(kinds, rows)})
+
+
+@cache
+def _task_insert(*, is_one: bool, has_payload: bool) -> tuple[str, tuple[tuple[str, str], ...]]:
+    own, shared = relation_columns(_TaskColumns), relation_columns(_SharedColumns)
+    if not has_payload:
+        own = own[:-1]
+    bound = own if is_one else (*own, *shared)
+    picked = {name: f"n.{name}" for name, _ in bound}
+    if is_one:
+        picked |= {name: f"CAST(:{name} AS {_CASTS[kind]})" for name, kind in shared}
+    sql = f"INSERT INTO tasks ({', '.join(picked)}) SELECT {', '.join(picked.values())} FROM {{tasks}} AS n"  # noqa: S608
+    return sql, bound
+
+
+# ---- recent submissions
+
+
+@operation
+def recent_shapes(most: int) -> Operation[list[tuple[Shape, int]]]:
+    """Return the shapes of the last `most` tasks and their counts by batch, oldest batch first."""
+    rows = yield from select(
+        _RecentTasks,
+        "SELECT t.spec_id, t.team_id, COUNT(*) FROM (SELECT id, spec_id, team_id, batch_id FROM tasks "
+        "ORDER BY id DESC LIMIT :most) AS t GROUP BY t.batch_id, t.spec_id, t.team_id ORDER BY MIN(t.id)",
+        {"most": most},
+    )
+    specs = yield from select(
+        _SpecBody,
+        "SELECT s.id, s.user_id, s.body FROM {specs} AS i JOIN specs s ON s.id = i.id",
+        {},
+        {"specs": of_ids(row.spec_id for row in rows)},
+    )
+    known = {spec.id: (spec.user_id, spec_from(spec.body)) for spec in specs}
+    shapes: dict[tuple[SpecId, TeamId | None], Shape] = {}
+    found = []
+    for row in rows:
+        if row.spec_id not in known:
+            continue
+        shape = shapes.get((row.spec_id, row.team_id))
+        if shape is None:
+            user, spec = known[row.spec_id]
+            shape = shapes[row.spec_id, row.team_id] = shape_of(spec, user, row.team_id)
+        found.append((shape, min(int(row.tasks), MOST_ALIKE)))
+    return found

@@ -1,0 +1,46 @@
+"""The default order: tenants by share, then the users of a team by theirs, then a user's own tasks.
+
+`order.fair_share` explains the shares, `passes.preemption` the exchange between tenants.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from gpool.core.ids import TaskId
+from gpool.core.model import Instant
+from gpool.core.scheduler.order.levels import level_of, risen
+from gpool.core.scheduler.order.orders import Candidate, Order, Policy
+
+
+class FairShareKey(NamedTuple):
+    tenant_share: int
+    user_share: int
+    is_due: int  # 0: due, 1: not
+    level: int
+    since: int
+    task: TaskId
+
+
+def fair_share(candidate: Candidate, now: Instant, policy: Policy) -> FairShareKey:
+    """A user's own tasks: those near their deadline first, then by level of attained run time, then by age.
+
+    Priority is a head start in age among a user's own tasks and between equal shares; it takes nothing from other tenants.
+    """
+    shape, attained = candidate.shape, candidate.attained
+    waited = now - candidate.queued_at - attained
+    level = risen(level_of(attained), waited, policy.promotion)
+    is_due = waited >= policy.promotion or (
+        shape.by is not None and shape.by - now <= policy.urgency
+    )
+    since = candidate.queued_at - shape.priority * policy.ageing
+    return FairShareKey(*candidate.shares, 0 if is_due else 1, level, since, candidate.task)
+
+
+FAIR_SHARE = Order(
+    "fair_share",
+    fair_share,
+    uses_predictions=False,
+    decisive=FairShareKey._fields,
+    exchanges_by_share=True,
+)

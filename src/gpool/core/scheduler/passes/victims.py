@@ -1,0 +1,293 @@
+"""Running tasks that a pass may preempt, grouped by user and size, with their ranks as if they waited.
+
+`passes.preemption` explains who may be preempted for whom; `passes.victim_sets` chooses among the victims of a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import chain, islice
+from typing import NamedTuple
+
+import numpy as np
+
+from gpool.core.ids import NodeId, UserId
+from gpool.core.model import SECOND, Allocation, Instant, Shape, Span
+from gpool.core.scheduler.order.exchange import ExchangeSide, Pair
+from gpool.core.scheduler.order.fair_share import Amounts
+from gpool.core.scheduler.order.limits import WITHIN
+from gpool.core.scheduler.order.orders import Candidate, Order, Policy, Rank
+from gpool.core.scheduler.passes.tenants import TenantLedger
+from gpool.core.scheduler.place.fragmentation import Bools, Ints
+from gpool.core.scheduler.place.index import PlacementIndex
+from gpool.core.scheduler.state.held import HeldAllocation
+from gpool.core.scheduler.state.state import State
+
+MAX_IN_SIGHT = 2000
+"""Running tasks that one pass considers as victims."""
+
+_STRIDE = 101  # nodes by which the considered part of a large pool moves each second
+
+
+def in_sight(state: State, now: Instant, most: int = MAX_IN_SIGHT) -> Iterable[HeldAllocation]:
+    """Preemptible allocations; in a large pool those of some nodes, all of each, and of other nodes every second."""
+    if len(state.stoppable) <= most:
+        return [line for line in state.stoppable.values() if not line.stopping and line.leases]
+    nodes = list(state.nodes)
+    first = (now // SECOND * _STRIDE) % len(nodes)
+    found: list[HeldAllocation] = []
+    for id_ in chain(islice(nodes, first, None), islice(nodes, first)):
+        if len(found) >= most:
+            break
+        for number in state.nodes[id_].lines:
+            line = state.stoppable.get((id_, number))
+            if line is not None and not line.stopping and line.leases:
+                found.append(line)
+    return found
+
+
+def is_protected(line: HeldAllocation, now: Instant, period: Span) -> bool:
+    """Whether the task was restarted less than the protection period ago; a first start is not protected."""
+    if line.since <= now - period:
+        return False
+    lease = next(iter(line.leases.values()))
+    return lease.epoch > 1 or lease.attained > 0
+
+
+def protection_period(order: Order, policy: Policy, *, is_own: bool) -> Span:
+    """How long a restarted task is protected from tasks of the same user (`is_own`) or of others.
+
+    Where tenants exchange by shares, protection against others ends with the time quantum, which is for them.
+    """
+    if is_own or not order.exchanges_by_share:
+        return policy.protection
+    return min(policy.protection, policy.quantum)
+
+
+def asks_no_less(shape: Shape, other: Shape) -> bool:
+    """Whether a shape finds no room wherever `other`, of the same user, finds none."""
+    more, less = shape.requirements, other.requirements
+    if (shape.user, shape.team, shape.environment) != (other.user, other.team, other.environment):
+        return False
+    if more == less:
+        return True
+    if len(more.gpu) != 1 or len(less.gpu) != 1:
+        return False
+    if more.memory_bytes is None or less.memory_bytes is None:
+        return False
+    return (
+        more.gpu[0].count >= less.gpu[0].count
+        and more.nodes >= less.nodes
+        and more.cpu_milli >= less.cpu_milli
+        and more.memory_bytes >= less.memory_bytes
+        and replace(more.gpu[0], count=less.gpu[0].count) == less.gpu[0]
+        and replace(
+            more,
+            gpu=less.gpu,
+            nodes=less.nodes,
+            cpu_milli=less.cpu_milli,
+            memory_bytes=less.memory_bytes,
+        )
+        == less
+    )
+
+
+class Victim(NamedTuple):
+    """An allocation that could be preempted, with its rank as if its task waited."""
+
+    rank: Rank
+    line: HeldAllocation
+
+    @property
+    def amounts(self) -> Amounts:
+        return self.line.amounts
+
+    @property
+    def parts(self) -> tuple[HeldAllocation, ...]:
+        return self.line, *self.line.members
+
+
+class VictimGroup(NamedTuple):
+    """Victims of one user, team and size, last in the order first, with the shares of their tenant and user."""
+
+    victims: list[Victim]
+    shares: Pair  # without the first victim
+
+    @property
+    def shape(self) -> Shape:
+        return self.victims[0].line.shape
+
+
+class VictimGroups:
+    """All groups as arrays, to find the few worth comparing.
+
+    `had`, `held`: recent usage and present share of each group's tenant.
+    """
+
+    def __init__(self, groups: list[VictimGroup], had: list[int], held: list[int]) -> None:
+        self._groups = groups
+        shapes = [group.shape for group in groups]
+        self._had, self._held = _column(had), _column(held)
+        self._bands = _column([group.victims[0].rank.band for group in groups])
+        self._shares = _column([group.shares[0] for group in groups])
+        self._users = _column([shape.user for shape in shapes])
+        self._teams = _column([-1 if shape.team is None else shape.team for shape in shapes])
+
+    def worth_comparing(
+        self, shape: Shape, waiting: ExchangeSide, order: Order, policy: Policy
+    ) -> Iterator[VictimGroup]:
+        """Groups with victims that the waiting task may outrank; of all other groups it outranks none."""
+        maybe = self._users == shape.user
+        if shape.team is not None:
+            maybe |= self._teams == shape.team
+        is_same_band = self._bands == waiting.rank.band
+        if order.exchanges_by_share:
+            share, margin = waiting.shares[0], policy.margin_milli
+            after = self._shares * (1000 - margin) > share * (1000 + margin)
+            after |= (self._had >= waiting.had[0]) & (self._held > waiting.holds[0])
+            maybe |= is_same_band & (after | (self._shares == share))
+        else:
+            maybe |= is_same_band
+        maybe |= self._bands > waiting.rank.band
+        for number in np.flatnonzero(maybe).tolist():
+            yield self._groups[number]
+
+
+def _column(values: list[int]) -> Ints:
+    return np.array(values, np.int64)
+
+
+class PreemptibleCapacity:
+    """Rows by the board's slots, made once a pass; what is taken or promised later is taken off."""
+
+    def __init__(self, index: PlacementIndex, lines: Iterable[HeldAllocation]) -> None:
+        self._index = index
+        self._free = index.free()
+        for line in lines:
+            for part in (line, *line.members):
+                self._add(part.node, part.allocation, 1)
+
+    def take(self, node: NodeId, allocation: Allocation) -> None:
+        self._add(node, allocation, -1)
+
+    def nodes(self, shape: Shape) -> Bools:
+        return self._index.would_fit(shape, self._free)
+
+    def _add(self, node: NodeId, allocation: Allocation, sign: int) -> None:
+        slot = self._index.board.slots.get(node)
+        if slot is None:
+            return
+        free = self._free
+        free.cpu[slot] += sign * allocation.cpu_milli
+        free.memory[slot] += sign * allocation.memory_bytes
+        free.disk[slot] += sign * allocation.disk_bytes
+        if sign > 0:  # of slices of one GPU each counts as one
+            free.gpus[slot] += len(allocation.slices)
+        else:
+            free.gpus[slot] -= sum(part.share_milli >= 1000 for part in allocation.slices)
+
+
+class GroupKey(NamedTuple):
+    user: UserId
+    team: int | None
+    amounts: Amounts
+
+
+class VictimSearch:
+    """Victims of this pass. Groups are computed when first asked for, and anew for tenants whose share changed."""
+
+    def __init__(
+        self,
+        state: State,
+        index: PlacementIndex,
+        now: Instant,
+        policy: Policy,
+        order: Order,
+        tenants: TenantLedger,
+    ) -> None:
+        self._state, self._index, self._now = state, index, now
+        self._policy, self._order, self._tenants = policy, order, tenants
+        self._stopped: set[HeldAllocation] = set()
+        self._hopeless: dict[UserId, list[Shape]] = {}
+        self._capacity: PreemptibleCapacity | None = None
+        self._unprotected: dict[GroupKey, list[HeldAllocation]] | None = None
+        self._groups: dict[GroupKey, VictimGroup | None] = {}
+        self._all: VictimGroups | None = None
+
+    def is_stopped(self, line: HeldAllocation) -> bool:
+        return line in self._stopped
+
+    def stop(self, line: HeldAllocation) -> None:
+        self._stopped.add(line)
+
+    def is_hopeless(self, shape: Shape) -> bool:
+        """Whether nothing was found for a shape of the same user that asks for no more."""
+        return any(asks_no_less(shape, each) for each in self._hopeless.get(shape.user, ()))
+
+    def give_up(self, shape: Shape) -> None:
+        self._hopeless.setdefault(shape.user, []).append(shape)
+
+    def capacity(self) -> PreemptibleCapacity:
+        if self._capacity is None:
+            stopping = [line for line in self._state.stoppable.values() if line.stopping]
+            lines = chain(stopping, *self._in_sight().values())
+            self._capacity = PreemptibleCapacity(self._index, lines)
+        return self._capacity
+
+    def groups(self) -> VictimGroups:
+        if self._all is None:
+            for key, lines in self._in_sight().items():
+                if key not in self._groups:
+                    self._groups[key] = self._group(lines)
+            groups = [group for group in self._groups.values() if group is not None]
+            had = [self._tenants.recent_pair(group.shape)[0] for group in groups]
+            held = [self._tenants.held_pair(group.shape)[0] for group in groups]
+            self._all = VictimGroups(groups, had, held)
+        return self._all
+
+    def forget_tenants(self, shapes: Iterable[Shape]) -> None:
+        self._hopeless, self._all = {}, None
+        users, teams = {shape.user for shape in shapes}, {shape.team for shape in shapes}
+        for key in list(self._groups):
+            if key.user in users or (key.team is not None and key.team in teams):
+                del self._groups[key]
+
+    def _in_sight(self) -> dict[GroupKey, list[HeldAllocation]]:
+        if self._unprotected is None:
+            self._unprotected = {}
+            period = protection_period(self._order, self._policy, is_own=False)
+            for line in in_sight(self._state, self._now):
+                if not is_protected(line, self._now, period):
+                    key = GroupKey(line.shape.user, line.shape.team, line.amounts)
+                    self._unprotected.setdefault(key, []).append(line)
+        return self._unprotected
+
+    def _group(self, lines: list[HeldAllocation]) -> VictimGroup | None:
+        lines = [line for line in lines if line not in self._stopped]
+        if not lines:
+            return None
+        tenants, first = self._tenants, lines[0]
+        shape, running = first.shape, tenants.running(first.shape.user)
+        served, shares = self._state.history.served(shape.user), tenants.shares(shape, first)
+        band = WITHIN
+        if self._policy.limits.guaranteed:
+            band = tenants.band(shape, first, first.amounts[0])
+        victims = [Victim(self._rank(line, running, served, shares, band), line) for line in lines]
+        victims.sort(reverse=True, key=_rank_of)
+        return VictimGroup(victims, shares)
+
+    def _rank(
+        self, line: HeldAllocation, running: int, served: int, shares: Pair, band: int
+    ) -> Rank:
+        task, lease = next(iter(line.leases.items()))
+        ran = Span(lease.attained + max(0, self._now - line.since))
+        others = running - 1 - len(line.members)
+        candidate = Candidate(
+            line.shape, lease.queued_at, task, others, served, ran, shares, None, band
+        )
+        return self._order.rank(candidate, self._now, self._policy)
+
+
+def _rank_of(victim: Victim) -> Rank:
+    return victim.rank

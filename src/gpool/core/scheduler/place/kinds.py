@@ -1,0 +1,144 @@
+"""Kinds of nodes: nodes of one kind offer the same when idle, so whether a shape could run there is asked once a kind."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from gpool.core.model import Gpu, Health, Node, Tier
+from gpool.core.scheduler.place.fit import is_open, joins_gangs
+from gpool.core.scheduler.place.fragmentation import FragmentationTarget
+
+CLOSED = 0
+"""The kind of slots that take nothing: empty ones, and nodes that are away or paused."""
+
+MAX_GPUS = 64
+"""GPUs of one node that are used; a wide node makes the rows of all others as wide."""
+
+
+def lent_gpus(node: Node | None) -> int:
+    return 0 if node is None else min(len(node.offer.gpus), MAX_GPUS)
+
+
+def merit_of(node: Node) -> int:
+    """Rank of a node's GPUs, best smallest: proven and healthy first, then by speed in half octaves. Seven bits."""
+    if not node.offer.gpus:
+        return 0
+    is_ailing = any(gpu.health is not Health.HEALTHY for gpu in node.offer.gpus)
+    trust = 2 if is_ailing else 0 if node.merit.is_proven else 1
+    gigaflops = node.merit.gigaflops
+    slowness = 31 - min(31, (gigaflops * gigaflops >> 16).bit_length())
+    return (trust << 5) + slowness
+
+
+def kind_key(node: Node) -> tuple[Any, ...]:
+    """Equal for nodes that can run the same shapes when idle."""
+    offer = node.offer
+    is_for_some = node.audience is not None or node.reserved_for is not None
+    owner = node.owner if is_for_some or Tier.NONE in offer.tiers else None
+    return (
+        offer.cpu_milli,
+        offer.memory_bytes,
+        offer.disk_bytes,
+        tuple([_gpu_key(gpu) for gpu in offer.gpus]),
+        offer.pythons,
+        offer.tiers,
+        offer.environments,
+        offer.builds,
+        offer.networks,
+        offer.runtimes,
+        offer.labels,
+        offer.price_microcredits,
+        node.audience,
+        node.reserved_for,
+        node.gpus_withheld,
+        owner,
+        joins_gangs(offer),
+    )
+
+
+def _gpu_key(gpu: Gpu) -> tuple[object, ...]:
+    return (
+        gpu.index,
+        gpu.model,
+        gpu.vendor,
+        gpu.memory_bytes,
+        bool(gpu.closed),
+        gpu.sharing,
+        gpu.profiles,
+    )
+
+
+def _gpu_groups(node: Node) -> tuple[int, ...]:
+    known: dict[tuple[object, ...], int] = {}
+    lent, withheld = node.offer.gpus[:MAX_GPUS], node.gpus_withheld
+    keys = [(gpu.index in withheld, *_gpu_key(gpu)[1:]) for gpu in lent]
+    return tuple([known.setdefault(key, len(known)) for key in keys])
+
+
+class KindTable:
+    """Numbers of kinds and sites. `target` learns each new kind."""
+
+    def __init__(self, target: FragmentationTarget) -> None:
+        self.nodes: list[Node | None] = [None]  # one node of each kind
+        self.gpu_groups: list[tuple[int, ...]] = [()]  # of each kind
+        self._target = target
+        self._kinds: dict[tuple[Any, ...], int] = {}
+        self._sites: dict[str, int] = {}
+        target.forget_kinds()
+
+    @property
+    def size(self) -> int:
+        return max(len(self.nodes), len(self._sites))
+
+    def kind(self, node: Node) -> int:
+        if not is_open(node):
+            return CLOSED
+        key = kind_key(node)
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = len(self.nodes)
+            self.nodes.append(node)
+            self.gpu_groups.append(_gpu_groups(node))
+            self._target.add_kind(node)
+        return kind
+
+    def site(self, node: Node) -> int:
+        if not joins_gangs(node.offer):
+            return 0
+        return self._sites.setdefault(node.offer.site, len(self._sites) + 1)
+
+
+class EqualGroups:
+    """A number for each slot, equal where the values are equal; never more numbers than slots."""
+
+    __slots__ = ("_counts", "_numbers", "_unused", "_values")
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+        self._values: dict[int, Hashable] = {}  # by slot
+        self._counts: list[int] = []  # by number
+        self._unused: list[int] = []
+
+    def set(self, slot: int, value: Hashable) -> int:
+        self.remove(slot)
+        number = self._numbers.get(value)
+        if number is None:
+            if self._unused:
+                number = self._unused.pop()
+            else:
+                number = len(self._counts)
+                self._counts.append(0)
+            self._numbers[value] = number
+        self._counts[number] += 1
+        self._values[slot] = value
+        return number
+
+    def remove(self, slot: int) -> None:
+        if slot in self._values:
+            value = self._values.pop(slot)
+            number = self._numbers[value]
+            self._counts[number] -= 1
+            if not self._counts[number]:
+                del self._numbers[value]
+                self._unused.append(number)

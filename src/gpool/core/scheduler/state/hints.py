@@ -1,0 +1,119 @@
+"""Hints for planning that a rebuild may lose: earlier run times, the order of service, and pinned slots."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+
+from gpool.core.ids import NodeId, TaskId, UserId
+from gpool.core.model import Shape, Span
+
+MAX_ESTIMATES = 10_000
+MAX_SERVED = 100_000
+_KEEP = 0.9  # weight of the old estimate for each further attempt observed
+
+
+class SchedulingHistory:
+    """Mean run times by shape, and the order in which users were served."""
+
+    __slots__ = ("_estimates", "_serial", "_served", "passes")
+
+    def __init__(self) -> None:
+        self.passes = 0  # that began
+        self._estimates: dict[Shape, float] = {}
+        self._served: dict[UserId, int] = {}
+        self._serial = 0
+
+    def copy(self) -> SchedulingHistory:
+        twin = SchedulingHistory()
+        twin.passes = self.passes
+        twin._estimates = self._estimates.copy()
+        twin._served, twin._serial = self._served.copy(), self._serial
+        return twin
+
+    def begin_pass(self) -> None:
+        self.passes += 1
+
+    def estimate(self, shape: Shape) -> Span | None:
+        """Mean run time of the shape's tasks, weighted to recent ones; None if none was observed."""
+        seen = self._estimates.get(shape)
+        return None if seen is None else Span(max(1, round(seen)))
+
+    def observe(self, shape: Shape, count: int, total: Span) -> None:
+        before = self._estimates.pop(shape, None)
+        old = 0.0 if before is None else _KEEP ** min(count, 64)
+        self._estimates[shape] = (before or 0.0) * old + total / count * (1 - old)
+        if len(self._estimates) > MAX_ESTIMATES:
+            del self._estimates[next(iter(self._estimates))]
+
+    def served(self, user: UserId) -> int:
+        """Grows with each lease: the user with the smaller number was served less recently."""
+        return self._served.get(user, 0)
+
+    def join(self, user: UserId) -> None:
+        """A new user ranks before the user served last and behind all others, so that a stream of new ones starves nobody."""
+        if user not in self._served:
+            self._serve(user, self._serial - 1)
+
+    def serve(self, user: UserId) -> None:
+        self._serial += 2
+        self._serve(user, self._serial)
+
+    def _serve(self, user: UserId, number: int) -> None:
+        self._served.pop(user, None)
+        self._served[user] = number
+        if len(self._served) > MAX_SERVED:
+            del self._served[next(iter(self._served))]
+
+
+class PinnedSlots:
+    """The node of each pinned task (`passes.pins`). A pin does not say that there is room.
+
+    A pin ends when its task leaves the queue, when its node leaves, or when a task starts there and no other is stopping.
+    """
+
+    __slots__ = ("_nodes", "_tasks")
+
+    def __init__(self) -> None:
+        self._nodes: dict[TaskId, NodeId] = {}
+        self._tasks: dict[NodeId, set[TaskId]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._nodes)
+
+    def items(self) -> list[tuple[TaskId, NodeId]]:
+        return list(self._nodes.items())
+
+    def pin(self, task: TaskId, node: NodeId) -> None:
+        self._drop(task)
+        self._nodes[task] = node
+        self._tasks.setdefault(node, set()).add(task)
+
+    def drop(self, tasks: Iterable[TaskId]) -> None:
+        if self._nodes:
+            for task in tasks:
+                self._drop(task)
+
+    def _drop(self, task: TaskId) -> None:
+        node = self._nodes.pop(task, None)
+        if node is not None:
+            self._tasks[node].discard(task)
+            if not self._tasks[node]:
+                del self._tasks[node]
+
+    def drop_node(self, node: NodeId) -> None:
+        for task in self._tasks.pop(node, ()):
+            del self._nodes[task]
+
+    def note_start(self, node: NodeId, stopping: Iterable[bool]) -> None:
+        """A task started on the node. If no allocation there is stopping, the room is taken or was not needed."""
+        if node in self._tasks and not any(stopping):
+            self.drop_node(node)
+
+    def retain(self, waiting: Container[TaskId]) -> None:
+        self.drop([task for task in self._nodes if task not in waiting])
+
+    def copy(self) -> PinnedSlots:
+        twin = PinnedSlots()
+        twin._nodes = self._nodes.copy()
+        twin._tasks = {node: tasks.copy() for node, tasks in self._tasks.items()}
+        return twin

@@ -1,0 +1,152 @@
+"""The waiting tasks of all shapes: which shapes have some, whose they are, and which ones a pass considers.
+
+**Rotation.** A pass considers a bounded number of shapes. Users come first, then each user's shapes, so that nobody is passed
+over for another's many shapes. Of both, the third that waited longest and the third that came last are considered in every
+pass, the others in rotation: the first in the order stays in view, a new task starts at once where there is room, and every
+shape is considered within a bounded number of passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import TypeVar
+
+from gpool.core.ids import NodeId, TaskId, UserId
+from gpool.core.model import Shape, Span
+from gpool.core.scheduler.state.events import QueuedTask
+from gpool.core.scheduler.state.held import HeldAllocation
+from gpool.core.scheduler.state.queue import Queue, QueueTicket
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class ShapeState:
+    """One shape: its waiting tasks and its allocations by node and number."""
+
+    __slots__ = ("lines", "queue", "shape")
+
+    def __init__(self, shape: Shape, tickets: dict[TaskId, QueueTicket]) -> None:
+        self.shape = shape
+        self.queue = Queue(shape, tickets)
+        self.lines: dict[tuple[NodeId, int], HeldAllocation] = {}
+
+
+class WaitingTasks:
+    """Shapes with waiting tasks in the order in which they began to wait, also by user."""
+
+    __slots__ = ("_attained", "_by_user", "_shapes", "tickets")
+
+    def __init__(self) -> None:
+        self.tickets: dict[TaskId, QueueTicket] = {}  # a task waits if and only if it has one
+        self._shapes: dict[Queue, ShapeState] = {}
+        self._by_user: dict[UserId, dict[Queue, ShapeState]] = {}
+        self._attained: dict[TaskId, Span] = {}  # of tasks that ran before
+
+    @property
+    def shape_count(self) -> int:
+        return len(self._shapes)
+
+    def shapes(self) -> Iterator[ShapeState]:
+        return iter(self._shapes.values())
+
+    def in_view(self, most: int, due: int, turn: int) -> list[ShapeState]:
+        """At most `most` shapes for pass number `turn`, and those of `due` users in rotation."""
+        if len(self._shapes) <= most:
+            return list(self._shapes.values())
+        by_user = self._by_user
+        found = [by_user[user][queue] for user, queue in shared_out(by_user, most, turn)]
+        known = set(found)
+        return found + [entry for entry in self.due(due, turn).values() if entry not in known]
+
+    def due(self, count: int, turn: int) -> dict[UserId, ShapeState]:
+        found = next_of(self._by_user, count, turn)
+        return {user: self._by_user[user][queue] for user, queue in found.items()}
+
+    def attained(self, task: TaskId) -> Span:
+        return self._attained.get(task, Span(0))
+
+    def note_attained(self, tasks: Iterable[QueuedTask]) -> None:
+        self._attained.update((task.id, task.attained) for task in tasks if task.attained)
+
+    def enter(self, entry: ShapeState) -> bool:
+        """List the shape if it has waiting tasks; whether it was not listed before."""
+        if not entry.queue.size or entry.queue in self._shapes:
+            return False
+        self._shapes[entry.queue] = entry
+        self._by_user.setdefault(entry.shape.user, {})[entry.queue] = entry
+        return True
+
+    def remove(self, tasks: Iterable[TaskId]) -> set[Queue]:
+        tickets, touched = self.tickets, set[Queue]()
+        before: Queue | None = None
+        for task in tasks:
+            ticket = tickets.pop(task, None)
+            if ticket is None:
+                continue
+            queue = ticket.queue
+            queue.size -= 1
+            if self._attained:
+                self._attained.pop(task, None)
+            if queue is not before:
+                before = queue
+                touched.add(queue)
+        return touched
+
+    def tidy(self, queues: set[Queue]) -> list[ShapeState]:
+        emptied = []
+        for queue in queues:
+            queue.tidy()
+            if not queue.size:
+                entry = self._shapes.pop(queue, None)
+                if entry is not None:
+                    theirs = self._by_user[entry.shape.user]
+                    del theirs[queue]
+                    if not theirs:
+                        del self._by_user[entry.shape.user]
+                    emptied.append(entry)
+        return emptied
+
+
+def some(items: Mapping[K, V], most: int, turn: int, stride: int = 0) -> dict[K, int]:
+    """At most `most` items, each with the number of its rotation: a third from either end, the rest in rotation.
+
+    `stride`: items by which a turn moves on; by default as many as are in rotation.
+    """
+    count = len(items)
+    if count <= most:
+        return dict.fromkeys(items, turn)
+    names = list(items)
+    first, last = (most + 1) // 3, most // 3
+    found = dict.fromkeys(names[:first], turn)
+    step = most - first - last
+    for place in range(turn * (stride or step), turn * (stride or step) + step):
+        found.setdefault(names[place % count], place // count)
+    for each in names[count - last :]:
+        found.setdefault(each, turn)
+    return found
+
+
+def shared_out(
+    items: Mapping[K, Mapping[V, object]], most: int, turn: int
+) -> Iterator[tuple[K, V]]:
+    """At most `most` items of all owners: of each owner at least two, or all it has, so that the others have more."""
+    owners = list(some(items, max(1, most // 2), turn).items())
+    owners.sort(key=lambda owned: len(items[owned[0]]))
+    left = most
+    for place, (owner, times) in enumerate(owners):
+        found = some(items[owner], left // (len(owners) - place), times, 1)
+        left -= len(found)
+        for each in found:
+            yield owner, each
+
+
+def next_of(items: Mapping[K, Mapping[V, object]], count: int, turn: int) -> dict[K, V]:
+    owners = list(items)
+    count = min(count, len(owners))
+    found = {}
+    for place in range(turn * count, (turn + 1) * count):
+        owner, times = owners[place % len(owners)], place // len(owners)
+        found[owner] = next(islice(items[owner], times % len(items[owner]), None))
+    return found

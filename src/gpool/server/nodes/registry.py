@@ -1,0 +1,209 @@
+"""Registry of nodes: connections, heartbeats, lease deadlines, losses, backoff. In memory; it writes and plans nothing.
+
+**Lease expiry.** All leases of a node end at its deadline: the last heartbeat the server received plus `ttl_s`. The
+agent has an earlier deadline, by its own clock: the time it *sent* the last confirmed heartbeat plus `ttl_s` minus
+`margin_s`. Then it kills its tasks. So the agent stops before the server reassigns, whatever the network delay, if
+both clocks run at about the same rate.
+
+Example with the default `ttl_s` = 30, `margin_s` = 5 and `beat_s` = 8; the network breaks at 12:00:10:
+
+    12:00:08   agent sends heartbeat 2; the server receives and confirms it at 12:00:09
+               agent deadline 12:00:08 + 30 - 5 = 12:00:33, server deadline 12:00:09 + 30 = 12:00:39
+    12:00:16   agent sends heartbeat 3; it is lost, and so are the next ones
+    12:00:33   agent kills its tasks
+    12:00:39   server expires the node: its tasks are queued again (`scheduling.loops.ExpireNodes`)
+
+A heartbeat that is late, but in time, only moves the deadline. One received after the expiry is answered with the leases
+the agent must drop. Three rules keep a lease from ending early:
+
+- Deadlines count elapsed time (`elapsed`), not the time of day: setting the clock forward expires nobody.
+- A server that starts, or rebuilds its picture, gives each node that holds leases a full `ttl_s` from then.
+- The deadline moves before the heartbeat is committed. If the commit fails, leases end late, not early.
+
+**Blocked nodes.** A gang's slots are released together, by its last member. A member that does not release them within
+15 minutes of the gang's end (`scheduling.loops.BlockOverdueNodes`) would keep all of them. Leases of a node that sends
+heartbeats are never taken away, so the server blocks it: it closes the connection and refuses new ones. The deadline
+then passes as for any silent node, and after the expiry the node may connect again.
+
+**Connections.** A node has one; a newer one replaces the older one. `boot` (one start of the agent) and the heartbeat's
+number order the frames of a node, so that a delayed `Hello` never overrides a newer one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
+from typing import NamedTuple, Protocol
+
+from gpool.core.ids import NodeId, TaskId
+from gpool.core.model import Instant, Merit, Node, Span, TaskSpec
+from gpool.core.scheduler.state.held import HeldAllocation
+from gpool.server.metrics import Metrics
+from gpool.server.scheduling.backoff import FailedStarts, NodeBackoff
+from gpool.server.store.values import Recording
+from gpool.wire.frames import Hold, Line, Secret, StopReason, ToGpu
+
+OpenSecrets = Mapping[int, tuple[Secret, ...]]
+"""By spec: decrypted secrets on their way to a node; kept nowhere."""
+
+
+class NodeConnection(Protocol):
+    """A node's connection, as far as scheduling uses it. Nothing is sent once it is closed."""
+
+    node: NodeId
+
+    def grant(
+        self, lines: Iterable[Line], spec_of: Callable[[int], TaskSpec | None], secrets: OpenSecrets
+    ) -> None: ...
+
+    def stop(self, holds: tuple[Hold, ...], reason: StopReason) -> None: ...
+
+    def tell_gpu(self, frame: ToGpu) -> None: ...
+
+    def refuse(self, code: str, detail: str, *, retry: bool) -> None: ...
+
+
+class HeartbeatNumber(NamedTuple):
+    boot: str
+    number: int
+
+
+class NodeRegistry:
+    def __init__(
+        self, metrics: Metrics, ttl: Span, elapsed: Callable[[], Instant] | None = None
+    ) -> None:
+        self.backoff = NodeBackoff()
+        self.failed_starts = FailedStarts(self.backoff)
+        self._metrics = metrics
+        self._ttl = ttl
+        self._elapsed = elapsed  # None: deadlines go by the time of day
+        self._connections: dict[NodeId, NodeConnection] = {}
+        self._heartbeats: dict[NodeId, HeartbeatNumber] = {}
+        self._deadlines: dict[NodeId, Instant] = {}  # in time of `_lease_time`
+        self._blocked: set[NodeId] = set()
+        self._losses: dict[NodeId, int] = {}
+        self._reliability: Mapping[NodeId, Merit] = {}
+
+    # ---- connections
+
+    def connection(self, node: NodeId) -> NodeConnection | None:
+        return self._connections.get(node)
+
+    @property
+    def connections(self) -> tuple[NodeConnection, ...]:
+        return tuple(self._connections.values())
+
+    def is_connected(self, node: NodeId) -> bool:
+        return node in self._connections
+
+    def attach(self, connection: NodeConnection) -> None:
+        self._connections[connection.node] = connection
+        self._metrics.nodes.set(len(self._connections))
+
+    def detach(self, connection: NodeConnection) -> bool:
+        """Remove a closed connection; False if a newer one has replaced it."""
+        if self._connections.get(connection.node) is not connection:
+            return False
+        del self._connections[connection.node]
+        self._metrics.nodes.set(len(self._connections))
+        return True
+
+    def disconnect(self, node: NodeId, why: str, *, retry: bool = False) -> None:
+        connection = self._connections.get(node)
+        if connection is not None:
+            connection.refuse("conflict", why, retry=retry)
+
+    def stop(self, holds: Sequence[tuple[NodeId, Hold]], reason: StopReason) -> None:
+        """Send `Stop` to connected nodes; the others receive it when they connect."""
+        for node, pairs in groupby(sorted(holds, key=itemgetter(0)), key=itemgetter(0)):
+            connection = self._connections.get(node)
+            if connection is not None:
+                connection.stop(tuple(hold for _, hold in pairs), reason)
+
+    # ---- heartbeats and deadlines
+
+    def newest_heartbeat(self, node: NodeId) -> HeartbeatNumber | None:
+        return self._heartbeats.get(node)
+
+    def set_newest_heartbeat(self, node: NodeId, boot: str, number: int) -> None:
+        self._heartbeats[node] = HeartbeatNumber(boot, number)
+
+    def extend_deadline(self, node: NodeId, now: Instant) -> None:
+        """Set the node's deadline to a full lease time from now: a frame of it was received."""
+        self._deadlines[node] = Instant(self._lease_time(now) + self._ttl)
+
+    def ensure_deadline(self, node: NodeId, now: Instant) -> None:
+        """Give a node that holds leases a deadline, if it has none."""
+        self._deadlines.setdefault(node, Instant(self._lease_time(now) + self._ttl))
+
+    def _lease_time(self, now: Instant) -> Instant:
+        return now if self._elapsed is None else self._elapsed()
+
+    def expired(self, now: Instant) -> Sequence[NodeId]:
+        at = self._lease_time(now)
+        return [node for node, deadline in self._deadlines.items() if deadline < at]
+
+    def is_expired(self, node: NodeId, now: Instant) -> bool:
+        deadline = self._deadlines.get(node)
+        return deadline is not None and deadline < self._lease_time(now)
+
+    def drop_expired_deadline(self, node: NodeId, now: Instant) -> None:
+        """Drop the deadline of a node whose leases were released, unless a heartbeat has moved it."""
+        if self.is_expired(node, now):
+            del self._deadlines[node]
+
+    def block(self, node: NodeId) -> bool:
+        """Refuse connections of the node until it has expired; False if it is blocked already."""
+        is_new = node not in self._blocked
+        self._blocked.add(node)
+        return is_new
+
+    def is_blocked(self, node: NodeId) -> bool:
+        """Whether the node is blocked; the block ends when its deadline was dropped."""
+        if node in self._blocked and node not in self._deadlines:
+            self._blocked.discard(node)
+        return node in self._blocked
+
+    # ---- reliability and backoff
+
+    def add_loss(self, node: NodeId) -> None:
+        self._losses[node] = self._losses.get(node, 0) + 1
+
+    def take_losses(self) -> Mapping[NodeId, int]:
+        losses, self._losses = self._losses, {}
+        return losses
+
+    def set_reliability(self, reliability: Mapping[NodeId, Merit]) -> None:
+        self._reliability = reliability
+
+    def count(
+        self, recording: Recording, held: Mapping[TaskId, HeldAllocation], now: Instant | None
+    ) -> Iterable[NodeId]:
+        """Count a recording for and against nodes, before it is folded; return nodes whose backoff begins.
+
+        Without an instant no backoff begins.
+        """
+        begins: list[NodeId] = []
+        if now is not None and (recording.requeued or (recording.ended and self.backoff.is_any)):
+            begins += self.backoff.count(recording, held, now)
+        if self.failed_starts.is_any or recording.requeued:
+            begins += self.failed_starts.count(recording, held, now)
+        return begins
+
+    def annotated(self, node: Node) -> Node:
+        """The node with the fields that the store does not have: connection, reliability, backoff."""
+        connected = node.id in self._connections
+        merit = self._reliability.get(node.id, node.merit)
+        resting = self.backoff.reason(node.id)
+        if (node.connected, node.merit, node.resting) == (connected, merit, resting):
+            return node
+        return replace(node, connected=connected, merit=merit, resting=resting)
+
+    def forget(self, node: NodeId) -> None:
+        self._deadlines.pop(node, None)
+        self._heartbeats.pop(node, None)
+        self._blocked.discard(node)
+        self.backoff.forget(node)
+        self.failed_starts.forget_node(node)

@@ -1,0 +1,169 @@
+"""Committed grants as the nodes receive them: wire lines, gang secrets, grants that cannot be delivered.
+
+Functions over values; writes and sends nothing. A gang's secret is drawn with its grant and stored encrypted beside it,
+so a member that connects later, to this server or the next, receives the same one.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
+
+import msgspec
+
+from gpool.core.ids import NodeId, SpecId, TaskId, UserId
+from gpool.core.model import EndReason
+from gpool.core.scheduler.state.events import Placement
+from gpool.core.scheduler.state.held import HeldAllocation
+from gpool.core.scheduler.state.state import State
+from gpool.server.identity.secrets.envelope import FieldLocation
+from gpool.server.identity.secrets.sealer import Sealer
+from gpool.server.nodes.report_validation import FILE_BYTES
+from gpool.server.store.operations.gangs.grants import members_of
+from gpool.server.store.values import DataKey, GrantedLine, HeldLease
+from gpool.wire.frames import Finished, Lease, Line, Rendezvous
+
+SECRET_BYTES = 32
+
+FRAME_PAYLOAD_BYTES = 4 * 1024 * 1024
+"""Payloads and specs in one `Grants`, unless one lease has more: half of a frame's limit."""
+
+GangSecrets = Mapping[TaskId, bytes]
+"""By task: the secret its gang's members share."""
+
+
+def _secret_place(task: int) -> FieldLocation:
+    return FieldLocation("gangs", str(task), "secret_sealed")
+
+
+async def new_gang_secrets(
+    sealer: Sealer, places: Iterable[Placement]
+) -> tuple[GangSecrets, GangSecrets]:
+    """Draw a secret for each gang of a plan; return them plain and encrypted."""
+    tasks = [grant.task for place in places if place.members for grant in place.grants]
+    if not tasks:
+        return {}, {}
+    await sealer.prepare()
+    plain = {task: secrets.token_bytes(SECRET_BYTES) for task in tasks}
+    return plain, {task: sealer.seal_now(_secret_place(task), plain[task]) for task in tasks}
+
+
+def opened_gang_secrets(
+    sealer: Sealer, held: Sequence[HeldLease], keys: Sequence[DataKey]
+) -> tuple[Mapping[TaskId, Rendezvous], set[TaskId]]:
+    """Rendezvous data of the gangs among a node's leases, and the tasks whose secret cannot be decrypted."""
+    found: dict[TaskId, Rendezvous] = {}
+    undecryptable: set[TaskId] = set()
+    members = [lease for lease in held if lease.gang is not None]
+    fields = [
+        (_secret_place(lease.task), lease.gang.secret_sealed) for lease in members if lease.gang
+    ]
+    for lease, secret in zip(members, sealer.opened_fields(fields, keys), strict=True):
+        if secret is None or lease.gang is None:
+            undecryptable.add(lease.task)
+        else:
+            found[lease.task] = Rendezvous(lease.gang.rank, lease.gang.peers, secret)
+    return found, undecryptable
+
+
+def undecryptable_secret(task: int, epoch: int) -> Finished:
+    return Finished(
+        task,
+        epoch,
+        EndReason.BAD_INPUT,
+        error_text="a secret of this task cannot be decrypted any more; tell the operator",
+    )
+
+
+def deliverable(
+    lines: Sequence[GrantedLine], undecryptable: Collection[SpecId]
+) -> tuple[Sequence[GrantedLine], list[tuple[NodeId, list[Finished]]]]:
+    """Lines without the leases of these specs, and the ends of those leases by node."""
+    if not undecryptable:
+        return lines, []
+    kept, ended = [], []
+    for line in lines:
+        bad = [
+            undecryptable_secret(lease.task, lease.epoch)
+            for id_, lease in line.leases
+            if id_ in undecryptable
+        ]
+        good = tuple([pair for pair in line.leases if pair[0] not in undecryptable])
+        if good:
+            kept.append(replace(line, leases=good))
+        if bad:
+            ended += [(node, bad) for node in nodes_of(line)]
+    return kept, ended
+
+
+def nodes_of(line: GrantedLine) -> Iterator[NodeId]:
+    return (part.node for part in members_of(line.place))
+
+
+def wire_lines(
+    granted: Iterable[GrantedLine], node: NodeId, owner: UserId | None, shared: GangSecrets
+) -> Iterable[Line]:
+    """Granted lines as this node receives them: one wire line for each allocation and spec."""
+    for line in granted:
+        if line.place.members:
+            yield _member_line(line, node, owner, shared)
+            continue
+        user = line.place.shape.user
+        for spec_id, pairs in groupby(line.leases, key=itemgetter(0)):
+            yield Line(
+                line.place.allocation,
+                user,
+                user == owner,
+                spec_id,
+                tuple([lease for _, lease in pairs]),
+            )
+
+
+def _member_line(
+    line: GrantedLine, node: NodeId, owner: UserId | None, shared: GangSecrets
+) -> Line:
+    ((spec, lease),) = line.leases
+    parts = members_of(line.place)
+    rank = next(rank for rank, part in enumerate(parts) if part.node == node)
+    user = line.place.shape.user
+    meeting = Rendezvous(rank, line.peers, shared[TaskId(lease.task)])
+    return Line(parts[rank].allocation, user, user == owner, spec, (lease,), meeting)
+
+
+def weight(line: Line) -> int:
+    return sum(map(_lease_weight, line.leases))
+
+
+def _lease_weight(lease: Lease) -> int:
+    names = lease.checkpoint
+    return len(lease.payload) + (
+        sum(FILE_BYTES + len(f.path.encode()) for f in names) if names else 0
+    )
+
+
+def split_lines(lines: Iterable[Line]) -> Iterable[Line]:
+    """Split lines whose payloads exceed a frame."""
+    for line in lines:
+        if weight(line) <= FRAME_PAYLOAD_BYTES:
+            yield line
+            continue
+        piece: list[Lease] = []
+        size = 0
+        for lease in line.leases:
+            if piece and size + _lease_weight(lease) > FRAME_PAYLOAD_BYTES:
+                yield msgspec.structs.replace(line, leases=tuple(piece))
+                piece, size = [], 0
+            piece.append(lease)
+            size += _lease_weight(lease)
+        yield msgspec.structs.replace(line, leases=tuple(piece))
+
+
+def lines_on(state: State, node: NodeId) -> Iterator[tuple[TaskId, HeldAllocation]]:
+    """Tasks held on a node, gangs included, each with its line there."""
+    for task, line in state.held.items():
+        for part in (line, *line.members):
+            if part.node == node:
+                yield task, part

@@ -1,0 +1,118 @@
+"""Explains why tasks wait and what would start them, for many requests at once. It decides and changes nothing.
+
+Why a task waits is computed on the live state, in the event loop, in small steps and for one request at a time. What
+would start it is tried out in one thread, on a snapshot. Tasks asked for while the thread is busy form the next batch:
+one snapshot and one budget of processor time, shared equally. Past `MAX_TASKS` in a batch nothing is tried for a task,
+and its answer says that it is incomplete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from time import thread_time
+
+from gpool.core.errors import TooMany
+from gpool.core.ids import TaskId
+from gpool.core.model import Instant
+from gpool.core.scheduler.explain.mismatch import Explanation
+from gpool.core.scheduler.explain.waiting import in_steps, step
+from gpool.core.scheduler.explain.whatif import Asking, Suggested
+from gpool.core.scheduler.order.orders import Order, Policy
+from gpool.core.scheduler.state.snapshot import Snapshot, take
+from gpool.server.scheduling.forecasts import PlannerInputs
+
+MAX_REQUESTS = 500
+"""Requests at once; more are refused."""
+
+MAX_TASKS = 64
+"""Tasks of one batch."""
+
+BUDGET_S = 0.4
+"""Processor time of one batch."""
+
+UNTRIED = Suggested((), is_complete=False)
+
+
+class _Batch:
+    def __init__(self) -> None:
+        self.tasks: dict[TaskId, None] = {}
+        self.found: Mapping[TaskId, Suggested] | None = None
+
+
+class Explainer:
+    def __init__(self) -> None:
+        self._requests = 0
+        self._explaining, self._trying = asyncio.Lock(), asyncio.Lock()
+        self._next = _Batch()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="gpool-explain")
+        self.batches = 0  # tried out so far
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        if self._requests >= MAX_REQUESTS:
+            raise TooMany(
+                f"{MAX_REQUESTS} explanations are being computed; try again in a few seconds"
+            )
+        self._requests += 1
+        try:
+            yield
+        finally:
+            self._requests -= 1
+
+    async def why(self, inputs: PlannerInputs, task: TaskId, now: Instant) -> Explanation:
+        async with self._explaining:
+            policy = inputs.policy
+            steps = in_steps(inputs.state, task, now, policy.current, policy.orders)
+            while True:
+                found = step(steps)
+                if found is not None:
+                    return found
+                await asyncio.sleep(0)  # let other requests run
+
+    async def suggestions(self, inputs: PlannerInputs, task: TaskId, now: Instant) -> Suggested:
+        batch = self._next
+        # With the lock free, all requests of a full batch were cancelled: it is taken over.
+        is_full = len(batch.tasks) >= MAX_TASKS and self._trying.locked()
+        if is_full and task not in batch.tasks:
+            return UNTRIED
+        batch.tasks[task] = None
+        async with self._trying:  # the first request of a batch computes it for all
+            if batch.found is None:
+                if self._next is batch:
+                    self._next = _Batch()
+                batch.found = await self._tried(inputs, batch.tasks, now)
+        return batch.found.get(task, UNTRIED)
+
+    async def _tried(
+        self, inputs: PlannerInputs, tasks: Collection[TaskId], now: Instant
+    ) -> Mapping[TaskId, Suggested]:
+        self.batches += 1
+        snapshot = take(inputs.state, tasks)
+        loop, policy, orders = (
+            asyncio.get_running_loop(),
+            inputs.policy.current,
+            inputs.policy.orders,
+        )
+        return await loop.run_in_executor(
+            self._thread, try_all, snapshot, tuple(tasks), now, policy, orders
+        )
+
+
+def try_all(
+    snapshot: Snapshot,
+    tasks: tuple[TaskId, ...],
+    now: Instant,
+    policy: Policy,
+    orders: Mapping[str, Order],
+) -> Mapping[TaskId, Suggested]:
+    """Suggestions for each task, within `BUDGET_S` of processor time for all of them."""
+    ends = thread_time() + BUDGET_S
+    asking = Asking(snapshot, now, policy, orders)
+    found = {}
+    for place, task in enumerate(tasks):
+        until = thread_time() + (ends - thread_time()) / (len(tasks) - place)
+        found[task] = asking.of(task, lambda until=until: thread_time() > until)  # type: ignore[misc]
+    return found

@@ -1,0 +1,209 @@
+"""One SQLite connection that runs statements and operations. Used by the SQLite store only."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable
+from functools import lru_cache
+from time import perf_counter
+from typing import TypeVar
+
+import msgspec
+
+from gpool.core.errors import GpoolError, InternalFault, Unreachable
+from gpool.server.store.drivers.group_commit import RefusedLate, Waiting, writes
+from gpool.server.store.operation import again
+from gpool.server.store.protocol import Operation, Relation, Row, Statement
+
+T = TypeVar("T")
+Columns = tuple[tuple[str, str], ...]
+
+BUSY_TIMEOUT_S = 30.0
+LOCKED_S = 0.02
+"""How long SQLite itself waits for a lock; the threads retry until `BUSY_TIMEOUT_S`, the event loop does not."""
+
+WRITER_CACHE_KIB, READER_CACHE_KIB = 32 * 1024, 8 * 1024
+_encode = msgspec.json.Encoder().encode
+
+
+def _has_blob(columns: Columns) -> bool:
+    return any(kind == "blob" for _, kind in columns)
+
+
+def _table(name: str, columns: Columns) -> str:
+    return f"relation_{name}_" + "_".join(f"{column}_{kind[0]}" for column, kind in columns)
+
+
+@lru_cache(maxsize=512)
+def compiled(sql: str, relations: tuple[tuple[str, Columns], ...]) -> str:
+    """Return the SQL with each relation as a subquery over one JSON parameter, or as a temporary table if it has blobs."""
+    for name, columns in relations:
+        if _has_blob(columns):
+            source = f"temp.{_table(name, columns)}"
+        else:
+            picked = ", ".join(
+                f"json_extract(value, '$[{i}]') AS {column}"
+                for i, (column, _) in enumerate(columns)
+            )
+            source = f"(SELECT {picked} FROM json_each(:relation_{name}))"  # noqa: S608 - the names are constants
+        sql = sql.replace("{" + name + "}", source)
+    return sql
+
+
+class Connection:
+    def __init__(
+        self,
+        path: str,
+        *,
+        synchronous: str = "FULL",
+        writes: bool,
+        busy_timeout_s: float = BUSY_TIMEOUT_S,
+    ) -> None:
+        self._raw = sqlite3.connect(
+            path,
+            timeout=LOCKED_S,
+            isolation_level=None,  # BEGIN is explicit here; sqlite3 sends none before a SELECT
+            check_same_thread=False,
+            cached_statements=512,
+        )
+        for pragma in (
+            "journal_mode=WAL",
+            f"synchronous={synchronous}",
+            "temp_store=MEMORY",
+            "secure_delete=OFF",
+            f"cache_size=-{WRITER_CACHE_KIB if writes else READER_CACHE_KIB}",
+            "journal_size_limit=67108864",
+            f"query_only={'OFF' if writes else 'ON'}",
+        ):
+            self._raw.execute(f"PRAGMA {pragma}")
+        self._busy_timeout_s = busy_timeout_s
+        self._temporary: set[str] = set()
+        self._begin = "BEGIN IMMEDIATE" if writes else "BEGIN"
+
+    def begin(self) -> None:
+        ends = perf_counter() + self._busy_timeout_s
+        while not self.begins():
+            if perf_counter() > ends:
+                raise Unreachable(
+                    "another program keeps the database locked; nothing was written, try again later"
+                )
+
+    def begins(self) -> bool:
+        """Begin a transaction; False when another process, a backup for instance, has locked the database."""
+        try:
+            self._raw.execute(self._begin)
+        except sqlite3.OperationalError as exc:
+            if exc.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+                raise
+            return False
+        return True
+
+    def commit(self) -> None:
+        self._raw.execute("COMMIT")
+
+    def rollback(self) -> None:
+        self._temporary.clear()  # temporary tables created in the transaction are rolled back with it
+        if self._raw.in_transaction:
+            self._raw.execute("ROLLBACK")
+
+    def close(self) -> None:
+        self.rollback()
+        self._raw.close()
+
+    def execute(self, statement: Statement) -> list[Row]:
+        if not statement.relations:
+            return self._raw.execute(statement.sql, statement.parameters).fetchall()
+        signature = tuple(
+            (name, relation.columns) for name, relation in statement.relations.items()
+        )
+        parameters = dict(statement.parameters)
+        filled = []
+        for name, relation in statement.relations.items():
+            if _has_blob(relation.columns):
+                filled.append(self._fill(name, relation))
+            else:
+                parameters[f"relation_{name}"] = _encode(relation.rows).decode()
+        rows = self._raw.execute(compiled(statement.sql, signature), parameters).fetchall()
+        for table in filled:
+            self._raw.execute(f"DELETE FROM temp.{table}")  # noqa: S608 - the name is a constant
+        return rows
+
+    def _fill(self, name: str, relation: Relation) -> str:
+        table = _table(name, relation.columns)
+        if table not in self._temporary:
+            columns = ", ".join(
+                f"{column} {'INTEGER' if kind == 'int' else kind.upper()}"
+                for column, kind in relation.columns
+            )
+            self._raw.execute(f"CREATE TEMP TABLE IF NOT EXISTS {table} ({columns})")
+            self._temporary.add(table)
+        places = ", ".join("?" * len(relation.columns))
+        self._raw.executemany(f"INSERT INTO temp.{table} VALUES ({places})", relation.rows)  # noqa: S608 - the name is a constant
+        return table
+
+    def drive(self, operation: Operation[T]) -> T:
+        steps = again(operation)
+        send, execute = steps.send, self.execute
+        wrote = False
+        try:
+            statement = next(steps)
+            while True:
+                wrote = wrote or writes(statement)
+                statement = send(execute(statement))
+        except StopIteration as stop:
+            value: T = stop.value
+            return value
+        except GpoolError as refusal:
+            if wrote:
+                raise RefusedLate(refusal) from refusal
+            raise
+
+    def alone(self, operation: Operation[T]) -> T:
+        try:
+            self.begin()
+            value = self.drive(operation)
+            self.commit()
+        except sqlite3.Error as exc:
+            self.rollback()
+            raise _translated(exc) from exc
+        except RefusedLate as late:
+            self.rollback()
+            raise late.refusal from None
+        except BaseException:
+            self.rollback()
+            raise
+        return value
+
+    def group(self, members: Iterable[Waiting], *, begun: bool = False) -> None:
+        """Run the operations as `group_commit` describes. When no transaction can begin, all of them fail at once."""
+        try:
+            if not begun:
+                self.begin()
+        except (sqlite3.Error, Unreachable) as exc:
+            for waiting in members:
+                waiting.fail(_translated(exc))
+            return
+        try:
+            for waiting in members:
+                try:
+                    waiting.value = self.drive(waiting.operation)
+                except GpoolError as exc:
+                    waiting.fail(exc)
+            self.commit()
+        except Exception:  # noqa: BLE001 - the others must not fail with it; `alone` raises it again
+            self.rollback()
+            for waiting in members:
+                waiting.error = None
+                try:
+                    waiting.value = self.alone(waiting.operation)
+                except Exception as exc:  # noqa: BLE001 - raised in the caller of `write`
+                    waiting.fail(exc)
+
+
+def _translated(error: sqlite3.Error | Unreachable) -> GpoolError:
+    """A full disk or a lock is `Unreachable`, which callers may retry; all else is a fault of the server. Nothing was written."""
+    if isinstance(error, Unreachable):
+        return error
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
+        return Unreachable("the server's disk is full; nothing was written, try again later")
+    return InternalFault(f"the database refused: {error}")

@@ -1,0 +1,366 @@
+"""Rows of the tables. Written by `make docs` from `schema`; do not edit."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from gpool.core.ids import BatchId, GpuId, NodeId, SpecId, TaskId, UserId
+from gpool.core.model import Instant
+from gpool.core.permissions import TeamId
+
+
+class UsersRecord(NamedTuple):
+    id: UserId
+    name: str
+    permissions: str
+    created_at: Instant
+    password_hash: str | None
+    disabled_at: Instant | None
+
+
+class ApiKeysRecord(NamedTuple):
+    id: int
+    user_id: UserId
+    name: str
+    hashed: str
+    created_at: Instant
+    scopes: str | None
+    expires_at: Instant | None
+    ended_at: Instant | None
+    last_used_at: Instant | None
+    team_id: TeamId | None
+
+
+class InvitesRecord(NamedTuple):
+    hashed: str
+    owner_id: UserId
+    expires_at: Instant
+    created_at: Instant
+    used_at: Instant | None
+    node_id: NodeId | None
+
+
+class NodesRecord(NamedTuple):
+    id: NodeId
+    owner_id: UserId
+    name: str
+    secret_hash: str
+    offer: str
+    availability: str
+    availability_at: Instant | None
+    last_beat_at: Instant | None
+    created_at: Instant
+    public_key: str | None
+
+
+class GpusRecord(NamedTuple):
+    id: GpuId
+    node_id: NodeId
+    uuid: str
+    position: int
+    available: int
+    gone: int
+    flagged: str | None
+    quarantined: str | None
+    unproven: str | None
+    verdict: str | None
+    judged_at: Instant | None
+    measured: str | None
+
+
+class SpecsRecord(NamedTuple):
+    id: SpecId
+    user_id: UserId
+    digest: str
+    body: str
+    retries: int
+    created_at: Instant
+
+
+class BatchesRecord(NamedTuple):
+    id: BatchId
+    user_id: UserId
+    name: str
+    total: int
+    done: int
+    closed: int
+    created_at: Instant
+    team_id: TeamId | None
+
+
+class TasksRecord(NamedTuple):
+    id: TaskId
+    batch_id: BatchId
+    position: int
+    spec_id: SpecId
+    user_id: UserId
+    status: str
+    epoch: int
+    created_at: Instant
+    queued_at: Instant | None
+    node_id: NodeId | None
+    holding: int
+    allocation_number: int | None
+    allocation: str | None
+    leased_at: Instant | None
+    started_at: Instant | None
+    finished_at: Instant | None
+    reason: str | None
+    exit_code: int | None
+    tries: int
+    losses: int
+    sequence: int | None
+    error_text: str | None
+    payload_sha256: str
+    value_sha256: str
+    log_sha256: str
+    outputs: str | None
+    payload: bytes | None
+    value: bytes | None
+    team_id: TeamId | None
+
+
+class AttemptsRecord(NamedTuple):
+    task_id: TaskId
+    epoch: int
+    node_id: NodeId
+    leased_at: Instant
+    started_at: Instant | None
+    ended_at: Instant
+    reason: str
+    detail: str
+
+
+class AttemptNotesRecord(NamedTuple):
+    task_id: TaskId
+    epoch: int
+    note: str
+    at: Instant
+
+
+class CheckpointsRecord(NamedTuple):
+    task_id: TaskId
+    epoch: int
+    saved_at: Instant
+    size_bytes: int
+    files: int
+    manifest: str
+
+
+class LogHeadsRecord(NamedTuple):
+    task_id: TaskId
+    size_bytes: int
+    truncated: int
+
+
+class LogChunksRecord(NamedTuple):
+    task_id: TaskId
+    cursor: int
+    stream: int
+    data: bytes
+
+
+class ArtifactsRecord(NamedTuple):
+    sha256: str
+    size_bytes: int
+    touched_at: Instant
+
+
+class ArtifactRefsRecord(NamedTuple):
+    sha256: str
+    kind: str
+    holder: int
+    user_id: UserId
+    epoch: int
+    team_id: TeamId | None
+
+
+class IdempotencyRecord(NamedTuple):
+    user_id: UserId
+    key: str
+    fingerprint: str
+    answer: bytes
+    created_at: Instant
+
+
+class SchedulerTermRecord(NamedTuple):
+    id: int
+    term: int
+    taken_at: Instant
+
+
+class RulesRecord(NamedTuple):
+    kind: str
+    id: int
+    value: str
+    changed_at: Instant
+
+
+class GangsRecord(NamedTuple):
+    task_id: TaskId
+    epoch: int
+    secret_sealed: bytes
+    logged: int
+
+
+class MembersRecord(NamedTuple):
+    task_id: TaskId
+    rank: int
+    epoch: int
+    node_id: NodeId
+    allocation_number: int
+    allocation: str
+    host: str
+    port: int
+    holding: int
+    started_at: Instant | None
+    ended_at: Instant | None
+    place: int | None
+    reason: str | None
+    exit_code: int | None
+    detail: str
+    duration_us: int
+    outputs: str | None
+    logged: int
+    mid_line: int
+
+
+class UsageRecord(NamedTuple):
+    kind: str
+    id: int
+    value: int
+    at: Instant
+
+
+class NodeRecordsRecord(NamedTuple):
+    node_id: NodeId
+    up_us: int
+    losses: int
+    at: Instant
+
+
+class WalletsRecord(NamedTuple):
+    address: str
+    user_id: UserId
+    linked_at: Instant
+    payout: int
+
+
+class OidcIdentitiesRecord(NamedTuple):
+    issuer: str
+    subject: str
+    user_id: UserId
+
+
+class SignInNoncesRecord(NamedTuple):
+    nonce: str
+    expires_at: Instant
+
+
+class UserInvitesRecord(NamedTuple):
+    hashed: str
+    made_by: UserId
+    permissions: str
+    team_id: TeamId | None
+    role: str | None
+    expires_at: Instant
+    created_at: Instant
+    used_at: Instant | None
+    used_by: UserId | None
+
+
+class SigningKeysRecord(NamedTuple):
+    kid: str
+    sealed: bytes | None
+    public: str
+    created_at: Instant
+    signs_from: Instant
+    verifies_until: Instant | None
+
+
+class SessionsRecord(NamedTuple):
+    id: str
+    user_id: UserId
+    seed_sealed: bytes
+    generation: int
+    rotated_at: Instant
+    idle_until: Instant
+    created_at: Instant
+    expires_at: Instant
+    ended_at: Instant | None
+    ended_why: str | None
+    label: str
+
+
+class TeamsRecord(NamedTuple):
+    id: TeamId
+    name: str
+    created_at: Instant
+
+
+class MembershipsRecord(NamedTuple):
+    team_id: TeamId
+    user_id: UserId
+    role: str
+    since: Instant
+
+
+class QuotasRecord(NamedTuple):
+    kind: str
+    id: int
+    running_gpu_milli: int | None
+    queued_tasks: int | None
+    storage_bytes: int | None
+    guaranteed_gpu_milli: int | None
+
+
+class StoredRecord(NamedTuple):
+    kind: str
+    id: int
+    sha256: str
+
+
+class StorageRecord(NamedTuple):
+    kind: str
+    id: int
+    shard: int
+    size_bytes: int
+
+
+class AuditRecord(NamedTuple):
+    number: int
+    at: Instant
+    actor: str
+    action: str
+    thing: str
+    outcome: str
+    address: str
+    facts: str
+    hash: bytes
+
+
+class AuditHeadRecord(NamedTuple):
+    id: int
+    number: int
+    hash: bytes | None
+
+
+class DataKeysRecord(NamedTuple):
+    id: str
+    wrapped: bytes
+    created_at: Instant
+    retired_at: Instant | None
+
+
+class TaskSecretsRecord(NamedTuple):
+    spec_id: SpecId
+    name: str
+    sealed: bytes
+
+
+class GpuBindingsRecord(NamedTuple):
+    uuid: str
+    owner_id: UserId
+    wallet: str | None
+    bound_at: Instant
+    settled_at: Instant | None

@@ -1,0 +1,189 @@
+"""Grants of leases: applying a plan of the scheduler, and the scheduler's term. `leases` explains leases and fencing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import NamedTuple
+
+import msgspec
+
+from gpool.core.ids import NodeId, SpecId, TaskId
+from gpool.core.lifecycle import Move, sources
+from gpool.core.model import Allocation, InputFile, Instant
+from gpool.core.scheduler.state.events import Placement
+from gpool.server.store.operation import operation
+from gpool.server.store.operations.gangs.grants import (
+    can_connect,
+    is_whole,
+    offers_for,
+    write_granted,
+)
+from gpool.server.store.operations.identity.sealed_fields import secrets_to_open
+from gpool.server.store.operations.tasks.checkpoints import manifests
+from gpool.server.store.protocol import Operation, Relation, Row
+from gpool.server.store.queries import select, values
+from gpool.server.store.rows import allocation_text, of_ids
+from gpool.server.store.values import AppliedPlan, GrantedLine, Peers
+from gpool.wire.frames import Lease
+
+GRANTS = (
+    ("id", "int"),
+    ("epoch", "int"),
+    ("node", "int"),
+    ("number", "int"),
+    ("allocation", "text"),
+)
+NO_GANGS: Mapping[TaskId, bytes] = MappingProxyType({})
+GRANTABLE = ", ".join(f"'{status.value}'" for status in sources(Move.GRANTED))
+
+
+class _GrantedTask(NamedTuple):
+    id: TaskId
+    spec_id: SpecId
+    payload: bytes | None
+    payload_sha256: str
+
+
+class _GpuPosition(NamedTuple):
+    node_id: NodeId
+    position: int
+
+
+@operation
+def apply_plan(
+    places: Sequence[Placement],
+    term: int,
+    at: Instant,
+    with_secrets: Collection[SpecId] = (),
+    with_checkpoints: Collection[SpecId] = (),
+    gang_secrets: Mapping[TaskId, bytes] = NO_GANGS,
+) -> Operation[AppliedPlan]:
+    """Grant the leases of a plan that are still possible.
+
+    Grants on a removed or draining node or on a flagged GPU are left out, and their tasks stay queued. A gang is granted on
+    all its nodes or on none, and only where the nodes reach each other. `with_secrets`: specs that have secrets, which
+    are returned sealed. `with_checkpoints`: specs that may have saved a checkpoint; there is no lookup for the others.
+    `gang_secrets`: the sealed secret that the members of a gang share, by task.
+    """
+    if not (yield from is_current_term(term)):
+        return AppliedPlan((), (), deposed=True)
+    wanted = [(place.node, place.allocation) for place in places]
+    wanted += [(member.node, member.allocation) for place in places for member in place.members]
+    available = yield from values(
+        NodeId,
+        "SELECT n.id FROM {nodes} AS i JOIN nodes n ON n.id = i.id WHERE n.availability = 'available' "
+        "/*postgresql FOR SHARE OF n*/",
+        {},
+        {"nodes": of_ids(node for node, _ in wanted)},
+    )
+    usable = set(available)
+    flagged = yield from _flagged(wanted)
+    offers = yield from offers_for(places)
+    open_places = [
+        place
+        for place in places
+        if _is_usable(place.node, place.allocation, usable, flagged)
+        and is_whole(place)
+        and all(_is_usable(each.node, each.allocation, usable, flagged) for each in place.members)
+        and can_connect(place, offers)
+    ]
+    grants: dict[TaskId, Row] = {}  # a task named twice goes to the first place that names it
+    retried: set[TaskId] = set()
+    for place in open_places:
+        node: NodeId | None = place.node
+        number: int | None = place.allocation.number
+        text: str | None = allocation_text(place.allocation)
+        if place.members:  # the members' rows have the nodes and allocations of a gang
+            node = number = text = None
+        for grant in place.grants:
+            if grant.task not in grants:
+                grants[grant.task] = (grant.task, grant.epoch, node, number, text)
+                if grant.epoch > 1:
+                    retried.add(grant.task)
+    if not grants:
+        return AppliedPlan((), ())
+    rows = yield from select(
+        _GrantedTask,
+        "UPDATE tasks SET status = 'leased', epoch = g.epoch, node_id = g.node, holding = 1, "  # noqa: S608
+        "allocation_number = g.number, allocation = g.allocation, leased_at = :at FROM {grants} AS g "
+        f"WHERE tasks.id = g.id AND tasks.epoch = g.epoch - 1 AND tasks.status IN ({GRANTABLE}) "
+        "RETURNING tasks.id, spec_id, payload, payload_sha256",
+        {"at": at},
+        {"grants": Relation(GRANTS, list(grants.values()))},
+    )
+    granted = {row.id: row for row in rows}
+    saved: dict[TaskId, tuple[InputFile, ...]] = {}
+    if with_checkpoints:
+        saved = yield from manifests(
+            row.id for row in rows if row.spec_id in with_checkpoints and row.id in retried
+        )
+    lines: list[GrantedLine] = []
+    refused: list[TaskId] = []
+    for place in open_places:
+        leases: list[tuple[SpecId, Lease]] = []
+        for grant in place.grants:
+            found = granted.pop(grant.task, None)
+            if found is None:
+                refused.append(grant.task)
+            else:
+                task, spec, payload, sha256 = found
+                lease = Lease(task, grant.epoch, bytes(payload or b""), sha256)
+                if saved and task in saved:
+                    lease = msgspec.structs.replace(lease, checkpoint=saved[task])
+                leases.append((spec, lease))
+        if leases:
+            lines.append(GrantedLine(place, tuple(leases)))
+    whole = [line.place for line in lines if line.place.members]
+    if whole:
+        peers = yield from write_granted(whole, offers, gang_secrets)
+        lines = [_with_peers(line, peers) if line.place.members else line for line in lines]
+    secret = {spec for line in lines for spec, _ in line.leases if spec in with_secrets}
+    return AppliedPlan(tuple(lines), tuple(refused), secrets=(yield from secrets_to_open(secret)))
+
+
+def is_current_term(term: int) -> Operation[bool]:
+    """Tell whether no other scheduler has taken over; none can until the commit."""
+    found = yield from values(
+        int, "SELECT term FROM scheduler_term WHERE id = 1 /*postgresql FOR SHARE*/"
+    )
+    return found == [term]
+
+
+def _is_usable(
+    node: NodeId, allocation: Allocation, usable: set[NodeId], flagged: set[_GpuPosition]
+) -> bool:
+    return node in usable and not any(
+        (node, part.gpu_index) in flagged for part in allocation.slices
+    )
+
+
+def _with_peers(line: GrantedLine, peers: Mapping[TaskId, Peers]) -> GrantedLine:
+    return replace(line, peers=peers[line.place.grants[0].task])
+
+
+def _flagged(wanted: Sequence[tuple[NodeId, Allocation]]) -> Operation[set[_GpuPosition]]:
+    on_gpus = {node for node, allocation in wanted if allocation.slices}
+    if not on_gpus:
+        return set()
+    rows = yield from select(
+        _GpuPosition,
+        "SELECT g.node_id, g.position FROM {nodes} AS i JOIN gpus g ON g.node_id = i.id "
+        "WHERE (g.flagged IS NOT NULL OR g.unproven IS NOT NULL) AND g.gone = 0",
+        {},
+        {"nodes": of_ids(on_gpus)},
+    )
+    return set(rows)
+
+
+@operation
+def take_term(at: Instant) -> Operation[int]:
+    """Make the caller the scheduler and return its term; plans of earlier terms are refused from then on."""
+    [term] = yield from values(
+        int,
+        "INSERT INTO scheduler_term (id, term, taken_at) VALUES (1, 1, :at) ON CONFLICT (id) "
+        "DO UPDATE SET term = scheduler_term.term + 1, taken_at = excluded.taken_at RETURNING term",
+        {"at": at},
+    )
+    return term

@@ -1,0 +1,78 @@
+"""Generator of `generated_rows`: one NamedTuple per table of `schema`. `make docs` writes it, `make check` compares it.
+
+Depends on SQLAlchemy, which a running server does not import: hence a generated file and not a class made at import.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from sqlalchemy import BigInteger, Column, LargeBinary, Text
+
+from gpool.server.store.schema import metadata
+
+IDS = {
+    "batches": "BatchId",
+    "gpus": "GpuId",
+    "nodes": "NodeId",
+    "specs": "SpecId",
+    "tasks": "TaskId",
+    "teams": "TeamId",
+    "users": "UserId",
+}
+"""Type of the column `id`, by table."""
+
+REFERENCES = {
+    "batch_id": "BatchId",
+    "made_by": "UserId",
+    "node_id": "NodeId",
+    "owner_id": "UserId",
+    "spec_id": "SpecId",
+    "task_id": "TaskId",
+    "team_id": "TeamId",
+    "used_by": "UserId",
+    "user_id": "UserId",
+}
+INSTANTS = frozenset({"at", "idle_until", "since", "signs_from", "verifies_until"})
+TYPES = {BigInteger: "int", Text: "str", LargeBinary: "bytes"}
+
+HEAD = '''"""Rows of the tables. Written by `make docs` from `schema`; do not edit."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from gpool.core.ids import BatchId, GpuId, NodeId, SpecId, TaskId, UserId
+from gpool.core.model import Instant
+from gpool.core.permissions import TeamId
+'''
+
+
+def type_of(table: str, column: Column[object]) -> str:
+    if column.name == "id" and table in IDS:
+        name = IDS[table]
+    elif column.name in REFERENCES:
+        name = REFERENCES[column.name]
+    elif column.name in INSTANTS or column.name.endswith("_at"):
+        name = "Instant"
+    else:
+        name = TYPES[type(column.type)]
+    return f"{name} | None" if column.nullable else name
+
+
+def class_name(table: str) -> str:
+    return "".join(word.capitalize() for word in table.split("_")) + "Record"
+
+
+def generated() -> str:
+    parts = [HEAD]
+    for name, table in metadata.tables.items():
+        fields = "\n".join(
+            f"    {column.name}: {type_of(name, column)}" for column in table.columns
+        )
+        parts.append(f"class {class_name(name)}(NamedTuple):\n{fields}\n")
+    return "\n\n".join(parts)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(generated())
