@@ -129,7 +129,7 @@ def test_who_was_closed_for_flooding_is_not_let_in_at_once(data: Path) -> None:
         with pytest.raises(InvalidStatus) as refused, bare_socket(live, badge):
             pass
         assert refused.value.response.status_code == 429
-        assert b"come again in" in refused.value.response.body
+        assert b"reconnect in" in refused.value.response.body
         with greeted(live, "another") as other:
             other.send(encode(Beat(2, ())))
             assert received(other) == BeatSeen(2)
