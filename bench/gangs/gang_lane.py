@@ -25,7 +25,7 @@ import uvloop
 
 from gpool.agent.network.policy import EgressPolicy, Gang
 from gpool.agent.network.root_networks import RootNetworks
-from gpool.agent.network.sandbox_network import OpenLane
+from gpool.agent.network.sandbox_network import OpenSandboxNetwork
 from gpool.core.gangs import address_of
 
 CLONE_NEWNET = 0x40000000
@@ -105,7 +105,7 @@ def ready() -> None:
 WORK: dict[str, Callable[..., Any]] = {w.__name__: w for w in (sink, source, echo, trips)}
 
 
-def start(opened: OpenLane | None, work: str, arguments: list[Any]) -> tuple[int, int]:
+def start(opened: OpenSandboxNetwork | None, work: str, arguments: list[Any]) -> tuple[int, int]:
     out, into = os.pipe()
     child = os.fork()
     if child == 0:

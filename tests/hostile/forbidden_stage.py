@@ -28,7 +28,7 @@ from gpool.agent.network import firewall_rules, nft
 from gpool.agent.network.policy import Egress, EgressPolicy, Only, parse_target
 from gpool.agent.network.root_networks import RootNetworks, read_sysctl
 from gpool.agent.network.rootless_networks import RootlessNetworks, slirp_arguments
-from gpool.agent.network.sandbox_network import Networks, OpenLane
+from gpool.agent.network.sandbox_network import Networks, OpenSandboxNetwork
 from gpool.agent.runtime.protocol import CommandJob, Runtime, StagedInput
 from tests.hostile import reaching
 from tests.hostile.lanes_world import (
@@ -65,7 +65,7 @@ LISTED = "a private machine behind the gateway"
 PATIENCE_S = 60.0  # for what must answer; it ends as soon as all have
 
 
-def entered(opened: OpenLane, order: Order) -> Any:
+def entered(opened: OpenSandboxNetwork, order: Order) -> Any:
     """In a child that has entered the lane and lost every capability there, but has no other wall around it."""
     out, into = os.pipe()
     child = os.fork()
@@ -87,12 +87,12 @@ def entered(opened: OpenLane, order: Order) -> Any:
     return json.loads(text)
 
 
-async def from_lane(opened: OpenLane, order: Order) -> Any:
+async def from_lane(opened: OpenSandboxNetwork, order: Order) -> Any:
     """The resolver answers on the loop meanwhile."""
     return await asyncio.to_thread(entered, opened, order)
 
 
-async def from_sandbox(runtime: Runtime, opened: OpenLane, order: Order) -> Any:
+async def from_sandbox(runtime: Runtime, opened: OpenSandboxNetwork, order: Order) -> Any:
     """As a task does: by a command of its own in a real sandbox."""
     script = Path(reaching.__file__)
     job = CommandJob(
@@ -117,7 +117,7 @@ def no_protection(holder: int, ready: int, ending: int) -> list[str]:
     ]
 
 
-async def take_filter_away(mode: str, opened: OpenLane) -> None:
+async def take_filter_away(mode: str, opened: OpenSandboxNetwork) -> None:
     """The control: the same lane, but nobody judges."""
     if mode == "root":
         table = f"inet {firewall_rules.PREFIX}_{TAG}"

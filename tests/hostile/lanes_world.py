@@ -21,7 +21,7 @@ from ipaddress import IPv4Address, ip_address
 from pathlib import Path
 from typing import Any
 
-from gpool.agent.network.sandbox_network import OpenLane
+from gpool.agent.network.sandbox_network import OpenSandboxNetwork
 from tests.hostile.reaching import PATIENCE_S, PORT
 
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWNET = 0x20000, 0x10000000, 0x40000000
@@ -251,7 +251,7 @@ def arrived(capture: socket.socket, port: int = PORT) -> list[str]:
 
 
 @contextlib.contextmanager
-def listening_in(opened: OpenLane) -> Iterator[str]:
+def listening_in(opened: OpenSandboxNetwork) -> Iterator[str]:
     """Another lane with a service in it; its address."""
 
     def inside() -> tuple[list[socket.socket], str]:

@@ -16,7 +16,7 @@ import structlog
 from gpool.agent.channel import AgentChannel
 from gpool.agent.credentials import AgentCredentials, NodeIdentity, next_boot
 from gpool.agent.daemon import Daemon, boot_clock, wall_clock
-from gpool.agent.gpu_verification.service import GpuDesk
+from gpool.agent.gpu_verification.service import GpuVerificationService
 from gpool.agent.machine.detection.gpus import Detector
 from gpool.agent.machine.detection.owner import LoadMeter, facts_now
 from gpool.agent.machine.detection.processes import AgentProcesses, ForeignPrograms
@@ -171,7 +171,7 @@ async def run_agent(
     monitoring = MonitorLoop(survey, poll)
     state = AgentState(next_boot(settings.data_dir), offer)
     daemon = monitoring.daemon = Daemon(state, send, context)
-    gpus = GpuDesk(send)
+    gpus = GpuVerificationService(send)
 
     def feed(event: Event) -> None:
         if isinstance(event, FrameArrived) and isinstance(event.frame, ToGpu):

@@ -18,7 +18,7 @@ from gpool.agent.environments.egress_targets import (
     places_on,
 )
 from gpool.agent.network.policy import Only, Target, Wants
-from gpool.agent.network.sandbox_network import NoLane
+from gpool.agent.network.sandbox_network import NetworkUnavailable
 from gpool.agent.runtime.protocol import SandboxFailed, SandboxNetwork
 
 LANE = SandboxNetwork((), "127.0.0.53")
@@ -52,7 +52,7 @@ class Networks:
 
     async def open(self, wants: Wants) -> Opened:
         if self.broken:
-            raise NoLane("no namespaces here")
+            raise NetworkUnavailable("no namespaces here")
         self.wanted.append(wants)
         return Opened(self)
 

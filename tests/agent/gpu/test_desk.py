@@ -11,7 +11,7 @@ from typing import TypeVar
 import pytest
 
 from gpool.agent.gpu_verification.cuda import kernels_for
-from gpool.agent.gpu_verification.service import CHILD, GpuDesk
+from gpool.agent.gpu_verification.service import CHILD, GpuVerificationService
 from gpool.core.trust.gpu_verification import GpuVerdict, Size, keys_of
 from gpool.server.gpu_verification.checking import Claimed, check_openings
 from gpool.wire.frames import (
@@ -48,7 +48,7 @@ def anyio_backend() -> str:
 class Heard:
     def __init__(self, child: Sequence[str]) -> None:
         self.frames: asyncio.Queue[AgentFrame] = asyncio.Queue()
-        self.desk = GpuDesk(self.frames.put_nowait, child)
+        self.desk = GpuVerificationService(self.frames.put_nowait, child)
 
     async def next(self, kind: type[F]) -> F:
         async with asyncio.timeout(PATIENCE_S):

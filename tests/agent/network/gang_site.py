@@ -26,7 +26,7 @@ from gpool.agent.network.gang.relay_client import RELAY
 from gpool.agent.network.policy import Egress, EgressPolicy, Gang
 from gpool.agent.network.root_networks import RootNetworks
 from gpool.agent.network.rootless_networks import RootlessNetworks
-from gpool.agent.network.sandbox_network import Networks, OpenLane
+from gpool.agent.network.sandbox_network import Networks, OpenSandboxNetwork
 from gpool.agent.runtime.protocol import CommandJob, StagedInput
 from gpool.core.gangs import INTERFACE
 from tests.agent.network.gang_tasks import BLOCK, INSIDE
@@ -65,7 +65,7 @@ def peers(count: int, port: int = PORT) -> list[tuple[str, int]]:
     return [(host_address(number), port) for number in range(count)]
 
 
-def enter(opened: OpenLane) -> None:
+def enter(opened: OpenSandboxNetwork) -> None:
     for descriptor in opened.lane.namespaces:
         setns(descriptor)
     if os.geteuid() == 0 and len(opened.lane.namespaces) == 1:
@@ -74,7 +74,7 @@ def enter(opened: OpenLane) -> None:
         must(libc.unshare(CLONE_NEWUSER), "unshare")
 
 
-def entered(opened: OpenLane | None, work: str, arguments: list[Any]) -> tuple[int, int]:
+def entered(opened: OpenSandboxNetwork | None, work: str, arguments: list[Any]) -> tuple[int, int]:
     """A child in the lane (None: on the host) without any capability there; its pid, and where it says something."""
     out, into = os.pipe()
     child = os.fork()
@@ -107,7 +107,7 @@ class Agent:
     def __init__(self, networks: Networks, place: Path) -> None:
         self.networks = networks
         self.place = place
-        self.lanes: dict[str, OpenLane] = {}
+        self.lanes: dict[str, OpenSandboxNetwork] = {}
         self.serving: list[int] = []
         self.watching: dict[str, socket.socket] = {}
         self.before: dict[str, Any] = {}

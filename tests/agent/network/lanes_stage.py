@@ -21,7 +21,7 @@ from gpool.agent.machine.detection.host import site_address
 from gpool.agent.network import factory, nft
 from gpool.agent.network.policy import Egress, EgressPolicy, Only, parse_target
 from gpool.agent.network.root_networks import RootNetworks, forwarding, read_sysctl, write_sysctl
-from gpool.agent.network.sandbox_network import OpenLane
+from gpool.agent.network.sandbox_network import OpenSandboxNetwork
 from tests.hostile import reaching
 from tests.hostile.lanes_world import (
     CLONE_NEWNET,
@@ -52,17 +52,19 @@ def lanes(tag: str = "aaaaa", policy: EgressPolicy | None = None) -> RootNetwork
     return RootNetworks(policy or EgressPolicy(), tag, servers=SERVERS)
 
 
-async def inside(opened: OpenLane, work: Callable[[], Any]) -> Any:
+async def inside(opened: OpenSandboxNetwork, work: Callable[[], Any]) -> Any:
     """By a thread of root's in the lane: worse than any task could be."""
     return await asyncio.to_thread(in_namespace, opened.lane.namespaces[0], work)
 
 
-async def reached(opened: OpenLane, address: str = PUBLIC, within_s: float = PATIENCE_S) -> bool:
+async def reached(
+    opened: OpenSandboxNetwork, address: str = PUBLIC, within_s: float = PATIENCE_S
+) -> bool:
     found = await inside(opened, lambda: reaching.attempt({"it": address}, within_s, 1))
     return bool(found["it"])
 
 
-async def kept_from(opened: OpenLane, address: str = PUBLIC) -> bool:
+async def kept_from(opened: OpenSandboxNetwork, address: str = PUBLIC) -> bool:
     return not await reached(opened, address, 0.5)
 
 
@@ -156,7 +158,7 @@ async def rate(capture: socket.socket) -> dict[str, Any]:
     return told
 
 
-async def blasted(opened: OpenLane, capture: socket.socket) -> tuple[int, float]:
+async def blasted(opened: OpenSandboxNetwork, capture: socket.socket) -> tuple[int, float]:
     arrived(capture)
     begun = time.monotonic()
     sent = asyncio.ensure_future(inside(opened, blast))

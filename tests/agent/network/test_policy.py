@@ -23,7 +23,7 @@ from gpool.agent.network.policy import (
     parse_target,
     reaches,
 )
-from gpool.agent.network.sandbox_network import NoLane, refuse_wrong
+from gpool.agent.network.sandbox_network import NetworkUnavailable, refuse_wrong
 from gpool.core.gangs import MAX_NODES, address_of
 
 NETWORKS = st.builds(
@@ -172,7 +172,7 @@ def test_a_gang_never_reaches_more_than_its_members_and_what_egress_would(
     [(0, 0, bytes(32)), (2, 2, bytes(32)), (2, -1, bytes(32)), (MAX_NODES + 1, 0, bytes(32)), (2, 0, b"short")],
 )  # fmt: skip
 def test_a_gang_that_makes_no_sense_has_no_lane(size: int, rank: int, secret: bytes) -> None:
-    with pytest.raises(NoLane):
+    with pytest.raises(NetworkUnavailable):
         refuse_wrong(gang(size, rank, secret=secret))
     refuse_wrong(gang(2, 1))
 

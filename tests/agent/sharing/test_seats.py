@@ -19,7 +19,7 @@ from gpool.agent.runtime.protocol import GpuShare, PartFailed, SandboxFailed
 from gpool.agent.sharing import mps, scrub, settings_restore
 from gpool.agent.sharing.plan import Abilities, MpsLimits, profiles_of
 from gpool.agent.sharing.setup import GpuSharing
-from gpool.agent.sharing.shares import GpuSeats
+from gpool.agent.sharing.shares import GpuShares
 from gpool.agent.sharing.timeslice import Watchdog, Watched
 from gpool.core.model import GIB, Gpu, Sharing, Slice
 from gpool.testing.fake_nvml import H200_PROFILES, FakeNvml, h200
@@ -58,11 +58,11 @@ class House:
         self.folder = folder
         self.launcher = Launcher(place="", binds=(), seccomp=b"")
         self.records = settings_restore.Records(folder / "cards")
-        self.seats = GpuSeats(
+        self.seats = GpuShares(
             self.nvml,
             self.runtime,
             self.records,
-            mps=mps.Means(str(program), "", self.launcher, folder / "pipes"),
+            mps=mps.MpsPrograms(str(program), "", self.launcher, folder / "pipes"),
             nodes_of=lambda *numbers: tuple(f"/dev/cap{number}" for number in numbers),
             linger_s=3600,
         )
@@ -302,7 +302,7 @@ def test_a_fault_of_ours_leaves_the_card_as_it_was(tmp_path: Path) -> None:
         def broken(*_: object) -> tuple[str, ...]:
             raise TypeError("a bug")
 
-        seats = GpuSeats(house.nvml, house.runtime, house.records, nodes_of=broken)
+        seats = GpuShares(house.nvml, house.runtime, house.records, nodes_of=broken)
         profiles = profiles_of(H200_PROFILES)
         gpu = Gpu(0, house.uuid, "H200", "nvidia", 140 * GIB, False, profiles=profiles)
         seats.use_gpus([gpu])
@@ -335,7 +335,9 @@ def test_a_roots_daemon_is_root_to_itself_and_nobody_to_the_host(walkable: Path)
 
     async def started() -> None:
         launcher = Launcher(place="", binds=(), seccomp=b"")
-        means = mps.Means(str(program), mps.find_program("unshare"), launcher, walkable / "pipes")
+        means = mps.MpsPrograms(
+            str(program), mps.find_program("unshare"), launcher, walkable / "pipes"
+        )
         daemon = mps.MpsDaemon(means, "GPU-0", uid)
         await daemon.start()
         pid = int((daemon.socket.parent / "daemon.pid").read_text().split()[0])

@@ -21,7 +21,7 @@ import structlog
 from gpool.agent.environments.indexes import Indexes
 from gpool.agent.network.factory import only
 from gpool.agent.network.policy import BadPolicy, Only
-from gpool.agent.network.sandbox_network import Networks, NoLane
+from gpool.agent.network.sandbox_network import Networks, NetworkUnavailable
 from gpool.agent.runtime.protocol import SandboxFailed, SandboxNetwork
 
 log = structlog.get_logger(__name__)
@@ -131,7 +131,7 @@ class IndexLanes:
             raise SandboxFailed(
                 f"a package index of this node cannot be reached from a sandbox: {exc}"
             ) from exc
-        except NoLane as exc:
+        except NetworkUnavailable as exc:
             raise SandboxFailed(f"no network for a build: {exc}") from exc
         async with opened:
             yield opened.lane

@@ -32,7 +32,7 @@ TRIAL_WITHIN_S = 300.0
 log = structlog.get_logger(__name__)
 
 
-class GpuDesk:
+class GpuVerificationService:
     """`send` puts a frame on the channel. One child per verification; a measurement is number 0 of its GPU."""
 
     def __init__(self, send: Callable[[AgentFrame], None], child: Sequence[str] = CHILD) -> None:

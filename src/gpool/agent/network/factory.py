@@ -16,7 +16,7 @@ from gpool.agent.network import nft
 from gpool.agent.network.policy import BadPolicy, Egress, EgressPolicy, Gang, Only, Target, Wants
 from gpool.agent.network.root_networks import RootNetworks
 from gpool.agent.network.rootless_networks import RootlessNetworks
-from gpool.agent.network.sandbox_network import Networks, NoLane, tag_for
+from gpool.agent.network.sandbox_network import Networks, NetworkUnavailable, tag_for
 
 RESOLVE_WITHIN_S = 10.0
 TUN_FIX = "as root: modprobe tun; chmod 666 /dev/net/tun"
@@ -32,7 +32,7 @@ def networks_for(policy: EgressPolicy, place: Path) -> Networks:
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
+class NetworkRequirement:
     """Requirement of sandbox networks: whether it is met, and the fix if not."""
 
     name: str
@@ -40,20 +40,24 @@ class Fact:
     fix: str = ""
 
 
-def facts() -> tuple[Fact, ...]:
+def facts() -> tuple[NetworkRequirement, ...]:
     """Check the requirements that need no trial."""
     found = [
-        Fact("nft", nft.program("nft") is not None, "install nftables (apt-get install nftables)")
+        NetworkRequirement(
+            "nft", nft.program("nft") is not None, "install nftables (apt-get install nftables)"
+        )
     ]
     if os.geteuid() == 0:
         writable = os.access("/proc/sys/net/ipv4/conf/default/forwarding", os.W_OK)
         fix = "give the agent's container a writable /proc/sys/net, or run it outside"
-        found.append(Fact("network settings", writable, fix))
+        found.append(NetworkRequirement("network settings", writable, fix))
         return tuple(found)
     slirp = nft.program("slirp4netns") is not None
     tun = os.access("/dev/net/tun", os.R_OK | os.W_OK)
-    found.append(Fact("slirp4netns", slirp, "install it (apt-get install slirp4netns)"))
-    found.append(Fact("/dev/net/tun", tun, TUN_FIX))
+    found.append(
+        NetworkRequirement("slirp4netns", slirp, "install it (apt-get install slirp4netns)")
+    )
+    found.append(NetworkRequirement("/dev/net/tun", tun, TUN_FIX))
     return tuple(found)
 
 
@@ -69,7 +73,7 @@ async def probe(place: Path) -> tuple[bool, str]:
 
 async def probe_gangs(place: Path) -> tuple[bool, str]:
     """Probe a gang network of one member; it needs no route out."""
-    tun = Fact("/dev/net/tun", os.access("/dev/net/tun", os.R_OK | os.W_OK), TUN_FIX)
+    tun = NetworkRequirement("/dev/net/tun", os.access("/dev/net/tun", os.R_OK | os.W_OK), TUN_FIX)
     lane = Gang(0, (("127.0.0.1", 0),), secrets.token_bytes(32))
     why = await _why_not(lane, place, (*facts(), tun))
     if why:
@@ -77,7 +81,7 @@ async def probe_gangs(place: Path) -> tuple[bool, str]:
     return True, "gangs are offered: a gang network was opened and closed"
 
 
-async def _why_not(wants: Wants, place: Path, needed: Sequence[Fact]) -> str:
+async def _why_not(wants: Wants, place: Path, needed: Sequence[NetworkRequirement]) -> str:
     for fact in needed:
         if not fact.ok:
             return f"{fact.name} is missing; {fact.fix}"
@@ -86,7 +90,7 @@ async def _why_not(wants: Wants, place: Path, needed: Sequence[Fact]) -> str:
         await networks.start()
         lane = await networks.open(wants)
         await lane.close()
-    except NoLane as failure:
+    except NetworkUnavailable as failure:
         return str(failure)
     finally:
         with contextlib.suppress(

@@ -37,8 +37,8 @@ from gpool.agent.network.namespace_holder import make_interface
 from gpool.agent.network.netlink import Netlink
 from gpool.agent.network.policy import Egress, EgressPolicy, Gang, HostFacts, Only, Wants
 from gpool.agent.network.sandbox_network import (
-    NoLane,
-    OpenLane,
+    NetworkUnavailable,
+    OpenSandboxNetwork,
     name_sockets,
     opened_whole,
     refuse_wrong,
@@ -161,7 +161,7 @@ class RootNetworks:
         self._lent: set[str] = set()
         self._free = deque(range(firewall_rules.MAX_LANES))
         self._relays = Relays(relay)
-        self._prepared: list[OpenLane] = []
+        self._prepared: list[OpenSandboxNetwork] = []
         self._filling: asyncio.Task[None] | None = None
         self._closing = False
         self._refreshing = asyncio.Lock()
@@ -185,10 +185,12 @@ class RootNetworks:
         except (OSError, nft.NftFailed) as failure:
             with contextlib.suppress(OSError, nft.NftFailed):  # report the first failure
                 await self._undo()
-            raise NoLane(f"sandbox networks cannot be opened on this node: {failure}") from failure
+            raise NetworkUnavailable(
+                f"sandbox networks cannot be opened on this node: {failure}"
+            ) from failure
         await self._fill()
 
-    async def open(self, wants: Wants) -> OpenLane:
+    async def open(self, wants: Wants) -> OpenSandboxNetwork:
         refuse_wrong(wants)
         try:
             await self._keep_up(wants)
@@ -197,7 +199,9 @@ class RootNetworks:
             else:
                 opened = await opened_whole(self._make(wants))
         except (OSError, nft.NftFailed) as failure:
-            raise NoLane(f"a sandbox network could not be opened: {failure}") from failure
+            raise NetworkUnavailable(
+                f"a sandbox network could not be opened: {failure}"
+            ) from failure
         self._fill_behind()
         return opened
 
@@ -297,9 +301,11 @@ class RootNetworks:
 
     # lanes
 
-    async def _make(self, wants: Wants) -> OpenLane:
+    async def _make(self, wants: Wants) -> OpenSandboxNetwork:
         if not self._free:
-            raise NoLane(f"{firewall_rules.MAX_LANES} sandbox networks are open, the maximum")
+            raise NetworkUnavailable(
+                f"{firewall_rules.MAX_LANES} sandbox networks are open, the maximum"
+            )
         number = self._free.popleft()
         name = self._naming.interface(wants, number)
         inside: Inside | None = None
@@ -333,7 +339,7 @@ class RootNetworks:
         servers = self._servers if self._servers is not None else configured_servers()
         resolver = resolver_for(inside.names, self._policy, self._facts, wants, servers)
         resolver.start()
-        return OpenLane(SandboxNetwork((inside.namespace,), RESOLVER), resolver, undo)
+        return OpenSandboxNetwork(SandboxNetwork((inside.namespace,), RESOLVER), resolver, undo)
 
     def _join(self, inside: Inside, name: str, number: int) -> None:
         gateway = firewall_rules.gateway_address(self._pool)
@@ -368,7 +374,7 @@ class RootNetworks:
             self._filling = asyncio.ensure_future(self._fill())
 
     async def _fill(self) -> None:
-        with contextlib.suppress(OSError, nft.NftFailed, NoLane):
+        with contextlib.suppress(OSError, nft.NftFailed, NetworkUnavailable):
             while len(self._prepared) < self._ahead and not self._closing:
                 self._prepared.append(await self._make(Egress()))
 

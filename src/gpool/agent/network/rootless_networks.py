@@ -23,8 +23,8 @@ from gpool.agent.network.dns.resolver import RESOLVER, Server, configured_server
 from gpool.agent.network.gang.relay_client import RELAY, Relaying, Relays, interface_of
 from gpool.agent.network.policy import Egress, EgressPolicy, Gang, HostFacts, Wants
 from gpool.agent.network.sandbox_network import (
-    NoLane,
-    OpenLane,
+    NetworkUnavailable,
+    OpenSandboxNetwork,
     opened_whole,
     refuse_wrong,
     resolver_for,
@@ -56,7 +56,7 @@ def slirp_arguments(holder: int, ready: int, ending: int) -> list[str]:
 
 
 @dataclass(slots=True)
-class Held:
+class HeldNamespace:
     """Namespace holder and, once attached, its slirp4netns."""
 
     holder: asyncio.subprocess.Process
@@ -105,9 +105,9 @@ class RootlessNetworks:
         self._ahead = ahead
         self._arguments = attach
         self._facts = HostFacts()
-        self._live: dict[int, Held] = {}
+        self._live: dict[int, HeldNamespace] = {}
         self._gone = 0  # packets refused by networks closed since
-        self._prepared: list[OpenLane] = []
+        self._prepared: list[OpenSandboxNetwork] = []
         self._filling: asyncio.Task[None] | None = None
         self._closing = False
         self._counting = asyncio.Lock()
@@ -118,12 +118,16 @@ class RootlessNetworks:
         self._facts = self._seen()
         for name, package in (("nft", "nftables"), ("slirp4netns", "slirp4netns")):
             if nft.program(name) is None:
-                raise NoLane(f"{name} is not installed (Debian: apt-get install {package})")
+                raise NetworkUnavailable(
+                    f"{name} is not installed (Debian: apt-get install {package})"
+                )
         if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
-            raise NoLane("/dev/net/tun cannot be opened (as root: chmod 666 /dev/net/tun)")
+            raise NetworkUnavailable(
+                "/dev/net/tun cannot be opened (as root: chmod 666 /dev/net/tun)"
+            )
         await self._fill()
 
-    async def open(self, wants: Wants) -> OpenLane:
+    async def open(self, wants: Wants) -> OpenSandboxNetwork:
         refuse_wrong(wants)
         seen = self._seen()
         if seen != self._facts:  # prepared networks refuse the host's former addresses
@@ -158,11 +162,11 @@ class RootlessNetworks:
         return host.facts(host.routes(), host.own_addresses())
 
     async def _fill(self) -> None:
-        with contextlib.suppress(OSError, NoLane):
+        with contextlib.suppress(OSError, NetworkUnavailable):
             while len(self._prepared) < self._ahead and not self._closing:
                 self._prepared.append(await self._make(Egress()))
 
-    async def _make(self, wants: Wants) -> OpenLane:
+    async def _make(self, wants: Wants) -> OpenSandboxNetwork:
         text = firewall_rules.inner_ruleset(self._policy, self._facts, wants, TAP)
         gang = wants if isinstance(wants, Gang) else None
         held = await self._hold()
@@ -180,7 +184,9 @@ class RootlessNetworks:
                 os.close(descriptor)
             await held.end()
             if isinstance(failure, (OSError, TimeoutError)):
-                raise NoLane(f"a sandbox network could not be opened: {failure}") from failure
+                raise NetworkUnavailable(
+                    f"a sandbox network could not be opened: {failure}"
+                ) from failure
             raise
         self._live[id(held)] = held
 
@@ -198,9 +204,9 @@ class RootlessNetworks:
         servers = self._servers if self._servers is not None else configured_servers()
         resolver = resolver_for(sockets, self._policy, self._facts, wants, servers)
         resolver.start()
-        return OpenLane(SandboxNetwork((user, network), RESOLVER), resolver, undo)
+        return OpenSandboxNetwork(SandboxNetwork((user, network), RESOLVER), resolver, undo)
 
-    async def _hold(self) -> Held:
+    async def _hold(self) -> HeldNamespace:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         with theirs:
@@ -212,9 +218,9 @@ class RootlessNetworks:
                 cwd="/",
                 start_new_session=True,
             )
-        return Held(holder, ours)
+        return HeldNamespace(holder, ours)
 
-    async def _prepare(self, held: Held, text: str, gang: Gang | None) -> list[int]:
+    async def _prepare(self, held: HeldNamespace, text: str, gang: Gang | None) -> list[int]:
         loop = asyncio.get_running_loop()
         told = interface_of(gang) if gang is not None else None
         order = {"nft": nft.program("nft"), "rules": text, "gang": told}
@@ -223,15 +229,17 @@ class RootlessNetworks:
         if "failed" in said or len(descriptors) != 4 + (gang is not None):
             for descriptor in descriptors:
                 os.close(descriptor)
-            raise NoLane(
+            raise NetworkUnavailable(
                 f"a sandbox network could not be opened: {said.get('failed', 'its namespace holder ended')}"
             )
         return descriptors
 
-    async def _attach(self, held: Held) -> None:
+    async def _attach(self, held: HeldNamespace) -> None:
         path = nft.program("slirp4netns")
         if path is None:
-            raise NoLane("slirp4netns is not installed (Debian: apt-get install slirp4netns)")
+            raise NetworkUnavailable(
+                "slirp4netns is not installed (Debian: apt-get install slirp4netns)"
+            )
         ready_out, ready_in = os.pipe()
         end_out, held.ending = os.pipe()
         held.said, said_in = os.pipe()
@@ -260,7 +268,7 @@ class RootlessNetworks:
                 with contextlib.suppress(BlockingIOError):
                     said = os.read(held.said, 2000)
                 last = said.decode(errors="replace").strip().splitlines()[-2:] or ["it ended"]
-                raise NoLane(f"slirp4netns: {', '.join(last)}")
+                raise NetworkUnavailable(f"slirp4netns: {', '.join(last)}")
         finally:
             for descriptor in (ready_out, ready_in, end_out, said_in):
                 if descriptor >= 0:

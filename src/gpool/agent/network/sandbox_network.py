@@ -19,14 +19,14 @@ from gpool.agent.network.policy import EgressPolicy, Gang, HostFacts, Only, Want
 from gpool.agent.runtime.protocol import SandboxFailed, SandboxNetwork
 
 
-class NoLane(SandboxFailed):
+class NetworkUnavailable(SandboxFailed):
     """A sandbox network could not be opened: the node's fault, not the task's."""
 
 
 def refuse_wrong(wants: Wants) -> None:
     """Reject an impossible request before anything is created for it."""
     if isinstance(wants, Gang) and wants.wrong:
-        raise NoLane(f"a sandbox network could not be opened:  {wants.wrong}")
+        raise NetworkUnavailable(f"a sandbox network could not be opened:  {wants.wrong}")
 
 
 def tag_for(place: Path) -> str:
@@ -35,7 +35,7 @@ def tag_for(place: Path) -> str:
 
 
 @dataclass(slots=True)
-class OpenLane:
+class OpenSandboxNetwork:
     """Sandbox network in use. Close it after the sandbox has ended; a second close does nothing."""
 
     lane: SandboxNetwork
@@ -53,7 +53,7 @@ class OpenLane:
                 os.close(descriptor)
         await self._undo()
 
-    async def __aenter__(self) -> OpenLane:
+    async def __aenter__(self) -> OpenSandboxNetwork:
         return self
 
     async def __aexit__(
@@ -70,7 +70,7 @@ class Networks(Protocol):
 
     async def start(self) -> None: ...
 
-    async def open(self, wants: Wants) -> OpenLane: ...
+    async def open(self, wants: Wants) -> OpenSandboxNetwork: ...
 
     async def refused_packets(self) -> int:
         """Packets sent by sandboxes and dropped by the firewall since `start`."""
@@ -79,7 +79,7 @@ class Networks(Protocol):
     async def close(self) -> None: ...
 
 
-async def opened_whole(making: Coroutine[Any, Any, OpenLane]) -> OpenLane:
+async def opened_whole(making: Coroutine[Any, Any, OpenSandboxNetwork]) -> OpenSandboxNetwork:
     """Finish and close a network whose opening was cancelled: neither threads nor nft stop half-way."""
     work = asyncio.ensure_future(making)
     try:

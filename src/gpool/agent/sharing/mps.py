@@ -40,7 +40,7 @@ def find_program(name: str = PROGRAM) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class MpsPrograms:
     """Programs and folder that daemons are started with."""
 
     program: str
@@ -52,7 +52,7 @@ class Means:
 class MpsDaemon:
     """`uid`: its user on the host; None: the agent's."""
 
-    def __init__(self, means: Means, gpu: str, uid: int | None) -> None:
+    def __init__(self, means: MpsPrograms, gpu: str, uid: int | None) -> None:
         self._means = means
         self._gpu = gpu
         self._uid = uid

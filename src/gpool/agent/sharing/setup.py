@@ -18,7 +18,7 @@ from gpool.agent.runtime.protocol import BuildRuntime
 from gpool.agent.runtime.slots import RUN
 from gpool.agent.sharing import mps, plan
 from gpool.agent.sharing.settings_restore import Records
-from gpool.agent.sharing.shares import GpuSeats
+from gpool.agent.sharing.shares import GpuShares
 from gpool.core.model import Gpu, Sharing
 
 LONGEST_PATH = 60  # socket paths have at most 108 characters
@@ -32,7 +32,7 @@ class GpuSharing:
     def __init__(
         self,
         nvml: Nvml,
-        seats: GpuSeats,
+        seats: GpuShares,
         can: plan.Abilities,
         modes: Sequence[Sharing] | None,
     ) -> None:
@@ -81,9 +81,9 @@ def sharing_for(
     means = None
     if program and (unshare or not root):
         launcher = Launcher(place="", binds=(), seccomp=b"")
-        means = mps.Means(program, unshare, launcher, _pipes(data_dir, root))
+        means = mps.MpsPrograms(program, unshare, launcher, _pipes(data_dir, root))
     can = plan.Abilities(root, means is not None, sandboxes.tells_apart)
-    seats = GpuSeats(
+    seats = GpuShares(
         nvml,
         sandboxes,
         Records(data_dir / "cards"),

@@ -21,7 +21,7 @@ from gpool.agent.machine.detection.nvml import NotPermitted, Nvml, NvmlError
 from gpool.agent.runtime.devices import CONTROL_NODES, capability_nodes, device_nodes
 from gpool.agent.runtime.protocol import GpuShare, PartFailed, Runtime, SandboxFailed
 from gpool.agent.sharing import mig, plan, settings_restore
-from gpool.agent.sharing.mps import INSIDE, SOCKET, Means, MpsDaemon
+from gpool.agent.sharing.mps import INSIDE, SOCKET, MpsDaemon, MpsPrograms
 from gpool.agent.sharing.plan import Tenancy
 from gpool.agent.sharing.scrub import fault, scrub
 from gpool.agent.sharing.timeslice import Watchdog, Watched
@@ -38,7 +38,7 @@ T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 
-class _House:
+class _ActiveTenancy:
     """Tenancy in progress."""
 
     __slots__ = ("daemon", "held", "instance", "leaving", "tenancy")
@@ -51,7 +51,7 @@ class _House:
         self.leaving: asyncio.Task[None] | None = None
 
 
-class GpuSeats:
+class GpuShares:
     """`sandboxes` runs the scrubber; None: memory is not cleaned, and only the owner's tasks run."""
 
     def __init__(
@@ -60,7 +60,7 @@ class GpuSeats:
         sandboxes: Runtime | None,
         records: settings_restore.Records,
         *,
-        mps: Means | None = None,
+        mps: MpsPrograms | None = None,
         shared_uid: Callable[[int], int | None] = lambda _: None,
         nodes_of: mig.NodesOf = capability_nodes,
         linger_s: float = LINGER_S,
@@ -73,7 +73,7 @@ class GpuSeats:
         self._nodes_of = nodes_of
         self._linger_s = linger_s
         self._gpus: dict[int, Gpu] = {}
-        self._houses: dict[Tenancy, _House] = {}
+        self._houses: dict[Tenancy, _ActiveTenancy] = {}
         self._before: dict[str, settings_restore.CardSettings] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._watchdog = Watchdog(nvml)
@@ -132,7 +132,7 @@ class GpuSeats:
             houses = []
             for gpu, part in real:
                 house = await self._enter(gpu, part, user)
-                stack.push_async_callback(self._leave, house, part)
+                stack.callback(self._let_go, house, part)
                 houses.append(house)
             seat = self._furnish(houses, real)
             for house, (gpu, part) in zip(houses, real, strict=True):
@@ -148,7 +148,7 @@ class GpuSeats:
 
     # ---- sandboxes join and leave
 
-    async def _enter(self, gpu: Gpu, part: Slice, user: int) -> _House:
+    async def _enter(self, gpu: Gpu, part: Slice, user: int) -> _ActiveTenancy:
         wanted = plan.tenancy_of(gpu, part, user)
         async with self._lock(gpu.uuid):
             for other in plan.conflicts(self._houses, wanted):
@@ -177,18 +177,15 @@ class GpuSeats:
                     raise
             return house
 
-    async def _leave(self, house: _House, part: Slice) -> None:
-        self._let_go(house, part)
-
-    def _let_go(self, house: _House, part: Slice) -> None:
+    def _let_go(self, house: _ActiveTenancy, part: Slice) -> None:
         house.held.remove(part)
         self._leave_empty(house)
 
-    def _leave_empty(self, house: _House) -> None:
+    def _leave_empty(self, house: _ActiveTenancy) -> None:
         if not house.held and house.leaving is None:
             house.leaving = asyncio.create_task(self._end_later(house))
 
-    async def _end_later(self, house: _House) -> None:
+    async def _end_later(self, house: _ActiveTenancy) -> None:
         await asyncio.sleep(self._linger_s)
         async with self._lock(house.tenancy.gpu):
             if not house.held:
@@ -200,8 +197,8 @@ class GpuSeats:
 
     # ---- begin of a tenancy
 
-    async def _begin(self, wanted: Tenancy) -> _House:
-        house = _House(wanted)
+    async def _begin(self, wanted: Tenancy) -> _ActiveTenancy:
+        house = _ActiveTenancy(wanted)
         self._houses[wanted] = house
         try:
             await patiently(lambda: self._prepare(house))
@@ -215,7 +212,7 @@ class GpuSeats:
             raise
         return house
 
-    def _prepare(self, house: _House) -> None:
+    def _prepare(self, house: _ActiveTenancy) -> None:
         wanted = house.tenancy
         if wanted.gpu not in self._before:
             settings = settings_restore.record(self._nvml, wanted.gpu)
@@ -226,7 +223,7 @@ class GpuSeats:
         elif self._nvml.card(wanted.gpu).mig:
             self._nvml.set_mig(wanted.gpu, False)
 
-    async def _start_mps(self, house: _House) -> None:
+    async def _start_mps(self, house: _ActiveTenancy) -> None:
         if self._mps is None:
             raise SandboxFailed("this node has no MPS")
         gpu = house.tenancy.gpu
@@ -238,7 +235,7 @@ class GpuSeats:
 
     # ---- end of a tenancy
 
-    async def _end(self, house: _House, *, used: bool = True) -> None:
+    async def _end(self, house: _ActiveTenancy, *, used: bool = True) -> None:
         tenancy = house.tenancy
         gpu = tenancy.gpu
         why = ""
@@ -247,7 +244,7 @@ class GpuSeats:
                 await house.daemon.stop()
                 await asyncio.to_thread(self._restore_mode, gpu)
             if used:
-                why = await self._scrub(house)
+                why = await self._clean(gpu, self._whole_seat(house))
             if house.instance is not None:
                 made = house.instance.made
                 await patiently(lambda: self._nvml.unmake_mig(gpu, made.id))
@@ -262,9 +259,6 @@ class GpuSeats:
             self._set_aside(gpu, why)
         else:
             log.info("tenancy_ended", gpu=gpu, mode=tenancy.mode.value)
-
-    async def _scrub(self, house: _House) -> str:
-        return await self._clean(house.tenancy.gpu, self._whole_seat(house))
 
     async def _clean(self, gpu: str, seat: GpuShare) -> str:
         """Return why it is not clean; empty if it is."""
@@ -321,7 +315,9 @@ class GpuSeats:
 
     # ---- the share of a sandbox
 
-    def _furnish(self, houses: Sequence[_House], real: Sequence[tuple[Gpu, Slice]]) -> GpuShare:
+    def _furnish(
+        self, houses: Sequence[_ActiveTenancy], real: Sequence[tuple[Gpu, Slice]]
+    ) -> GpuShare:
         nodes: list[str] = []
         visible: list[str] = []
         more: list[tuple[str, str]] = []
@@ -339,7 +335,7 @@ class GpuSeats:
             tuple(binds),
         )
 
-    def _whole_seat(self, house: _House) -> GpuShare:
+    def _whole_seat(self, house: _ActiveTenancy) -> GpuShare:
         if house.instance is None:
             return self._card_seat(house.tenancy.gpu)
         nodes = self._card_seat(house.tenancy.gpu).nodes

@@ -107,7 +107,8 @@ class _Run:
     def __init__(
         self, asked: ForecastQuestion, policy: Policy, orders: Mapping[str, Order], offset: float
     ) -> None:
-        self.asked, self.policy, self.orders, self.offset = asked, policy, orders, offset
+        self.asked, self.offset = asked, offset
+        self.rules = policy, orders
         self.state, self.index = asked.snapshot.state(), PlacementIndex()
         self.targets = {task.id for event in asked.snapshot.queued for task in event.tasks}
         self.awaited = self.targets.copy() if asked.wanted is None else self.targets & asked.wanted
@@ -153,7 +154,7 @@ class _Run:
             self._end(task, now + left)
 
     def _plan(self, now: Instant) -> None:
-        decided = plan(self.state, self.index, now, self.policy, self.orders)
+        decided = plan(self.state, self.index, now, *self.rules)
         for place in decided.places:
             tasks = tuple(grant.task for grant in place.grants)
             self.state.fold(place.leased(tasks, now))
@@ -161,7 +162,7 @@ class _Run:
         for each in decided.preemptions:
             self._stop(each.task, each.beneficiary, now)
         if decided.preemptions:
-            for place in plan(self.state, self.index, now, self.policy, self.orders).places:
+            for place in plan(self.state, self.index, now, *self.rules).places:
                 tasks = tuple(grant.task for grant in place.grants)
                 self.state.fold(place.leased(tasks, now))
                 self._stand(place, now)
