@@ -136,21 +136,14 @@ def most_queued(server: Server) -> int | None:
     return picture.waiting + len(picture.state.held) + picture.arriving
 
 
-def queue_quota_error(
-    server: Server, submission: Submission, most: int | None
-) -> Operation[TooMany | None]:
-    """The error if the submission exceeds the queue quota of its user or team; part of its transaction.
-
-    Counting costs time in proportion to the queue, so it is skipped if `most` (of `most_queued`) is within the quota.
-    """
-    [why] = yield from queue_quota_errors(server, [submission], most)
-    return why
-
-
 def queue_quota_errors(
     server: Server, submissions: Sequence[Submission], most: int | None
 ) -> Operation[list[TooMany | None]]:
-    """`queue_quota_error` for submissions that are written together, as if they came one after the other."""
+    """For each submission, the error if it exceeds the queue quota of its user or team, as if they came in turn.
+
+    Part of their transaction. Counting costs time in proportion to the queue, so it is skipped if `most` (of
+    `most_queued`) is within the quota.
+    """
     holders_of_each = [_holders(each.user, each.team) for each in submissions]
     asked = {holder for holders in holders_of_each for holder in holders}
     given = yield from teams.quotas_of(asked)

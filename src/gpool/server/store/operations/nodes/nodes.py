@@ -196,7 +196,7 @@ def credentials_of(node: NodeId) -> Operation[NodeCredentials | None]:
 
 @operation
 def greet(node: NodeId, offer: Offer, gpu_ids: Sequence[int], at: Instant) -> Operation[None]:
-    """ReliabilityRecord the offer of a node that connects, and its heartbeat."""
+    """Record the offer of a node that connects, and its heartbeat."""
     if not (yield from exists("SELECT 1 FROM nodes WHERE id = :node", {"node": node})):
         raise NotFound("this node was removed; join again with a new link")
     gpus = _gpu_rows(offer, gpu_ids)
