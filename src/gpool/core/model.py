@@ -1,4 +1,6 @@
-"""Values shared by all packages: tasks, nodes, GPUs, allocations. Frozen, without behaviour."""
+"""Values shared by all packages: tasks, nodes, GPUs, allocations. Frozen, without behaviour.
+One file because the values refer to one another and every package imports several of them.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,6 @@ class Permission(StrEnum):
 
 
 class Tier(StrEnum):
-    """Isolation tier; ordered by `strength`."""
-
     NONE = "none"
     CONTAINER = "container"
     VM = "vm"
@@ -51,8 +51,6 @@ class Sharing(StrEnum):
 
 
 class Network(StrEnum):
-    """Network access of a task."""
-
     NONE = "none"  # no network at all
     EGRESS = "egress"  # the public internet; never private, link-local or metadata addresses
 
@@ -101,7 +99,6 @@ class TaskStatus(StrEnum):
 
     @property
     def text(self) -> str:
-        """Status as shown to consumers."""
         return STATUS_TEXT[self]
 
 
@@ -145,8 +142,6 @@ class Fault(StrEnum):
 
 
 class Availability(StrEnum):
-    """Owner's setting of a node."""
-
     AVAILABLE = "available"
     PAUSED = "paused"  # no new leases; running tasks continue
     DRAINING = "draining"  # no new leases; paused after the last lease ends
@@ -154,9 +149,8 @@ class Availability(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GpuRequest:
-    """Alternative of a GPU requirement: `count` whole GPUs, or (`count` 1) a slice of one.
-
-    A slice is requested by `share_milli` < 1000 (memory and compute alike) or by `vram_bytes`.
+    """Alternative of a GPU requirement: `count` whole GPUs, or (`count` 1) a slice of one by `share_milli` < 1000 (memory
+    and compute alike) or by `vram_bytes`.
     """
 
     count: int = 1
@@ -170,7 +164,7 @@ class GpuRequest:
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """Resources a task needs. Hashable: equal requirements are one shape."""
+    """Hashable: equal requirements are one shape."""
 
     gpu: tuple[GpuRequest, ...] = ()  # alternatives, tried in order; empty: CPU only
     cpu_milli: int = 1000
@@ -245,8 +239,8 @@ class TaskSpec:
 class Shape:
     """Class of interchangeable queued tasks: one entry in the queue.
 
-    `group` separates tasks with unrelated run times: the function's hash or the command's kind.
-    `level` grows with the time a task has already run (`scheduler.order.levels`).
+    `group` (function hash or command kind) separates unrelated run times. `level` grows with attained run time
+    (`scheduler.order.levels`).
     """
 
     user: UserId
@@ -297,8 +291,6 @@ class GpuDetails:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Device as its agent describes it and its owner allows it."""
-
     index: int
     uuid: str
     model: str
@@ -315,8 +307,6 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeOffer:
-    """Runtime of a node, and the abilities it has in combination."""
-
     name: str
     tier: Tier
     networks: frozenset[Network] = frozenset({Network.NONE})
@@ -326,8 +316,6 @@ class RuntimeOffer:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Resources that a node lends, as its agent reports them."""
-
     cpu_milli: int
     memory_bytes: int
     disk_bytes: int
@@ -368,8 +356,6 @@ class Merit:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Provider's machine as the scheduler sees it."""
-
     id: NodeId
     owner: UserId
     name: str
@@ -389,7 +375,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Part of one GPU that a lease holds; a whole GPU is a slice too."""
+    """Part of one GPU that a lease holds; may be the whole GPU."""
 
     gpu_index: int
     memory_bytes: int
@@ -414,8 +400,6 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class TaskRow:
-    """Task as stored."""
-
     id: TaskId
     batch: BatchId
     position: int  # place in its batch
@@ -441,7 +425,7 @@ class TaskRow:
 
 @dataclass(frozen=True, slots=True)
 class AttemptRow:
-    """An attempt that did not end its task: kept for the task's story."""
+    """Attempt that did not end its task, kept for the task's history."""
 
     task: TaskId
     epoch: int

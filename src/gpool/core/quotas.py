@@ -33,8 +33,6 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """First limit that a request exceeds."""
-
     what: str
     used: int
     asked: int
@@ -58,7 +56,7 @@ def within_quota(usage: QuotaUsage, quota: Quota, ask: QuotaUsage) -> Over | Non
 
 
 def within_quotas(pairs: Iterable[tuple[QuotaUsage, Quota]], ask: QuotaUsage) -> Over | None:
-    """Check the user's quota, then the team's; return the first exceeded limit."""
+    """Check the user's quota, then the team's."""
     for usage, quota in pairs:
         over = within_quota(usage, quota, ask)
         if over is not None:

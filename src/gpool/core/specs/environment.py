@@ -1,8 +1,5 @@
-"""Environment specs in normal form, and the name that equal specs share. Builds nothing.
-
-A name is "default", "pip:<digest>" or "image:<reference>". It is part of the task's shape, so tasks of
-one environment are interchangeable; a node that can build the kind may run it, one that has it ready
-runs it sooner.
+"""Environment specs in normal form and their names: "default", "pip:<digest>" or "image:<reference>". Builds nothing.
+The name is part of the task's shape: tasks of one environment are interchangeable.
 """
 
 from __future__ import annotations
@@ -67,7 +64,7 @@ def _no_requirement(text: str) -> Invalid:
 
 
 def name_of(recipe: Recipe | None) -> str:
-    """Return the name; equal specs have one name, an empty spec is the default."""
+    """Return the name; equal specs have one name."""
     if recipe is None or recipe == Recipe():
         return DEFAULT
     if recipe.image:

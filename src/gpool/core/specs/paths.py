@@ -13,7 +13,7 @@ _INVISIBLE = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, bidi marks, surrogates,
 
 
 def checked(path: str, *, directory: bool = False) -> str:
-    """Return the path if it is safe beneath a work directory; raise `Invalid` with the reason otherwise."""
+    """Return the path if it is safe beneath a work directory; raise `Invalid` otherwise."""
     body = path.removesuffix("/") if directory else path
     shown = path[:80].encode("unicode_escape").decode()
     if not body:
@@ -49,5 +49,5 @@ def asked_for(outputs: Iterable[str]) -> Callable[[str], bool]:
 
 
 def folded(path: str) -> str:
-    """Return the name a case-insensitive file system would use: two outputs must not fold to the same name."""
+    """Return the name on a case-insensitive file system: two outputs must not fold to one name."""
     return unicodedata.normalize("NFC", path).casefold()

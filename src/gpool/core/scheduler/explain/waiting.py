@@ -1,4 +1,4 @@
-"""Reason why a task waits, as one sentence. Uses the planner's state and rules; decides nothing."""
+"""Reason why a task waits, as one sentence, from the planner's state and rules. Decides nothing."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Story:
 
 
 def with_story(told: Explanation, story: Story) -> Explanation:
-    """Distinguish "no capacity" from "keeps failing": a requeued task first states its failure and the remedy."""
+    """Distinguish "no capacity" from "keeps failing": state a requeued task's failure and remedy first."""
     parts, advice, code = [], "", told.code
     if story.preempted:
         parts.append(f"made room for others {counted(story.preempted, 'time', 'times')}")
@@ -151,7 +151,7 @@ def in_steps(
 
 
 def _not_tried(capable: list[Node], shape: Shape) -> list[Node]:
-    """Drop nodes with failed starts of the task where others would do, as the planner does."""
+    """Drop nodes with failed starts of the task if others would do, as the planner does."""
     if not shape.avoids:
         return capable
     others = [node for node in capable if node.id not in shape.avoids]
@@ -186,7 +186,6 @@ def _waits_for_inputs(
 
 
 def _are_enough(nodes: list[Node], shape: Shape) -> bool:
-    """Return whether enough nodes are free at once: of one site, for a gang."""
     wanted = shape.requirements.nodes
     return bool(nodes) if wanted == 1 else most_together(nodes) >= wanted
 

@@ -1,8 +1,5 @@
 """Nearest changes that would start a waiting task now. Each is planned on a copy first, so every suggestion is true.
-
-A user applies a change by submitting the task again, so it is planned as the newest task; and once more
-with its old age, for a change in place. Only a change under which both start in this pass is suggested.
-
+Planned as the newest task (submitted again) and with the old age (changed in place); both must start.
 One file because every kind of change uses the same trial plan.
 """
 
@@ -46,9 +43,7 @@ _NEW = TaskId((1 << 62) - 1)  # newer than every real task
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """`change`: options of `gpool run` ("--gpu RTX4090"); `requirements`: the changed ones.
-    `price_microcredits`: price per hour on each node where it would start.
-    """
+    """`change`: options of `gpool run` ("--gpu RTX4090"). `price_microcredits`: price per hour on each node."""
 
     kind: str
     change: str
@@ -88,8 +83,6 @@ def suggest(
 
 
 class Asking:
-    """Tries changes of one task after another on its own state, made from the snapshot."""
-
     def __init__(
         self, snapshot: Snapshot, now: Instant, policy: Policy, orders: Mapping[str, Order] = ORDERS
     ) -> None:
@@ -98,7 +91,7 @@ class Asking:
         self.now, self.policy, self.orders = now, policy, orders
 
     def of(self, task: TaskId, is_late: Callable[[], bool] = _never) -> Suggested:
-        """Suggest changes. `is_late` is called before each try; once true, the results so far are returned."""
+        """Suggest changes. `is_late` is called before each try; once true, return the results so far."""
         self.state.take_hints(self.snapshot.hints)
         asked = _Asked(self, task, is_late)
         return Suggested(tuple(asked.found()), asked.is_complete)
@@ -143,7 +136,7 @@ class _Asked:
         return Suggestion(kind, change.change, said, change.requirements, price)
 
     def _place(self, shape: Shape) -> Placement | None:
-        """Return where it would start if submitted now; None if it would not, as new or with its old age."""
+        """None if it would not start, as new or with its old age."""
         assert self.task is not None
         assert self.shape is not None
         again = QueuedTask(_NEW, 0, self.now)
@@ -163,7 +156,7 @@ class _Asked:
             self.state.fold(TasksWithdrawn((task.id,)))
 
     def _started(self, task: TaskId) -> Placement | None:
-        """Return its allocation if it starts at once; queueing behind another lease is no start."""
+        """Queueing behind another lease is no start."""
         self.plans += 1
         for place in plan(self.state, self.index, self.now, self.policy, self.orders).places:
             if place.grants[0].task == task:
@@ -181,8 +174,6 @@ def cost_of(state: State, place: Placement) -> int:
 
 
 class _Free:
-    """Free capacity of open nodes, for one user."""
-
     def __init__(self, state: State, shape: Shape) -> None:
         self.state = state
         self.shape = shape
@@ -199,13 +190,11 @@ class _Free:
         return any(fitting) if wanted == 1 else most_together(fitting) >= wanted
 
     def fitting(self, shape: Shape) -> Iterator[Node]:
-        """Nodes with capacity for it, or for one member."""
         for node in self.nodes:
             if unfit(node, shape) is None and fit(node, self.state.nodes[node.id].room, shape):
                 yield node
 
     def most_idle(self, request: GpuRequest) -> int:
-        """Largest number of suitable idle GPUs on one node."""
         counts = Counter(
             node.id
             for node, room in self.gpus()
@@ -309,7 +298,6 @@ def _other_models(shape: Shape, free: _Free) -> Iterator[_Change]:
 
 
 def _higher_prices(shape: Shape, free: _Free) -> Iterator[_Change]:
-    """Prices of otherwise suitable nodes, cheapest first."""
     cap = shape.requirements.max_price_microcredits
     if cap is None:
         return

@@ -1,7 +1,6 @@
-"""Queue orders as values: the policy of an operator, the candidate that an order ranks, and the order itself.
-
-An order's key function must be deterministic, and its key must not get smaller when `queued_at`, `running`, `served`,
-`attained`, `predicted` or the shares of a candidate grow. The table of orders is `order.builtin.ORDERS`.
+"""Queue orders as values: an operator's policy, the candidate that an order ranks, and the order. Table: `builtin.ORDERS`.
+A key function must be deterministic, and its key must not get smaller when `queued_at`, `running`, `served`,
+`attained`, `predicted` or the shares of a candidate grow.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Policy:
 
 
 class Candidate(NamedTuple):
-    """The oldest waiting task of a shape, or a running task ranked as if it waited."""
+    """Oldest waiting task of a shape, or a running task ranked as if it waited."""
 
     shape: Shape
     queued_at: Instant
@@ -64,7 +63,7 @@ Key = tuple[Any, ...]
 
 
 class Rank(NamedTuple):
-    """Position in the queue: starts within a guarantee first, whatever the order; then by the order's key."""
+    """Position in the queue: starts within a guarantee first, then by the order's key."""
 
     band: int
     key: Key
@@ -72,11 +71,9 @@ class Rank(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A queue order.
-
-    `decisive` names the fields of the key, first to last, that justify preemption; without any the order never preempts
-    except for a guarantee. The remaining fields, such as age, only decide which task starts first.
-    `exchanges_by_share`: preemption between tenants follows the shares and time quanta of `order.exchange` instead.
+    """`decisive` names the fields of the key, first to last, that justify preemption; without any, only a guarantee preempts.
+    The other fields, such as age, only decide which task starts first. `exchanges_by_share`: preemption between tenants
+    follows the shares and time quanta of `order.exchange` instead.
     """
 
     name: str

@@ -1,7 +1,6 @@
-"""The position of a waiting task among all waiting tasks, by the order in force. It decides nothing.
-
-The n-th task of a shape is ranked as if its user and team held the n tasks before it. What other shapes of theirs get
-meanwhile is left out: a position is exact at the front of the queue and an estimate behind.
+"""Position of a waiting task by the order in force. Decides nothing.
+The n-th task of a shape is ranked as if its user and team held the n tasks before it, ignoring their other shapes:
+exact at the front of the queue, an estimate behind.
 """
 
 from __future__ import annotations

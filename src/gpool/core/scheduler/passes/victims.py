@@ -1,6 +1,5 @@
-"""Running tasks that a pass may preempt, grouped by user and size, with their ranks as if they waited.
-
-`passes.preemption` explains who may be preempted for whom; `passes.victim_sets` chooses among the victims of a node.
+"""Running tasks that a pass may preempt, grouped by user and size, ranked as if they waited.
+See `passes.preemption` for the rules and `passes.victim_sets` for the choice.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def in_sight(state: State, now: Instant, most: int = MAX_IN_SIGHT) -> Iterable[H
 
 
 def is_protected(line: HeldAllocation, now: Instant, period: Span) -> bool:
-    """Whether the task was restarted less than the protection period ago; a first start is not protected."""
+    """Whether the task was restarted within the period; a first start is not protected."""
     if line.since <= now - period:
         return False
     lease = next(iter(line.leases.values()))
@@ -56,9 +55,9 @@ def is_protected(line: HeldAllocation, now: Instant, period: Span) -> bool:
 
 
 def protection_period(order: Order, policy: Policy, *, is_own: bool) -> Span:
-    """How long a restarted task is protected from tasks of the same user (`is_own`) or of others.
+    """Protection of a restarted task from the same user (`is_own`) or others.
 
-    Where tenants exchange by shares, protection against others ends with the time quantum, which is for them.
+    Where tenants exchange by shares, protection against others ends with the time quantum.
     """
     if is_own or not order.exchanges_by_share:
         return policy.protection
@@ -94,7 +93,7 @@ def asks_no_less(shape: Shape, other: Shape) -> bool:
 
 
 class Victim(NamedTuple):
-    """An allocation that could be preempted, with its rank as if its task waited."""
+    """Allocation with its rank as if its task waited."""
 
     rank: Rank
     line: HeldAllocation
@@ -109,7 +108,7 @@ class Victim(NamedTuple):
 
 
 class VictimGroup(NamedTuple):
-    """Victims of one user, team and size, last in the order first, with the shares of their tenant and user."""
+    """Victims of one user, team and size, last in the order first, with their tenant's and user's shares."""
 
     victims: list[Victim]
     shares: Pair  # without the first victim
@@ -120,10 +119,7 @@ class VictimGroup(NamedTuple):
 
 
 class VictimGroups:
-    """All groups as arrays, to find the few worth comparing.
-
-    `had`, `held`: recent usage and present share of each group's tenant.
-    """
+    """Groups as arrays, to find the few worth comparing. `had`, `held`: recent usage and present share of each tenant."""
 
     def __init__(self, groups: list[VictimGroup], had: list[int], held: list[int]) -> None:
         self._groups = groups
@@ -137,7 +133,7 @@ class VictimGroups:
     def worth_comparing(
         self, shape: Shape, waiting: ExchangeSide, order: Order, policy: Policy
     ) -> Iterator[VictimGroup]:
-        """Groups with victims that the waiting task may outrank; of all other groups it outranks none."""
+        """Groups with victims that the waiting task may outrank; it outranks none of the others."""
         maybe = self._users == shape.user
         if shape.team is not None:
             maybe |= self._teams == shape.team
@@ -159,7 +155,7 @@ def _column(values: list[int]) -> Ints:
 
 
 class PreemptibleCapacity:
-    """Rows by the board's slots, made once a pass; what is taken or promised later is taken off."""
+    """Rows by the board's slots, made once a pass; later takes are subtracted."""
 
     def __init__(self, index: PlacementIndex, lines: Iterable[HeldAllocation]) -> None:
         self._index = index
@@ -195,7 +191,7 @@ class GroupKey(NamedTuple):
 
 
 class VictimSearch:
-    """Victims of this pass. Groups are computed when first asked for, and anew for tenants whose share changed."""
+    """Victims of this pass. Groups are computed on demand, and again for tenants whose share changed."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Kinds of nodes: nodes of one kind offer the same when idle, so whether a shape could run there is asked once a kind."""
+"""Kinds of nodes: equal offers when idle, so each shape is checked once per kind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def lent_gpus(node: Node | None) -> int:
 
 
 def merit_of(node: Node) -> int:
-    """Rank of a node's GPUs, best smallest: proven and healthy first, then by speed in half octaves. Seven bits."""
+    """Rank of a node's GPUs in seven bits, best smallest: proven and healthy, then speed in half octaves."""
     if not node.offer.gpus:
         return 0
     is_ailing = any(gpu.health is not Health.HEALTHY for gpu in node.offer.gpus)
@@ -110,7 +110,7 @@ class KindTable:
 
 
 class EqualGroups:
-    """A number for each slot, equal where the values are equal; never more numbers than slots."""
+    """Number for each slot, equal for equal values; never more numbers than slots."""
 
     __slots__ = ("_counts", "_numbers", "_unused", "_values")
 

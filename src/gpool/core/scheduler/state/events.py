@@ -1,4 +1,4 @@
-"""Events of the scheduling state, folded in the order in which the store committed them; and plans, not yet written."""
+"""Events of the scheduling state, folded in commit order; and plans, not yet written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NONE, _NEVER = Span(0), Instant(0)
 
 @dataclass(frozen=True, slots=True)
 class QueuedTask:
-    """A waiting task: epoch of its last lease (0: none yet) and run time in earlier leases (a hint)."""
+    """Waiting task: epoch of its last lease (0: none) and run time in earlier leases (a hint)."""
 
     id: TaskId
     epoch: int
@@ -22,8 +22,6 @@ class QueuedTask:
 
 @dataclass(frozen=True, slots=True)
 class GangPart:
-    """Allocation of a gang on a further node."""
-
     node: NodeId
     allocation: Allocation
 
@@ -39,7 +37,7 @@ class Leased:
 
 @dataclass(frozen=True, slots=True)
 class TasksQueued:
-    """Tasks of one shape entered the queue or returned to it."""
+    """Tasks of one shape entered or re-entered the queue."""
 
     shape: Shape
     tasks: tuple[QueuedTask, ...]
@@ -47,17 +45,12 @@ class TasksQueued:
 
 @dataclass(frozen=True, slots=True)
 class TasksWithdrawn:
-    """Queued tasks were cancelled."""
-
     tasks: tuple[TaskId, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TasksLeased:
-    """Tasks of a `Placement` left the queue and are leased on its allocation.
-
-    `at` and `leases` are hints for preemption: without them the tasks are not preempted.
-    """
+    """Tasks of a `Placement` were leased. `at` and `leases` are hints: without them the tasks are not preempted."""
 
     node: NodeId
     allocation: Allocation
@@ -78,10 +71,7 @@ class TasksReleased:
 
 @dataclass(frozen=True, slots=True)
 class TasksPreempted:
-    """Leases were asked to stop; they hold their allocation until they are released.
-
-    `beneficiaries`: the tasks they stop for, in the same order; a hint.
-    """
+    """Leases were asked to stop; they hold their allocation until released. `beneficiaries`: a hint, in the same order."""
 
     tasks: tuple[TaskId, ...]
     beneficiaries: tuple[TaskId, ...] = ()
@@ -101,7 +91,7 @@ class NodeRemoved:
 
 @dataclass(frozen=True, slots=True)
 class RunTimesObserved:
-    """Total run time of `count` attempts of a shape; a hint."""
+    """Total run time of `count` attempts; a hint."""
 
     shape: Shape
     count: int
@@ -123,7 +113,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class LeaseGrant:
-    """A lease to be written; the store checks that the task's epoch is `epoch - 1`."""
+    """Lease to write; the store checks that the task's epoch is `epoch - 1`."""
 
     task: TaskId
     epoch: int
@@ -133,7 +123,7 @@ class LeaseGrant:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Tasks to lease, in this order, on one allocation."""
+    """Tasks to lease, in order, on one allocation."""
 
     node: NodeId
     allocation: Allocation
@@ -154,7 +144,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Preempt:
-    """A lease to stop for the task `beneficiary`; the store checks its epoch."""
+    """Lease to stop for `beneficiary`; the store checks its epoch."""
 
     task: TaskId
     epoch: int
@@ -164,7 +154,7 @@ class Preempt:
 
 @dataclass(frozen=True, slots=True)
 class PassPlan:
-    """Decisions of one pass. `is_partial`: the pass was cut short, and another one might start more at once."""
+    """Decisions of one pass. `is_partial`: the pass was cut short; another one might start more at once."""
 
     places: tuple[Placement, ...] = ()
     preemptions: tuple[Preempt, ...] = ()
