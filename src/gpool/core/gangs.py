@@ -39,8 +39,6 @@ class MemberEnd:
 
 @dataclass(frozen=True, slots=True)
 class GangStanding:
-    """Size and policy of a gang, and the ends of released members."""
-
     nodes: int
     engine: Engine
     on_loss: OnLoss
@@ -112,7 +110,7 @@ def _place(end: MemberEnd) -> int:
 
 
 def marked(data: bytes, rank: int, *, in_line: bool) -> bytes:
-    """Prefix each line of output with the rank; `in_line`: the previous chunk ended mid-line."""
+    """`in_line`: the previous chunk ended mid-line."""
     if not rank or not data:
         return data
     mark = b"[%d] " % rank
@@ -162,17 +160,13 @@ def variables(rank: int, nodes: int) -> tuple[tuple[str, str], ...]:
 
 
 def hosts(rank: int, nodes: int, own_name: str) -> str:
-    """Return lines for /etc/hosts: rank0, rank1, …, and this member's own name."""
     lines = [f"{address_of(one)} rank{one}" for one in range(nodes)]
     lines[rank] += f" {own_name}"
     return "".join(f"{line}\n" for line in lines)
 
 
 def engine_words(engine: Engine, rank: int, nodes: int, part: Allocation) -> tuple[str, ...]:
-    """Return the interpreter arguments that start this member; empty without an engine.
-
-    torchrun's arguments end where the task's command follows; Ray's are complete.
-    """
+    """Interpreter arguments; torchrun's end where the task's command follows, Ray's are complete."""
     if engine is Engine.TORCHRUN:
         return (
             "-m",

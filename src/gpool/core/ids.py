@@ -30,7 +30,7 @@ PREFIXES = {
 
 
 class IdSource(Protocol):
-    """Source of new ids: increasing, never repeated, safe with many replicas."""
+    """Increasing ids, never repeated, safe with many replicas."""
 
     def next(self) -> int: ...
 

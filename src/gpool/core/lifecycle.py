@@ -51,7 +51,7 @@ class IllegalMove(AssertionError):
 
 
 def after(status: TaskStatus, moves: Iterable[Move], story: object = "") -> TaskStatus:
-    """Apply the moves in order; raise `IllegalMove` with the task's history."""
+    """Raises `IllegalMove` with the task's history."""
     for move in moves:
         try:
             status = TABLE[status, move]
@@ -61,12 +61,12 @@ def after(status: TaskStatus, moves: Iterable[Move], story: object = "") -> Task
 
 
 def sources(move: Move) -> frozenset[TaskStatus]:
-    """Return the statuses from which the move is legal, for the guard of a write."""
+    """Statuses from which the move is legal, for the guard of a write."""
     return frozenset(status for (status, m) in TABLE if m is move)
 
 
 def end_move(reason: EndReason, exit_code: int | None, *, tries_left: bool, losses: int) -> Move:
-    """Map the end of an attempt to a move. `losses` counts different lost nodes, this one included."""
+    """`losses` counts different lost nodes, this one included."""
     if reason in NO_FAULT:
         return Move.GAVE_UP if reason is EndReason.LOST and losses >= MAX_LOSSES else Move.REQUEUED
     if reason is EndReason.CANCELLED:

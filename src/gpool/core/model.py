@@ -40,8 +40,6 @@ class Tier(StrEnum):
 
 
 class Sharing(StrEnum):
-    """Mode in which tasks share one GPU; see `gpool.agent.sharing`."""
-
     EXCLUSIVE = "exclusive"  # no sharing
     MIG = "mig"  # hardware slices: strangers may be neighbours
     MPS = (
@@ -56,22 +54,18 @@ class Network(StrEnum):
 
 
 class Engine(StrEnum):
-    """Launcher of a gang's command on its members."""
-
     NONE = "none"  # the command runs on every member, with its rank in a variable
     TORCHRUN = "torchrun"
     RAY = "ray"  # a private cluster; the command runs on rank 0 only
 
 
 class OnLoss(StrEnum):
-    """Policy of a gang that loses a member."""
-
     REFORM = "reform"  # requeue the whole gang
     END = "end"  # fail the gang
 
 
 class Phase(StrEnum):
-    """Phase of an attempt on its node; the time-out covers all phases."""
+    """The time-out covers all phases."""
 
     FETCH = "fetch"  # inputs
     BUILD = "build"  # the environment
@@ -114,7 +108,7 @@ STATUS_TEXT = {
 
 
 class EndReason(StrEnum):
-    """Reason for the end of an attempt. The first group is final; the second requeues the task."""
+    """The first group is final; the second requeues the task."""
 
     EXITED = "exited"  # a command's own exit, any code
     RETURNED = "returned"  # a function returned a value
@@ -180,8 +174,6 @@ class Requirements:
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """File placed into the work directory before the start."""
-
     path: str  # relative, no "..", checked by core.paths
     sha256: str
     size_bytes: int
@@ -190,8 +182,6 @@ class InputFile:
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """File found beneath the work directory after the end."""
-
     path: str
     sha256: str
     size_bytes: int
@@ -200,7 +190,7 @@ class OutputFile:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Environment spec in the normal form of `core.specs.environment`: packages, or an image."""
+    """Environment spec in the normal form of `core.specs.environment`."""
 
     python: str | None = None  # a minor, "3.11"; None: the node's own
     packages: tuple[str, ...] = ()  # PEP 508, sorted
@@ -209,7 +199,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class TaskSpec:
-    """Definition of a task without its own arguments: one spec serves a whole batch."""
+    """Without the task's own arguments: one spec serves a whole batch."""
 
     kind: TaskKind
     name: str
@@ -263,7 +253,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class SliceProfile:
-    """Size of a MIG slice, and the memory slices at which it may start."""
+    """MIG slice; `starts` in memory slices."""
 
     name: str  # "1g.18gb"
     memory_bytes: int
@@ -274,7 +264,7 @@ class SliceProfile:
 
 @dataclass(frozen=True, slots=True)
 class GpuDetails:
-    """Further properties of a device; empty, 0 or None: unknown."""
+    """Empty, 0 or None: unknown."""
 
     source: str = ""  # who told: "nvml", "amd-smi", "sysfs" …
     driver: str = ""
@@ -339,7 +329,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Audience:
-    """Users and teams whose tasks an owner accepts; the owner's own tasks are always accepted."""
+    """Users and teams that an owner accepts, besides the owner."""
 
     users: frozenset[int] = frozenset()
     teams: frozenset[int] = frozenset()
@@ -347,7 +337,7 @@ class Audience:
 
 @dataclass(frozen=True, slots=True)
 class Merit:
-    """Reliability and speed of a node in coarse steps (`core.trust.reliability`); never a reason to reject it."""
+    """Coarse steps (`core.trust.reliability`); never a reason to reject a node."""
 
     mtbf: Span = Span(64 * 3600 * 1_000_000)  # mean time between losses; this much of one not known
     is_proven: bool = False  # every GPU it lends passed its trial
@@ -375,8 +365,6 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Part of one GPU that a lease holds; may be the whole GPU."""
-
     gpu_index: int
     memory_bytes: int
     share_milli: int

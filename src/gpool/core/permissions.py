@@ -2,7 +2,7 @@
 
 The first check uses actor and action only (signed in, permission, scope of the API key), so it reveals nothing about
 any object. The second uses the actor's relation to the object: without one the outcome is `HIDDEN`, as for a missing
-object; else, if not allowed, `REFUSED`. A team's object belongs to the team, not to its creator.
+object; else, if not allowed, `REFUSED`. The creator of a team's object has rights only as the team's owner or member.
 One file because the table, its validation and the decision use the same relations.
 """
 
@@ -26,7 +26,7 @@ class Role(StrEnum):
 
 
 class Scope(StrEnum):
-    """Scope of an API key. A sign-in has all scopes, and more."""
+    """A sign-in has all scopes, and more."""
 
     TASKS_READ = "tasks:read"
     TASKS_WRITE = "tasks:write"
@@ -224,7 +224,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PermissionRule:
-    """Relations that allow an action on a kind of object. `scope` None: never with an API key. `needs`: a further permission."""
+    """`scope` None: never with an API key. `needs`: a further permission."""
 
     kind: ObjectKind
     may: frozenset[Relation]
@@ -347,7 +347,7 @@ RULES: Mapping[Action, PermissionRule] = {
 def whole(
     rules: Mapping[Action, PermissionRule], actions: Iterable[Action] = Action
 ) -> Mapping[ObjectKind, frozenset[Relation]]:
-    """Return the relations that can see each kind of object; raise if an action has no row or a row is invalid."""
+    """Return the relations that can see each kind; raise if an action has no row or a row is invalid."""
     rowless = [action.value for action in actions if action not in rules]
     if rowless:
         raise AssertionError(

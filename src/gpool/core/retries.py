@@ -51,7 +51,7 @@ class Unstarted:
 
 
 def unstarted_move(tries: Unstarted, retries: int) -> Move:
-    """Requeue or fail the task; `tries` includes the present failure."""
+    """`tries` includes the present failure."""
     if tries.unclear >= MAX_UNSTARTED + retries or tries.times >= MAX_BY_NODE + retries:
         return Move.FAILED
     return Move.REQUEUED
@@ -62,14 +62,14 @@ def archived_as(fault: Fault) -> EndReason:
 
 
 def given_up(said: str, tries: Unstarted) -> str:
-    """Error text of a task that starts nowhere; the last node's message comes first."""
+    """The last node's message comes first."""
     if tries.times < 2:
         return said
     return f"{said} (it was tried {tries.times} times and could not be started)".lstrip()
 
 
 class Evidence:
-    """Evidence against nodes, folded from committed events. A task's evidence ends with it."""
+    """Folded from committed events. A task's evidence ends with it."""
 
     def __init__(self) -> None:
         self._tried: dict[TaskId, tuple[UserId, set[NodeId]]] = {}  # nodes with failed starts
@@ -81,11 +81,10 @@ class Evidence:
 
     @property
     def against(self) -> Mapping[NodeId, Collection[UserId]]:
-        """Users whose tasks failed to start on the node and started elsewhere."""
         return self._against
 
     def failed(self, task: TaskId, user: UserId, node: NodeId, fault: Fault) -> bool:
-        """Record a failed start; return whether it alone blames the node."""
+        """Return whether this failure alone blames the node."""
         if fault is Fault.NODE:
             return True
         if fault is Fault.UNCLEAR:
@@ -93,7 +92,7 @@ class Evidence:
         return False
 
     def began(self, task: TaskId, nodes: Collection[NodeId]) -> list[NodeId]:
-        """Record a start; return the nodes blamed by the task's earlier failed starts."""
+        """Return the nodes blamed by the task's earlier failed starts."""
         for node in self._against.keys() & set(nodes):
             del self._against[node]
         user, tried = self._tried.pop(task, (None, set[NodeId]()))
@@ -109,7 +108,7 @@ class Evidence:
         return found
 
     def ended(self, tasks: Collection[TaskId]) -> None:
-        """Forget tasks that ended without a start: they are no evidence."""
+        """Tasks that ended without a start are no evidence."""
         if self._tried:
             for task in tasks:
                 self._tried.pop(task, None)

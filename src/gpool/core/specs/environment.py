@@ -25,7 +25,7 @@ _IMAGE = re.compile(r"[a-z0-9][\w./:@-]{0,254}", re.ASCII | re.IGNORECASE)
 
 
 def recipe(python: str | None = None, packages: tuple[str, ...] = (), image: str = "") -> Recipe:
-    """Return the normal form; `Invalid` names the offending word."""
+    """`Invalid` names the offending word."""
     if python is not None and not _MINOR.fullmatch(python):
         raise Invalid(f"python {python[:20]!r} is not a minor version; write it like 3.12")
     if image and (python or packages):
@@ -64,7 +64,6 @@ def _no_requirement(text: str) -> Invalid:
 
 
 def name_of(recipe: Recipe | None) -> str:
-    """Return the name; equal specs have one name."""
     if recipe is None or recipe == Recipe():
         return DEFAULT
     if recipe.image:
@@ -76,5 +75,5 @@ def name_of(recipe: Recipe | None) -> str:
 
 
 def kind_of(name: str) -> str:
-    """Return the kind a node must be able to build: "pip", "image", or the name itself."""
+    """The kind a node must be able to build: "pip", "image", or the name itself."""
     return name.partition(":")[0]

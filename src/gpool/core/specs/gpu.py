@@ -78,7 +78,6 @@ def parse_bytes(text: str) -> int:
 
 
 def typed_size(size: int) -> str:
-    """Format a size in the largest whole unit; `parse_bytes` reads it back."""
     units = [(f"{unit}B", 1000 ** _POWER[unit]) for unit in "TGM"]
     units += [(f"{unit}iB", 1024 ** _POWER[unit]) for unit in "TGMK"]
     return next((f"{size // scale}{unit}" for unit, scale in units if not size % scale), f"{size}B")
@@ -90,7 +89,6 @@ def gib(size: int) -> str:
 
 
 def format(requests: tuple[GpuRequest, ...]) -> str:
-    """Return the shortest text that `parse` reads as these requests."""
     return ",".join(_item_text(request) for request in requests) or "0"
 
 
@@ -290,7 +288,7 @@ def _vram(text: str) -> int:
 
 
 def _size(text: str, body: str, at: int, *, as_sold: bool = False) -> int:
-    """Return bytes. `as_sold`: an upper bound, where GB counts in powers of two."""
+    """`as_sold`: an upper bound, where GB counts in powers of two."""
     lead = len(body) - len(body.lstrip())
     body, at = body.strip(), at + lead
     found = _SIZE.fullmatch(body)

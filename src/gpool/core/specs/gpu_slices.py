@@ -15,7 +15,6 @@ Held = Iterable[tuple[int, int]]
 
 
 def smallest(gpu: Gpu, memory_bytes: int, share_milli: int) -> SliceProfile | None:
-    """Return the smallest profile with at least this memory and share."""
     fitting = [
         profile
         for profile in gpu.profiles
@@ -25,7 +24,7 @@ def smallest(gpu: Gpu, memory_bytes: int, share_milli: int) -> SliceProfile | No
 
 
 def share_of(gpu: Gpu, profile: SliceProfile) -> int:
-    """Return the profile's part of the GPU's compute slices, in thousandths."""
+    """In thousandths of the GPU's compute slices."""
     return 1000 * profile.compute // max(each.compute for each in gpu.profiles)
 
 
@@ -36,7 +35,7 @@ def named(gpu: Gpu, name: str) -> SliceProfile | None:
 
 
 def slice_by(gpu: Gpu, profile: SliceProfile) -> Slice:
-    """Return a slice without a start; see `start_for`."""
+    """Without a start; see `start_for`."""
     return Slice(gpu.index, profile.memory_bytes, share_of(gpu, profile), profile.name)
 
 
@@ -54,7 +53,7 @@ def largest(gpu: Gpu, held: Held) -> SliceProfile | None:
 
 
 def start_for(gpu: Gpu, profile: SliceProfile, held: Held) -> int | None:
-    """Return the start that leaves the largest slice, then the most slices; None: no room."""
+    """The start that leaves the largest slice, then the most slices; None: no room."""
     held = tuple(held)
 
     def worth(start: int) -> tuple[int, int, int, int]:

@@ -84,8 +84,6 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Health of one GPU; worst cause first."""
-
     causes: tuple[Cause, ...] = ()
 
     @property

@@ -180,8 +180,6 @@ def terms_for(memory_bytes: int, make: Make) -> VerificationTerms:
 
 @dataclass(frozen=True, slots=True)
 class VerificationKeys:
-    """Keys of the matrix stream and of step 1's digests."""
-
     stream: tuple[int, int]
     digest: tuple[int, int]
 
@@ -281,8 +279,6 @@ VERDICT_TEXT: Mapping[GpuVerdict, str] = {
 
 @dataclass(frozen=True, slots=True)
 class VerifiedGpu:
-    """One GPU in a batch: its challenge, and timed answers."""
-
     terms: VerificationTerms
     began_at: Instant
     root: bytes | None = None

@@ -43,7 +43,7 @@ class ReliabilityRecord:
 
     @property
     def mtbf(self) -> Span:
-        """Mean time between losses, rounded to powers of two of an hour."""
+        """Rounded to powers of two of an hour."""
         mean = LOSS * (self.up + PRIOR) / (self.losses_milli + LOSS)
         return Span(_HOUR << min(16, max(0, round(log2(mean / _HOUR)))))
 

@@ -25,7 +25,7 @@ class Explanation:
 
 
 def nothing_can(nodes: list[Node], shape: Shape) -> Explanation:
-    """Explain by the nodes that fail the latest check. All nodes must be unfit."""
+    """Explain by the nodes that fail the latest check."""
     steps = list(Unfit)
     reasons = {node.id: unfit(node, shape) or Unfit.GPU for node in nodes}
     last = max(reasons.values(), key=steps.index)

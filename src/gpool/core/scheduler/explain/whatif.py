@@ -78,7 +78,7 @@ def suggest(
     policy: Policy,
     orders: Mapping[str, Order] = ORDERS,
 ) -> tuple[Suggestion, ...]:
-    """Return at most one change of each kind, the nearest; empty if the task starts unchanged or does not wait."""
+    """Nearest change of each kind; empty if the task starts unchanged or does not wait."""
     return Asking(snapshot, now, policy, orders).of(task).found
 
 
@@ -91,7 +91,7 @@ class Asking:
         self.now, self.policy, self.orders = now, policy, orders
 
     def of(self, task: TaskId, is_late: Callable[[], bool] = _never) -> Suggested:
-        """Suggest changes. `is_late` is called before each try; once true, return the results so far."""
+        """`is_late` is called before each try; once true, return the results so far."""
         self.state.take_hints(self.snapshot.hints)
         asked = _Asked(self, task, is_late)
         return Suggested(tuple(asked.found()), asked.is_complete)
@@ -166,7 +166,7 @@ class _Asked:
 
 
 def cost_of(state: State, place: Placement) -> int:
-    """Return the price per hour, on the most expensive node of a gang."""
+    """Price per hour on a gang's most expensive node."""
     parts = [(place.node, place.allocation)]
     parts += [(member.node, member.allocation) for member in place.members]
     known = [(state.nodes[id_].node, allocation) for id_, allocation in parts]
@@ -184,7 +184,6 @@ class _Free:
         ]
 
     def has_room(self, shape: Shape) -> bool:
-        """Whether it could start if it were the only task."""
         wanted = shape.requirements.nodes
         fitting = self.fitting(shape)
         return any(fitting) if wanted == 1 else most_together(fitting) >= wanted
@@ -203,7 +202,6 @@ class _Free:
         return max(counts.values(), default=0)
 
     def gpus(self) -> Iterator[tuple[Node, GpuRoom]]:
-        """GPUs that this user may use in part."""
         for node in self.nodes:
             for room in self.state.nodes[node.id].room.gpus.values():
                 is_theirs = not room.holders or room.user == self.shape.user
@@ -211,7 +209,6 @@ class _Free:
                     yield node, room
 
     def idle(self) -> dict[str, tuple[Gpu, int]]:
-        """By model: one idle GPU, and the largest number on one node."""
         counts: dict[tuple[int, str], int] = {}
         found: dict[str, tuple[Gpu, int]] = {}
         for node, room in self.gpus():
@@ -393,7 +390,6 @@ def _no_network(shape: Shape) -> Iterator[_Change]:
 
 
 def _model_of(gpu: Gpu) -> str:
-    """Return the shortest model name: `A100` for `NVIDIA A100-SXM4-80GB`."""
     words = gpu.model.replace("-", " ").split()
     for count in range(1, len(words)):
         name = gpuspec.normalise(" ".join(words[:count]))

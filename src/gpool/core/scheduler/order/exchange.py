@@ -18,7 +18,7 @@ Pair = tuple[int, int]
 
 
 class ExchangeSide(NamedTuple):
-    """One side of an exchange, as if the running task did not run. Shares in millionths of the pool."""
+    """Counted as if the running task did not run. Shares in millionths of the pool."""
 
     rank: Rank
     shares: Pair = (0, 0)  # held now and recently used

@@ -78,7 +78,7 @@ def compared(shape: Shape, team: int, user: int, weights: Mapping[Holder, int]) 
 
 
 def scopes_of(shape: Shape) -> tuple[tuple[Holder, int | None], ...]:
-    """Holders with their scopes: None among tenants, a team among its users."""
+    """Scope None: among tenants; a team: among its users."""
     if shape.team is None:
         return ((("user", shape.user), None),)
     return (("team", shape.team), None), (("user", shape.user), shape.team)
@@ -106,7 +106,7 @@ def total(amounts: Iterable[Amounts]) -> Amounts:
 
 
 class RoundingStep(NamedTuple):
-    """Part of an allocation added to the share of a holder with and without allocations."""
+    """Part of an allocation added for a holder with and without allocations."""
 
     amounts: Amounts
     while_holding: float
@@ -114,10 +114,8 @@ class RoundingStep(NamedTuple):
 
 
 class RecentUsage:
-    """Average shares under contention, decaying with `HALF_LIFE`.
-
-    Instead of decaying all sums, later time weighs more: `_scale` doubles each half-life, and `_clock` is the contended time
-    so weighted. A holder's sum grows by its share times the clock's advance, and is updated when its share changes.
+    """Instead of decaying all sums, later time weighs more: `_scale` doubles each half-life, and `_clock` is the contended time
+    so weighted. A holder's sum grows by its share times the clock's advance.
     """
 
     __slots__ = ("_clock", "_floors", "_marks", "_now", "_scale", "_sums", "steps")
@@ -231,8 +229,6 @@ class RecentUsage:
 
 
 class Shares:
-    """Held amounts and recent usage, relative to the open nodes."""
-
     __slots__ = (
         "_all",
         "_held",
@@ -258,7 +254,6 @@ class Shares:
         self._settled_at = 0.0  # usage clock when the pool last changed
 
     def begin_waiting(self, shape: Shape) -> None:
-        """A holder without waiting tasks before joins the others."""
         step, steps = self._step(shape), self.usage.steps
         for holder, scope in scopes_of(shape):
             steps[holder] = min(step, steps.get(holder, step))
@@ -285,7 +280,7 @@ class Shares:
         return RoundingStep(asked_by(shape), min(1.0, lasts / _HOUR) / 2, min(1.0, PAST * kept / 2))
 
     def pass_time(self, now: Instant, waiting: int) -> None:
-        """Advance to `now`. Held shares count as usage if any shape of the pool waited."""
+        """Held shares count as usage if any shape of the pool waited."""
         self.usage.pass_time(now, is_contended=waiting > 0)
 
     def settle(self, now: Instant, waiting: int) -> None:
@@ -298,7 +293,7 @@ class Shares:
         return self.usage.values()
 
     def restore(self, stored: StoredUsage, now: Instant) -> None:
-        """Use stored values. Waiting holders without one join the others."""
+        """Waiting holders without a stored value join the others."""
         usage = self.usage
         usage.restore(stored, now)
         for holder, scope in self._scopes.items():
@@ -369,7 +364,7 @@ class Shares:
         total[2] += sign * amounts[2]
 
     def of(self, holder: Holder, weight_milli: int = 1000, more: Amounts | None = None) -> int:
-        """Share as compared, in millionths of the pool per weight; `more`: held besides."""
+        """In millionths of the pool per weight; `more`: held besides."""
         held = self._held.get(holder)
         gpu, cpu, memory = held or (0, 0, 0)
         if more is not None:

@@ -2,8 +2,8 @@
 
 Levels begin at 0, 0.5, 2, 8, 32 and 128 hours of run time in all attempts; within a level the older goes first. Run
 times have heavy tails: a task that has run long will probably run as long again, so stopping it for short ones costs it
-little. This holds at every scale: with one level above 8 hours, a task of ten hours would wait behind tasks of two
-weeks. After waiting for `promotion` a task is at level 0: none starves.
+little. This holds at every scale, hence factors of four: with one level above 8 hours, a task of ten hours would wait
+behind tasks of two weeks. After waiting for `promotion` a task is at level 0: none starves.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ WITHIN, BORROWED = 0, 1
 
 
 def band(limits: GpuLimits, shape: Shape, held: Callable[[Holder], int], more: int) -> int:
-    """Whether a start of `more` thousandths is within a guarantee; `WITHIN` if nothing is guaranteed."""
+    """`WITHIN` if nothing is guaranteed."""
     if not limits.guaranteed:
         return WITHIN
     if more:

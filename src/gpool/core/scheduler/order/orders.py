@@ -24,8 +24,6 @@ _QUANTUM = Span(HOUR // 6)
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Settings of the scheduler that an operator may choose."""
-
     order: str = "fair_share"
     max_prefetch: int = 500  # leases in the queue of one allocation
     prefetch_target: Span = _PREFETCH_TARGET  # predicted work in the queue of one allocation
@@ -63,7 +61,7 @@ Key = tuple[Any, ...]
 
 
 class Rank(NamedTuple):
-    """Position in the queue: starts within a guarantee first, then by the order's key."""
+    """Starts within a guarantee first, then by the order's key."""
 
     band: int
     key: Key
@@ -72,8 +70,7 @@ class Rank(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Order:
     """`decisive` names the fields of the key, first to last, that justify preemption; without any, only a guarantee preempts.
-    The other fields, such as age, only decide which task starts first. `exchanges_by_share`: preemption between tenants
-    follows the shares and time quanta of `order.exchange` instead.
+    `exchanges_by_share`: preemption between tenants follows the shares and time quanta of `order.exchange` instead.
     """
 
     name: str

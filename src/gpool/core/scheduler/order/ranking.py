@@ -33,7 +33,7 @@ class Ranking:
     def ahead(
         self, mine: ShapeState, task: TaskId, nodes: list[Node]
     ) -> Generator[None, None, int]:
-        """Number of waiting tasks that rank before this one and could use one of these nodes; in steps."""
+        """Number of tasks ranked before this one that could use one of these nodes; in steps."""
         entry = mine.queue.entry_of(task)
         if entry is None:
             return 0

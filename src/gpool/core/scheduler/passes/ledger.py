@@ -44,7 +44,7 @@ class CapacityLedger:
         return self._rooms.get(node) or self._state.nodes[node].room
 
     def room_after_stops(self, node: NodeId) -> Room:
-        """Free room once all preempted tasks have stopped, less room kept for waiting tasks."""
+        """Room once all preempted tasks have stopped, less the room kept for waiting tasks."""
         return self._future.get(node) or self.room(node)
 
     def future_room(self, node: NodeId) -> Room:
@@ -70,7 +70,6 @@ class CapacityLedger:
         return self._started.get(node, ())
 
     def take(self, shape: Shape, node: NodeId, found: Fit) -> Allocation:
-        """Allocate now, under the smallest free number of the node."""
         entry = self._state.nodes[node]
         number = self._numbers.get(node, 0)
         while number in entry.lines:
@@ -98,7 +97,7 @@ class CapacityLedger:
 
 
 class BackfillReservation(NamedTuple):
-    """Node kept for a waiting shape; tasks predicted to end before `at` may use it meanwhile."""
+    """Tasks predicted to end before `at` may use the node."""
 
     shape: Shape
     at: Instant  # predicted time at which the node has room
@@ -106,8 +105,6 @@ class BackfillReservation(NamedTuple):
 
 
 class NodeClaims:
-    """Nodes closed to some shapes: reserved, being cleared by preemption, pinned, or failed on before."""
-
     def __init__(
         self, index: PlacementIndex, now: Instant, run_times: RunTimeMemo, *, preempts: bool
     ) -> None:
@@ -136,10 +133,7 @@ class NodeClaims:
         return reservation is not None and reservation.shape is not shape
 
     def closed_to(self, shape: Shape) -> set[NodeId]:
-        """Nodes on which the shape must not start.
-
-        A preemptible shape may use reserved nodes, since it can be stopped in time; see `_is_overdue`.
-        """
+        """A preemptible shape may use reserved nodes, since it can be stopped in time; see `_is_overdue`."""
         found = {id_ for id_, other in self._clearing.items() if other is not shape}
         found |= self.pinned_to_others(shape)
         for id_, kept in self._reserved.items():
@@ -150,7 +144,7 @@ class NodeClaims:
         return found | self.avoided(shape) if shape.avoids else found
 
     def closed_to_preemption_for(self, shape: Shape) -> set[NodeId]:
-        """Nodes on which nothing is stopped for the shape; nodes being cleared for others may be cleared further."""
+        """Nodes being cleared for others may be cleared further."""
         found = (self.closed_to(shape) - self._clearing.keys()) | self.pinned_to_others(shape)
         return found | self.avoided(shape)
 

@@ -1,7 +1,7 @@
 """Pins: a slot freed by preemption is kept for the task it was freed for.
 
 A victim stops seconds after the pass that preempts it; the beneficiary starts in a later pass. In between, the victim's
-tenant has a smaller share: its next task might rank first and take the slot back, protected. A pin, made for every
+tenant has a smaller share: its next task might rank first and take the slot back under protection. A pin, made for every
 preemption between tenants, binds the beneficiary to the node until it starts or leaves the queue, the node leaves, or a
 task starts there and nothing is stopping any more.
 

@@ -8,9 +8,10 @@
      │                                                  (starts)       (preemption)     (reservations)
     fill_queues ── tasks that cannot start are prefetched behind leases of their shape (queue_fill)
 
-No start exceeds a GPU limit; a task that waits only for a limit reserves no node and takes no allocation from others.
-The cost grows with waiting shapes, grants and changed nodes; hardly with queue lengths or the number of nodes.
-`PassBudget` and the limits of `starts` bound a pass; a plan cut short is `is_partial`.
+Stages write only to the ledgers of a `PassContext`. No start exceeds a GPU limit; a task that waits only for a limit
+reserves no node and takes no allocation from others. The cost grows with waiting shapes, grants and changed nodes;
+hardly with queue lengths or the number of nodes. `PassBudget` and the limits of `starts` bound a pass; a plan cut short
+is `is_partial`.
 """
 
 from __future__ import annotations

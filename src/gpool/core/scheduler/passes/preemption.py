@@ -1,7 +1,7 @@
 """Preemption: stopping running tasks for a waiting task that the order puts before them.
 
 **Victims.** A task may be stopped if it allows it (`Shape.preemptible`) and the waiting task outranks it, both counted
-as if the running one did not run (`order.exchange.outranks`):
+as if the running one did not run (`order.exchange.outranks`), in this order:
 
 1. A start within a guarantee outranks a borrowed one; tasks within a guarantee are never stopped for other tenants.
 2. Between tenants (then between the users of a team), shares decide. The victim's tenant must stay ahead after the
@@ -153,7 +153,7 @@ def _spares_guarantees(ctx: PassContext, shape: Shape, found: list[Clearing]) ->
 def _spares_guarantee(
     ctx: PassContext, victim: Victim, shape: Shape, guaranteed: dict[Holder, int]
 ) -> bool:
-    """Whether user and team keep their guarantees without the victim and earlier ones; if so, add it to `guaranteed`."""
+    """Counts earlier victims; an accepted one is added to `guaranteed`."""
     gpus, own = victim.amounts[0], set(holders_of(shape))
     theirs = [
         each for each in holders_of(victim.line.shape) if each in guaranteed and each not in own
@@ -168,7 +168,7 @@ def _spares_guarantee(
 def _clearable(
     ctx: PassContext, cursor: QueueCursor, guaranteed: dict[Holder, int] | None = None
 ) -> Iterator[Clearable]:
-    """Nodes with victims or stopping tasks; for a gang also with room. `guaranteed`: GPUs that others must keep."""
+    """For a gang also nodes with room. `guaranteed`: GPUs that others must keep."""
     shape, slots = cursor.shape, ctx.index.board.slots
     possible = ctx.victims.capacity().nodes(shape)
     at: dict[NodeId, list[Victim]] = {
@@ -200,7 +200,7 @@ def _clearable(
 def _nodes_to_search(
     ctx: PassContext, shape: Shape, at: dict[NodeId, list[Victim]]
 ) -> Iterable[NodeId]:
-    """At most `MAX_NODES_SEARCHED`: half with the most idle GPUs, half in rotation. For a gang all."""
+    """Half with the most idle GPUs, half in rotation. For a gang all."""
     if len(at) <= MAX_NODES_SEARCHED or shape.requirements.nodes > 1:
         return list(at)
     board = ctx.index.board

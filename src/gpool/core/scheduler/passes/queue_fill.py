@@ -26,7 +26,7 @@ _REFILL = 4  # a queue is fed once a quarter of it is gone: fewer, larger grants
 
 
 def prefetch_depth(state: State, shape: Shape, policy: Policy) -> int:
-    """Maximum of leases in one allocation's queue: 1 while run times are unknown."""
+    """1 while run times are unknown."""
     seen = state.history.estimate(shape)
     if seen is None:
         return 1
@@ -34,7 +34,6 @@ def prefetch_depth(state: State, shape: Shape, policy: Policy) -> int:
 
 
 def fill_queues(ctx: PassContext, waiting: list[QueueCursor]) -> None:
-    """Feed queues in order, within a budget of comparisons."""
     started: dict[int, list[PlannedAllocation]] = {}
     for planned in ctx.draft.allocations:
         started.setdefault(id(planned.shape), []).append(planned)
@@ -64,7 +63,7 @@ def _queues_to_feed(
     earlier: list[QueueCursor],
     depth: int,
 ) -> list[PlannedAllocation]:
-    """Allocations of the shape that no shape among `earlier` would win, shortest queue first."""
+    """Allocations that no shape among `earlier` would win, shortest queue first."""
     shape, entry = cursor.shape, cursor.entry
     by_node: dict[NodeId, list[PlannedAllocation]] = {}
     for (id_, _), line in entry.lines.items():
@@ -143,7 +142,7 @@ def _spread(
 
 
 def _water_level(lengths: list[int], tasks: int, depth: int) -> int:
-    """Highest level, at most `depth`, to which the tasks fill all shorter queues."""
+    """Highest level, at most `depth`, to which tasks fill the shorter queues."""
     filled = 0
     for place, length in enumerate(lengths):
         above = min(lengths[place + 1], depth) if place + 1 < len(lengths) else depth

@@ -1,6 +1,7 @@
 """Reserve stage: keep a node for a task that has waited for `policy.patience` and fits nowhere.
 The node is the one predicted to have room first; tasks predicted to end before may backfill it (`NodeClaims`). A wrong
-prediction delays the task but cannot starve it. Correct ones never delay the first task in the order.
+prediction only delays the task: no task predicted to outlast the reservation gets in. While predictions hold, backfill
+never delays the first task in the order; it may delay others.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _NODES_COMPARED = 32
 
 
 class Contention(NamedTuple):
-    """Shares of the tenants with waiting tasks, in millionths of the pool."""
+    """In millionths of the pool."""
 
     most_share: int = 0
     most_recent: int = 0  # recent usage
@@ -92,8 +93,8 @@ def _allocations_owed(ctx: PassContext, cursor: QueueCursor, among: Contention) 
 
 
 def _is_owed(ctx: PassContext, shape: Shape, among: Contention) -> bool:
-    """Whether to reserve for a shape of which some tasks run: it does not starve, but large allocations are part of a fair
-    share. The tenant must have had less than others recently, or have less even with one more.
+    """A shape of which some tasks run does not starve, but large allocations are part of a fair share: its tenant must have had
+    less than others recently, or have less even with one more.
     """
     tenant = tenant_of(shape)
     if not ctx.budget.may_help(tenant):
@@ -116,8 +117,8 @@ def _is_behind(ctx: PassContext, tenant: Holder, other: Holder) -> bool:
 
 
 def _nearest(ctx: PassContext, cursor: QueueCursor) -> NodeId | None:
-    """Node to reserve: ready first or, where shares count, with the least remaining work of others. For a preemptible shape,
-    the node with the fewest allocations. The sample of nodes is the same in every pass, so that the choice is stable.
+    """Ready first or, where shares count, with the least remaining work of others; for a preemptible shape, with the fewest
+    allocations. The sample of nodes is the same in every pass, so that the choice is stable.
     """
     shape = cursor.shape
     taken = ctx.claims.closed_to_reservation_for(shape)
@@ -186,7 +187,7 @@ class PredictedEnd(NamedTuple):
 def ready_at(
     node: Node, room: Room, ends: Iterable[PredictedEnd], shape: Shape, now: Instant
 ) -> Instant | None:
-    """When the node will have room; None: not even after all these ends. The room is not changed."""
+    """None: not even after all these ends. The room is not changed."""
     idle = _idle_gpus_needed(shape)
     if _has_room(node, room, shape, idle):
         return now

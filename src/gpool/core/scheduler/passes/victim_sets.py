@@ -23,7 +23,7 @@ _by_rank = attrgetter("rank")
 
 
 class Clearable(NamedTuple):
-    """Node, its future room without further stops (not changed here), and its victims."""
+    """The room is free without further stops, and not changed here."""
 
     node: Node
     room: Room
@@ -50,7 +50,7 @@ class _Option(NamedTuple):
 
 
 def cheapest(shape: Shape, count: int, places: Iterable[Clearable]) -> list[Clearing] | None:
-    """The `count` nodes where one allocation each costs least; None if there are fewer."""
+    """None if there are fewer than `count`."""
     options = []
     for place in places:
         chosen = fewest_victims(place, shape)
@@ -180,7 +180,7 @@ def _enough_gpus(place: Clearable, short: int) -> list[Victim] | None:
 def cheapest_for_gang(
     shape: Shape, count: int, places: Iterable[Clearable]
 ) -> list[Clearing] | None:
-    """Nodes of one site where one allocation each costs least; None if no site has enough."""
+    """Nodes of one site; None if no site has enough."""
     by_site: dict[str, list[Clearable]] = {}
     for place in places:
         by_site.setdefault(place.node.offer.site, []).append(place)
@@ -202,8 +202,8 @@ class _ClearingSet(NamedTuple):
 def _cheapest_at(
     site: _SiteClearings, count: int, best: _ClearingSet | None
 ) -> _ClearingSet | None:
-    """Clear node by node where the least more has to stop; then again after stopping each of the smallest gangs, which frees
-    several nodes at once.
+    """Clear node by node where the least more has to stop; again after stopping each of the smallest gangs, which frees several
+    nodes.
     """
     best = _cheaper(best, site.copy().clear(count))
     for victim in site.gangs()[:_MAX_GANGS_TRIED]:
@@ -260,7 +260,7 @@ class _SiteClearings:
         return sorted(found.values(), key=lambda victim: (victim.amounts[0], victim.line.node))
 
     def clear(self, count: int, *, completes: bool = False) -> list[Clearing] | None:
-        """Clear the cheapest node `count` times; `completes`: also where more than GPUs is short."""
+        """`completes`: also where more than GPUs is short."""
         found: list[Clearing] = []
         while len(found) < count and self._costs:
             id_ = min(self._costs, key=self._costs.__getitem__)

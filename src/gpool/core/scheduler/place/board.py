@@ -49,7 +49,7 @@ RoomAndCount = tuple[Room, int]
 
 @dataclass(frozen=True, slots=True)
 class BoardColumns:
-    """Arrays by slot. Whole numbers below 2**53 (but for `UNFED`), as floats since prices are floats."""
+    """Whole numbers below 2**53 (but for `UNFED`), as floats since prices are floats."""
 
     ids: Ints
     kind: Slots
@@ -101,8 +101,6 @@ class BoardColumns:
 
 
 class MostFree(NamedTuple):
-    """Maximum free on any node, or any GPU."""
-
     at: int  # number of the last change
     cpu: int = 0
     memory: int = 0
@@ -111,8 +109,6 @@ class MostFree(NamedTuple):
 
 
 class Board:
-    """`look` returns a node's room and number of allocations."""
-
     def __init__(self, pricing: Pricing, look: Callable[[NodeId], RoomAndCount]) -> None:
         self.target = FragmentationTarget(pricing)
         self.kinds = KindTable(self.target)
@@ -221,17 +217,14 @@ class Board:
                 del self.mtbfs[mtbf]
 
     def touch(self, id_: NodeId, *, anew: bool = False) -> None:
-        """Mark the node for `refresh`; `anew`: as changed even if its room is not."""
+        """`anew`: count as changed even if the room is not."""
         if id_ in self.slots:
             self._stale.add(id_)
             if anew:
                 self._seen.pop(self.slots[id_], None)
 
     def refresh(self) -> None:
-        """Update the columns of touched nodes and note those that changed.
-
-        Most proposed allocations are granted; when they are folded into the state, the board has them already.
-        """
+        """Most proposed allocations are granted; when they are folded into the state, the board has them already."""
         if not self._stale:
             return
         slots = [slot for id_ in self._stale if (slot := self._read(id_)) is not None]
@@ -274,7 +267,7 @@ class Board:
         return slot
 
     def _gpus_of(self, slot: int, node: Node, room: Room) -> tuple[tuple[int, ...], ...]:
-        """As in `BoardColumns.gpus`. Of equal neighbours only the first offers a share to slices."""
+        """Of equal neighbours only the first offers a share to slices."""
         gpus, withheld = room.gpus, node.gpus_withheld
         parts = [gpus[device.index].offered for device in node.offer.gpus[:MAX_GPUS]]
         share, vram, free, holder = map(list, zip(*parts, strict=True))

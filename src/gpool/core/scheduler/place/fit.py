@@ -41,7 +41,7 @@ class Fit(NamedTuple):
 
 
 class Unfit(StrEnum):
-    """Reason why an idle node could not run a shape, in the order of checks."""
+    """In the order of checks."""
 
     AUDIENCE = "audience"
     RESERVED = "reserved"
@@ -60,7 +60,6 @@ class Unfit(StrEnum):
 
 
 def is_open(node: Node) -> bool:
-    """Whether the node takes new leases: connected, lent, not cordoned, not in backoff."""
     return (
         node.connected
         and node.availability is Availability.AVAILABLE
@@ -71,7 +70,7 @@ def is_open(node: Node) -> bool:
 
 
 def unfit(node: Node, shape: Shape) -> Unfit | None:
-    """First requirement that the idle node does not meet, if any."""
+    """First unmet requirement, if any."""
     offer, needs = node.offer, shape.requirements
     if node.audience is not None and not _is_for(node, node.audience, shape):
         return Unfit.AUDIENCE
@@ -112,7 +111,7 @@ def joins_gangs(offer: Offer) -> bool:
 
 
 def _gives(runtime: RuntimeOffer, shape: Shape) -> bool:
-    """Whether one runtime meets all requirements at once. A gang member needs a sandbox network, as egress does."""
+    """A gang member needs a sandbox network, as egress does."""
     needs = shape.requirements
     return (
         runtime.tier.strength >= needs.tier.strength
@@ -124,7 +123,7 @@ def _gives(runtime: RuntimeOffer, shape: Shape) -> bool:
 
 
 def suits(node: Node, needs: Requirements) -> bool:
-    """Whether an idle node could run such tasks, ignoring users, environments and amounts of CPU and memory."""
+    """Ignores users, environments and amounts of CPU and memory."""
     offer = node.offer
     return (
         (needs.python is None or needs.python in offer.pythons)
@@ -150,7 +149,7 @@ def _is_for(node: Node, audience: Audience, shape: Shape) -> bool:
 
 
 def tier_allows(node: Node, floor: Tier, user: UserId) -> bool:
-    """Whether the node's isolation is at least `floor`; no isolation only for its owner."""
+    """No isolation only for the node's owner."""
     tiers = node.offer.tiers
     if floor is Tier.NONE:
         return node.owner == user and Tier.NONE in tiers
@@ -158,7 +157,7 @@ def tier_allows(node: Node, floor: Tier, user: UserId) -> bool:
 
 
 def usable(node: Node, gpu: Gpu, request: GpuRequest, cap: int | None = None) -> bool:
-    """Whether the GPU is lent, matches, and costs at most `cap` an hour for the whole request."""
+    """`cap`: price an hour of the whole request."""
     if gpu.closed or gpu.index in node.gpus_withheld or not gpuspec.matches(request, gpu):
         return False
     if cap is not None and node.offer.price_microcredits and gpu_price(node, gpu, request) > cap:
@@ -206,7 +205,7 @@ def _part(price: int, milli: int) -> int:
 
 
 def memory_for(node: Node, needs: Requirements) -> int:
-    """Requested memory, or the part of the node's memory in proportion to the CPU request."""
+    """Requested memory, else the node's in proportion to the CPU request."""
     if needs.memory_bytes is not None:
         return needs.memory_bytes
     offer = node.offer
@@ -214,7 +213,7 @@ def memory_for(node: Node, needs: Requirements) -> int:
 
 
 def fit(node: Node, room: Room, shape: Shape) -> Fit | None:
-    """Place for one more allocation, if any. The node must not be `unfit`."""
+    """The node must not be `unfit`."""
     needs = shape.requirements
     memory = memory_for(node, needs)
     disk = needs.disk_bytes or 0
@@ -238,7 +237,7 @@ def is_slice(request: GpuRequest) -> bool:
 
 
 def slice_of(gpu: Gpu, request: GpuRequest) -> Slice:
-    """Part of a usable GPU that the request takes; a hardware slice has its profile's size."""
+    """A hardware slice has its profile's size."""
     memory, share = _asked(gpu, request)
     if gpu.sharing is Sharing.MIG and is_slice(request):
         profile = gpu_slices.smallest(gpu, memory, share)
@@ -257,14 +256,14 @@ def _asked(gpu: Gpu, request: GpuRequest) -> tuple[int, int]:
 
 
 def may_join(gpu: GpuRoom, user: UserId) -> bool:
-    """Whether the user may share the GPU: different users share hardware slices only."""
+    """Different users share hardware slices only."""
     if not gpu.holders:
         return True
     return gpu.user == (ANYBODY if gpu.gpu.sharing is Sharing.MIG else user)
 
 
 def placed(gpu: GpuRoom, part: Slice) -> Slice | None:
-    """Slice with its start; None if a hardware slice does not fit. Software slices have no start."""
+    """None if a hardware slice does not fit. Software slices have no start."""
     profile = gpu_slices.named(gpu.gpu, part.profile)
     if profile is None:
         return part
@@ -303,7 +302,6 @@ def whole(
 
 
 def _alike(free: list[GpuRoom], count: int) -> list[GpuRoom]:
-    """Smallest GPUs of one model if enough are free; otherwise the smallest."""
     for first in range(len(free) - count + 1):
         run = free[first : first + count]
         if run[0].gpu.model == run[-1].gpu.model:

@@ -1,6 +1,6 @@
 """Fragmentation: free GPU that the usual tasks could not use, for many states of nodes at once.
-Fragmentation gradient descent: for each class of the mix, all free GPU of a node that cannot take it, else the free
-parts too small for it; weighted by frequency. Sums are exact: whole numbers below 2**53, kept as floats for speed.
+Fragmentation gradient descent: for each class of the mix, all free GPU of a node that cannot take it, else the parts too
+small for it, weighted by frequency; a placement costs the difference. Sums are exact: whole numbers below 2**53.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ class Mix(NamedTuple):
 
 
 class FragmentationTarget:
-    """Mix of a pricing as arrays, one column per class of tasks."""
-
     def __init__(self, pricing: Pricing) -> None:
         self._mix = [needs for needs, _ in pricing.mix]
         sizes = [size_of(needs.gpu[0]) for needs in self._mix]
@@ -61,7 +59,6 @@ class FragmentationTarget:
         self.worth: Floats = np.array(pricing.remnants, float) / GPU
 
     def forget_kinds(self) -> None:
-        """Keep only the first kind, which takes nothing."""
         self._suits = np.zeros((1, self.classes), bool)
 
     def add_kind(self, node: Node) -> None:
@@ -99,7 +96,6 @@ class FragmentationTarget:
         return mix.total - float(mix.useful.dot(able))
 
     def stranded(self, cpu: Floats, memory: Floats, total: Floats) -> Floats:
-        """Free GPU for which CPU or memory is short, at the mix's needs."""
         fed = cpu * self._per_cpu
         if self._per_byte:
             fed = np.minimum(fed, memory * self._per_byte)

@@ -55,8 +55,6 @@ def _options(
 
 
 class _Groups:
-    """Array positions by group, in order; only groups of at least `wanted`."""
-
     def __init__(self, group: Slots, wanted: int) -> None:
         self.order = np.argsort(group, kind="stable")
         starts = np.flatnonzero(np.diff(group[self.order], prepend=-1))
@@ -95,7 +93,7 @@ def most_together(nodes: Iterable[Node]) -> int:
 
 
 def is_possible(index: PlacementIndex, shape: Shape, barred: Collection[NodeId] = ()) -> bool:
-    """Whether some site has enough nodes that could run the shape when idle; for one node, any."""
+    """Whether some site has enough nodes when idle."""
     slots, _ = index.could_run(shape, barred)
     if shape.requirements.nodes == 1:
         return bool(len(slots))
@@ -103,7 +101,7 @@ def is_possible(index: PlacementIndex, shape: Shape, barred: Collection[NodeId] 
 
 
 def nearest(index: PlacementIndex, shape: Shape, barred: Collection[NodeId]) -> list[NodeId]:
-    """Set of nodes that could run the shape when idle, of the site with the fewest allocations in the way."""
+    """Of the site with the fewest allocations in the way."""
     board, wanted = index.board, shape.requirements.nodes
     slots, has_room = index.could_run(shape, barred)
     in_the_way = np.where(has_room, 0, 1 + board.columns.lines[slots])

@@ -1,6 +1,6 @@
 """Placement index: the best place for a shape among all nodes; scores only nodes changed since the last query.
 
-For each alternative of a shape a row (`rows`) holds one score per node, the largest wins. Scores compare by:
+For each alternative of a shape a row (`rows`) holds one score per node; the largest wins. Scores compare by:
 
 1. the price step (`pricing`): GPU that the usual tasks could use, lost by this placement;
 2. seconds that a start there loses (`rows`, start cost);
@@ -51,7 +51,7 @@ class Candidates(NamedTuple):
 
 
 class FreeAmounts(NamedTuple):
-    """Free CPU, memory, disk and idle GPUs by slot; mutable."""
+    """Mutable, by slot."""
 
     cpu: Floats
     memory: Floats
@@ -92,7 +92,7 @@ class PlacementIndex:
         self._rows.end_pass()
 
     def follow(self, state: State, pricing: Pricing) -> None:
-        """Read the changes since the last call; everything if the state or the pricing was replaced."""
+        """Read changes; everything if the state or the pricing was replaced."""
         is_same = self.pricing is pricing or self.pricing == pricing
         changes = state.changes
         if self._state is not state or not is_same or not changes.is_complete_since(self._read):
@@ -165,7 +165,7 @@ class PlacementIndex:
         return any(row.generation != self.board.generation and self._might_fit(row) for row in rows)
 
     def is_full(self, shape: Shape, turn: int) -> bool:
-        """Whether the row had no place and no node has changed since."""
+        """Whether no place was found and no node has changed since."""
         board = self.board
         board.refresh()
         return self._rows.of(shape)[turn].full_at == (board.generation, board.now)
@@ -221,7 +221,7 @@ class PlacementIndex:
         return FreeAmounts(amounts[CPU].copy(), amounts[MEMORY].copy(), amounts[DISK].copy(), idle)
 
     def would_fit(self, shape: Shape, free: FreeAmounts) -> Bools:
-        """Slots where an allocation might fit with these amounts free; a slice counts as fitting on any free GPU."""
+        """A slice counts as fitting on any free GPU."""
         board, found = self.board, np.zeros(self.board.columns.size, bool)
         needs = shape.requirements
         for row in self._rows.of(shape):
@@ -247,7 +247,7 @@ class PlacementIndex:
         return NodeId(int(board.columns.ids[slots[lines == lines.min()]].min()))
 
     def _fits_nowhere(self, shape: Shape, turn: int) -> bool:
-        """Whether the row of an earlier pass shows no room: then no start cost is computed."""
+        """Spares computing the start cost."""
         rows = self._rows.of_earlier_pass(shape)
         if rows is None or rows[turn].generation != self.board.generation:
             return False
@@ -290,7 +290,6 @@ class PlacementIndex:
         row.gpu[changed] = row.gpu.take(models)
 
     def _might_fit(self, row: PlacementRow) -> bool:
-        """Whether some node has enough of each amount; if not, scoring can wait."""
         most = self.board.most_free()
         needs, request = row.shape.requirements, row.request
         if needs.cpu_milli > most.cpu or (needs.memory_bytes or 0) > most.memory:

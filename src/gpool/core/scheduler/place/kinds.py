@@ -32,7 +32,6 @@ def merit_of(node: Node) -> int:
 
 
 def kind_key(node: Node) -> tuple[Any, ...]:
-    """Equal for nodes that can run the same shapes when idle."""
     offer = node.offer
     is_for_some = node.audience is not None or node.reserved_for is not None
     owner = node.owner if is_for_some or Tier.NONE in offer.tiers else None
@@ -77,8 +76,6 @@ def _gpu_groups(node: Node) -> tuple[int, ...]:
 
 
 class KindTable:
-    """Numbers of kinds and sites. `target` learns each new kind."""
-
     def __init__(self, target: FragmentationTarget) -> None:
         self.nodes: list[Node | None] = [None]  # one node of each kind
         self.gpu_groups: list[tuple[int, ...]] = [()]  # of each kind

@@ -26,7 +26,7 @@ _USUAL_VRAM = 24 * GIB  # to give a slice of memory a size where no card is at h
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Weights of the costs; all zero is best fit."""
+    """All zero is best fit."""
 
     fragmentation: int = 1
     remnants: int = 10_000
@@ -47,7 +47,6 @@ class Pricing:
 
 
 def price(arrivals: Iterable[tuple[Requirements, int]], weights: Weights = Weights()) -> Pricing:  # noqa: B008 - frozen
-    """Learn a pricing from arrivals (requirements, count) in any order."""
     counts: Counter[Requirements] = Counter()
     for needs, count in arrivals:
         counts[needs] += count
@@ -84,7 +83,7 @@ def price(arrivals: Iterable[tuple[Requirements, int]], weights: Weights = Weigh
 
 
 def size_of(request: GpuRequest, card_bytes: int = _USUAL_VRAM) -> int:
-    """Thousandths of each GPU of `card_bytes` memory that a request takes."""
+    """Thousandths of each GPU."""
     if request.vram_bytes is not None and request.share_milli == GPU:
         return max(1, min(GPU, GPU * request.vram_bytes // max(1, card_bytes)))
     return request.share_milli

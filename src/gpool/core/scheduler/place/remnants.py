@@ -43,7 +43,6 @@ def least_gpus(demand: Mapping[int, int]) -> float:
 
 
 def _prices(sizes: list[int], demand: _Column) -> _Column:
-    """Dual prices: maximal for the demand, with no pattern above 1."""
     unit = gcd(GPU, *sizes)
     basis = np.diag([float(GPU // size) for size in sizes])
     cost = np.ones(len(sizes))
@@ -66,7 +65,7 @@ def _prices(sizes: list[int], demand: _Column) -> _Column:
 
 
 def _entering(sizes: list[int], prices: _Column, unit: int) -> tuple[_Column | None, bool]:
-    """Entering column: a pattern worth more than a GPU, or the surplus of one size; None at the optimum."""
+    """None at the optimum."""
     if prices.min() < -_EPSILON:
         surplus = np.zeros(len(sizes))
         surplus[int(prices.argmin())] = -1.0

@@ -66,8 +66,6 @@ def _rounded(run: Span) -> int:
 
 
 class KindFacts:
-    """Facts about each kind of node for one alternative of a shape."""
-
     __slots__ = (
         "_count",
         "_generation",
@@ -177,8 +175,6 @@ def price_step(price: int) -> int:
 
 
 class PlacementRow:
-    """For each slot its score, and the GPU of a slice."""
-
     __slots__ = ("cost", "facts", "full_at", "generation", "gpu", "key", "read", "request", "shape")
 
     def __init__(
@@ -200,7 +196,7 @@ class PlacementRow:
 
 
 class RowCache:
-    """Rows of each shape, one per alternative. Rows that depend on predicted run times are looked up in each pass."""
+    """Shapes with equal requests and allowed nodes share rows; predicted run times are looked up in each pass."""
 
     def __init__(self, state: State, board: Board) -> None:
         self._state, self._board = state, board
@@ -216,7 +212,6 @@ class RowCache:
         self._pass += 1
 
     def restrict(self) -> None:
-        """Stop sharing rows among users: some node is for some users only."""
         if not self._has_audiences:
             self._has_audiences = True
             self._forget()

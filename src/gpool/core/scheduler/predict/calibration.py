@@ -55,7 +55,6 @@ class Calibration:
             self._seen.append((forecast, log(truth + _GROUND) - forecast, told.at))
 
     def told(self, forecast: Span, now: Instant) -> StatedForecast:
-        """Return the range to state for a simulated wait."""
         said = log(forecast + _GROUND)
         alike = sorted(self._seen, key=lambda one: abs(one[0] - said))[:_ALIKE]
         if len(alike) < _ENOUGH:

@@ -92,7 +92,6 @@ def kind_of(command: Sequence[str]) -> str:
 
 
 def program_of(kind: str) -> str:
-    """Return the wider kind: all scripts of one program."""
     return kind.partition(" ")[0]
 
 
@@ -151,7 +150,6 @@ def _has_text(option: str) -> bool:
 
 
 def _first_in(text: str) -> list[str]:
-    """Return the first command of a shell text that does more than prepare; empty if unreadable."""
     reader = shlex.shlex(text[:_MAX_TEXT].replace("\n", " ; "), posix=True, punctuation_chars=True)
     reader.commenters = ""
     found: list[str] = []

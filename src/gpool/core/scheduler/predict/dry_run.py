@@ -23,7 +23,7 @@ _SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """Wait of a task under both policies; None: beyond the simulated time."""
+    """None: beyond the simulated time."""
 
     task: TaskId
     before: Span | None
@@ -32,7 +32,7 @@ class Shift:
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """Waiting tasks by effect; `moved`: the largest changes first."""
+    """`moved`: the largest changes first."""
 
     waiting: int
     sooner: int

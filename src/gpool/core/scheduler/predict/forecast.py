@@ -130,7 +130,7 @@ class _Run:
         return SimulatedSchedule(self.starts, now, is_over)
 
     def _take_up(self) -> None:
-        """Take over the present leases. The first lease of a queue runs; the others follow."""
+        """The first lease of a queue runs; the others follow."""
         now, since = self.asked.now, self.asked.since
         for held in self.asked.snapshot.held:
             key = (held.node, held.allocation.number)
@@ -196,7 +196,7 @@ class _Run:
         heappush(self.ends, (at, task))
 
     def _advance(self, before: Instant, until: Instant) -> Instant:
-        """Apply all events of the step at its midpoint, so that times are unbiased on average."""
+        """Events of a step happen at its midpoint, so that times are unbiased on average."""
         ended: list[TaskId] = []
         total = happened = 0
         while self.ends and self.ends[0][0] <= until:
@@ -224,7 +224,7 @@ class _Run:
         return Instant(max(before, total // happened)) if happened else until
 
     def _arrivals(self) -> list[tuple[int, Shape]]:
-        """Repeat recent arrivals: the same tasks and intervals, with another offset in each schedule."""
+        """The same tasks and intervals, with another offset in each schedule."""
         lately = self.asked.arrivals
         if len(lately) < 2:
             return []

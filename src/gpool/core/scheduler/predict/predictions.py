@@ -20,7 +20,6 @@ Kind = tuple[object, ...]
 
 
 def model_of(node: Node | None, allocation: Allocation) -> str:
-    """Return the model of the allocation's GPUs; empty if none or unknown."""
     if node is None or not allocation.slices:
         return ""
     index = allocation.slices[0].gpu_index
@@ -82,7 +81,6 @@ class Predictions:
         return known
 
     def observe(self, shape: Shape, count: int, total: Span, model: str = "") -> None:
-        """Record `count` ended tasks with `total` run time."""
         for kind in self._kinds(shape, model):
             seen = self._seen.pop(kind, None) or _Lately()
             self._seen[kind] = seen  # newest last; the oldest is evicted first
@@ -91,7 +89,6 @@ class Predictions:
             del self._seen[next(iter(self._seen))]
 
     def of(self, shape: Shape, model: str = "") -> Span | None:
-        """Return the predicted run time on this model or any; None: no data."""
         if not self._seen:
             return None
         for kind in self._kinds(shape, model):

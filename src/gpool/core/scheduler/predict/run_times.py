@@ -51,7 +51,7 @@ class RunTimes:
         return not self._kinds
 
     def left(self, shape: Shape, age: Span, fraction: float) -> Span:
-        """Return the remaining run time at this age: the `fraction` quantile (0 <= fraction < 1)."""
+        """`fraction`: quantile of the remaining run time (0 <= fraction < 1)."""
         last: list[int] = []
         for kind in _kinds(shape):
             window = self._kinds.get(kind)

@@ -12,7 +12,7 @@ _NONE, _NEVER = Span(0), Instant(0)
 
 @dataclass(frozen=True, slots=True)
 class QueuedTask:
-    """Waiting task: epoch of its last lease (0: none) and run time in earlier leases (a hint)."""
+    """Epoch of its last lease (0: none) and run time in earlier leases (a hint)."""
 
     id: TaskId
     epoch: int
@@ -28,8 +28,6 @@ class GangPart:
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """Details of a preemptible task's lease."""
-
     epoch: int
     queued_at: Instant
     attained: Span = _NONE  # run time of the task before this lease
@@ -37,8 +35,6 @@ class Leased:
 
 @dataclass(frozen=True, slots=True)
 class TasksQueued:
-    """Tasks of one shape entered or re-entered the queue."""
-
     shape: Shape
     tasks: tuple[QueuedTask, ...]
 
@@ -50,7 +46,7 @@ class TasksWithdrawn:
 
 @dataclass(frozen=True, slots=True)
 class TasksLeased:
-    """Tasks of a `Placement` were leased. `at` and `leases` are hints: without them the tasks are not preempted."""
+    """`at` and `leases` are hints: without them the tasks are not preempted."""
 
     node: NodeId
     allocation: Allocation
@@ -71,7 +67,7 @@ class TasksReleased:
 
 @dataclass(frozen=True, slots=True)
 class TasksPreempted:
-    """Leases were asked to stop; they hold their allocation until released. `beneficiaries`: a hint, in the same order."""
+    """Leases to stop; their allocations stay held until released. `beneficiaries`: a hint, in the same order."""
 
     tasks: tuple[TaskId, ...]
     beneficiaries: tuple[TaskId, ...] = ()
@@ -79,8 +75,6 @@ class TasksPreempted:
 
 @dataclass(frozen=True, slots=True)
 class NodeChanged:
-    """A node joined, changed its offer, connected or disconnected."""
-
     node: Node
 
 
@@ -123,8 +117,6 @@ class LeaseGrant:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Tasks to lease, in order, on one allocation."""
-
     node: NodeId
     allocation: Allocation
     shape: Shape
@@ -154,7 +146,7 @@ class Preempt:
 
 @dataclass(frozen=True, slots=True)
 class PassPlan:
-    """Decisions of one pass. `is_partial`: the pass was cut short; another one might start more at once."""
+    """`is_partial`: another pass might start more at once."""
 
     places: tuple[Placement, ...] = ()
     preemptions: tuple[Preempt, ...] = ()

@@ -32,7 +32,7 @@ class SchedulingHistory:
         self.passes += 1
 
     def estimate(self, shape: Shape) -> Span | None:
-        """Mean run time, weighted to recent tasks; None if none was observed."""
+        """Weighted to recent tasks; None if none was observed."""
         seen = self._estimates.get(shape)
         return None if seen is None else Span(max(1, round(seen)))
 
@@ -48,7 +48,7 @@ class SchedulingHistory:
         return self._served.get(user, 0)
 
     def join(self, user: UserId) -> None:
-        """Rank a new user before the user served last and behind all others, so that a stream of new users starves nobody."""
+        """Before the user served last and behind all others, so that a stream of new users starves nobody."""
         if user not in self._served:
             self._serve(user, self._serial - 1)
 

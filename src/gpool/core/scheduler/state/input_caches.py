@@ -20,7 +20,7 @@ class InputCaches:
         self._nodes: dict[str, set[NodeId]] = {}
 
     def note(self, node: NodeId, data: str) -> set[NodeId]:
-        """Record inputs of a task on the node; return the nodes whose entries changed."""
+        """Return the nodes whose entries changed."""
         before = self._on.get(node, ())
         if before and before[-1] == data:
             return set()
@@ -47,7 +47,6 @@ class InputCaches:
         return changed
 
     def _put(self, node: NodeId, data: tuple[str, ...]) -> set[NodeId]:
-        """Return the node, and nodes that became or ceased to be the only one with some inputs."""
         before, changed = self._on.pop(node, ()), {node}
         for each in before:
             if each not in data:

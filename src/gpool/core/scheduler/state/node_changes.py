@@ -10,8 +10,6 @@ MAX_LOGGED = 100_000
 
 
 class NodeChanges:
-    """Nodes by the number of their last change; a reader remembers the number it has read up to."""
-
     __slots__ = ("_inputs", "_kept_from", "_rooms", "last")
 
     def __init__(self) -> None:
@@ -39,7 +37,7 @@ class NodeChanges:
         return number + 1 >= self._kept_from
 
     def rooms_since(self, number: int) -> list[NodeId]:
-        """Nodes changed after change `number`, latest first."""
+        """Latest first."""
         return _since(self._rooms, number)
 
     def inputs_since(self, number: int) -> list[NodeId]:

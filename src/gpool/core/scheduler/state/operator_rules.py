@@ -19,7 +19,7 @@ _DAY = 24 * 3600 * 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class PolicyChange:
-    """Settings that replace the configured ones; None: as configured."""
+    """None: as configured."""
 
     order: str | None = None
     ageing: Span | None = None
@@ -74,7 +74,7 @@ class OperatorRules:
         return policy if self.learnt is None else replace(policy, pricing=self.learnt.pricing)
 
     def upon(self, node: Node, now: Instant) -> Node:
-        """The node under these rules; the same object if nothing changes."""
+        """The same object if nothing changes."""
         cordoned = node.id in self.cordons
         reserved = self._reserved(node.id, now)
         if node.cordoned == cordoned and node.reserved_for == reserved:

@@ -74,7 +74,7 @@ class Queue:
         self._late: list[QueueEntry] = []
 
     def add(self, tasks: Iterable[QueuedTask]) -> set[Queue]:
-        """Add tasks; return the queues that lost tasks, to be tidied. A waiting task keeps its position unless its epoch changed."""
+        """Return the queues that lost tasks, to be tidied. A waiting task keeps its position unless its epoch changed."""
         live, tickets = self._live, self._tickets
         since, ids, stamps = self._since, self._ids, self._stamps
         last_at, last_id = (since[-1], ids[-1]) if since else (-1, -1)
@@ -116,7 +116,6 @@ class Queue:
         return left
 
     def tidy(self) -> None:
-        """Drop dead entries from the front, or all once they outnumber the others."""
         live, ids, stamps, head = self._live, self._ids, self._stamps, self._head
         end = len(ids)
         while head < end:
@@ -178,7 +177,7 @@ class Queue:
         return next(e for e in self._late if e.task == task and e.stamp == ticket.stamp)
 
     def count_while(self, is_ahead: Callable[[int, QueueEntry], bool]) -> int:
-        """Entries before the first that is not ahead; `is_ahead(position, entry)` is monotone."""
+        """`is_ahead(position, entry)` is monotone."""
         if self._late or not self._has_no_dead():
             ahead = takewhile(lambda pair: is_ahead(*pair), enumerate(self.entries()))
             return sum(1 for _ in ahead)

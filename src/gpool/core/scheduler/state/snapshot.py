@@ -56,7 +56,7 @@ class Snapshot:
 
 
 def take(state: State, also: Collection[TaskId] = (), front: int = FRONT) -> Snapshot:
-    """Copy the state; `also`: tasks to include at any position."""
+    """`also`: tasks to include at any position."""
     wanted: dict[int, list[TaskId]] = {}
     for id_ in also:
         mine = state.queue_of(id_)
@@ -101,7 +101,6 @@ def _queued(state: State, entry: QueueEntry) -> QueuedTask:
 
 
 def _even(sizes: list[int], most: int) -> int:
-    """Longest front, at least 1, with at most `most` entries in total."""
     sizes.sort()
     for place, size in enumerate(sizes):
         left = len(sizes) - place

@@ -87,7 +87,7 @@ class State:
         return None if ticket is None else self.shapes[ticket.queue.shape]
 
     def attained(self, task: TaskId, now: Instant) -> Span:
-        """Run time of a task in earlier leases, and in the present one if it is preemptible."""
+        """Earlier leases, and the present one if it is preemptible."""
         line = self.held.get(task)
         if line is None:
             return self.queues.attained(task)
@@ -97,7 +97,6 @@ class State:
         return Span(lease.attained + max(0, now - line.since) if line.since else lease.attained)
 
     def take_hints(self, other: State) -> None:
-        """Copy the hints, so that both states plan alike."""
         self.history = other.history.copy()
         self.pins = other.pins.copy()
         self.shares.usage = other.shares.usage.copy()
@@ -120,7 +119,6 @@ class State:
         self.shares.pass_time(now, self.queues.shape_count)
 
     def used(self, now: Instant) -> UsageValues:
-        """Recent usage to be stored for `Shares.restore`."""
         return self.shares.values(now, self.queues.shape_count)
 
     def truth(self) -> tuple[object, ...]:
@@ -157,7 +155,7 @@ class State:
     __hash__ = None  # type: ignore[assignment]
 
     def fold(self, event: Event) -> None:
-        """Apply one event; raise `Contradiction` if it is impossible."""
+        """Raises `Contradiction` if the event is impossible."""
         match event:
             case TasksQueued(shape, tasks):
                 self._queue(shape, tasks)
@@ -371,7 +369,7 @@ def build(
     held: Iterable[tuple[NodeId, Allocation, Shape, TaskId]],
     leases: Mapping[TaskId, tuple[Instant, Leased]] | None = None,
 ) -> State:
-    """Build the state from rows in any order. `leases`: start time and lease of preemptible tasks."""
+    """Rows in any order. `leases`: start time and lease of preemptible tasks."""
     state = State()
     for node in nodes:
         state.fold(NodeChanged(node))

@@ -32,8 +32,6 @@ class ShapeState:
 
 
 class WaitingTasks:
-    """Shapes with waiting tasks in the order in which they began to wait, also by user."""
-
     __slots__ = ("_attained", "_by_user", "_shapes", "tickets")
 
     def __init__(self) -> None:
@@ -50,7 +48,7 @@ class WaitingTasks:
         return iter(self._shapes.values())
 
     def in_view(self, most: int, due: int, turn: int) -> list[ShapeState]:
-        """At most `most` shapes for pass number `turn`, and those of `due` users in rotation."""
+        """`turn`: number of the pass; `due`: number of users in rotation."""
         if len(self._shapes) <= most:
             return list(self._shapes.values())
         by_user = self._by_user
@@ -69,7 +67,7 @@ class WaitingTasks:
         self._attained.update((task.id, task.attained) for task in tasks if task.attained)
 
     def enter(self, entry: ShapeState) -> bool:
-        """List the shape if it has waiting tasks; return whether it is new."""
+        """Return whether the shape is new."""
         if not entry.queue.size or entry.queue in self._shapes:
             return False
         self._shapes[entry.queue] = entry
@@ -108,10 +106,7 @@ class WaitingTasks:
 
 
 def some(items: Mapping[K, V], most: int, turn: int, stride: int = 0) -> dict[K, int]:
-    """At most `most` items with their rotation numbers: a third from either end, the rest in rotation.
-
-    `stride`: items per turn; by default all that are in rotation.
-    """
+    """Values are rotation numbers: a third from either end, the rest in rotation. `stride`: items per turn."""
     count = len(items)
     if count <= most:
         return dict.fromkeys(items, turn)
@@ -129,7 +124,7 @@ def some(items: Mapping[K, V], most: int, turn: int, stride: int = 0) -> dict[K,
 def shared_out(
     items: Mapping[K, Mapping[V, object]], most: int, turn: int
 ) -> Iterator[tuple[K, V]]:
-    """At most `most` items of all owners; each gets at least two, or all it has."""
+    """Each owner gets at least two items, or all it has."""
     owners = list(some(items, max(1, most // 2), turn).items())
     owners.sort(key=lambda owned: len(items[owned[0]]))
     left = most

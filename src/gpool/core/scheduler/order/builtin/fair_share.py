@@ -22,7 +22,7 @@ class FairShareKey(NamedTuple):
 
 
 def fair_share(candidate: Candidate, now: Instant, policy: Policy) -> FairShareKey:
-    """A user's own tasks: near their deadline first, then by level of attained run time, then by age.
+    """A user's own tasks: due first, then by level, then by age.
 
     Priority is a head start in age among a user's own tasks and between equal shares; it takes nothing from other tenants.
     """
