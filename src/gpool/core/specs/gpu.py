@@ -78,6 +78,7 @@ def parse_bytes(text: str) -> int:
 
 
 def typed_size(size: int) -> str:
+    """`parse_bytes` reads it back."""
     units = [(f"{unit}B", 1000 ** _POWER[unit]) for unit in "TGM"]
     units += [(f"{unit}iB", 1024 ** _POWER[unit]) for unit in "TGMK"]
     return next((f"{size // scale}{unit}" for unit, scale in units if not size % scale), f"{size}B")
@@ -89,6 +90,7 @@ def gib(size: int) -> str:
 
 
 def format(requests: tuple[GpuRequest, ...]) -> str:
+    """`parse` reads it back."""
     return ",".join(_item_text(request) for request in requests) or "0"
 
 

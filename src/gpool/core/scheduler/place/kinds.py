@@ -32,6 +32,7 @@ def merit_of(node: Node) -> int:
 
 
 def kind_key(node: Node) -> tuple[Any, ...]:
+    """Equal for nodes that can run the same shapes."""
     offer = node.offer
     is_for_some = node.audience is not None or node.reserved_for is not None
     owner = node.owner if is_for_some or Tier.NONE in offer.tiers else None
