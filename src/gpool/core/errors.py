@@ -27,7 +27,7 @@ from collections.abc import Mapping
 
 
 class GpoolError(Exception):
-    """Base class. `detail` is for people: what is wrong, the value, what to do next."""
+    """Base class. `detail` tells people what is wrong, the value, and the remedy."""
 
     code = "error"
     status = 500

@@ -1,15 +1,12 @@
 """Gangs: addresses, variables and engine commands of the members, and the outcome from their ends. Pure.
 
-A gang is one task with one end. The end is decided only after the last member has released its
-lease: when a node dies, the programs of its peers fail within milliseconds, long before the
-node's heartbeat is missed, so the cause is known only from all ends together. Precedence: success;
-else a lost member; else a preempted or returned member; else a member that its node could not
-start; else the first other end. `call` frees the nodes earlier: after the first end that stops the
-gang from continuing, the remaining members are told to stop. Its answer never changes, because ends
-are numbered in the order they were committed.
+A gang is one task with one end, decided after the last member has released its lease: when a node dies, its peers'
+programs fail long before the missed heartbeat, so only all ends together show the cause. Precedence: success; a lost
+member; a preempted or returned member; a member that could not be started; the first other end. `call` stops the
+remaining members after the first end that prevents the gang from continuing. Its answer never changes, because ends are
+numbered in commit order.
 
-Each member has one address in the gang's own network, which no other task or host is in. The first
-member is the rendezvous. Ports are fixed, since nobody else uses that network.
+Each member has one address in the gang's private network, so ports are fixed. The first member is the rendezvous.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ YIELDED = frozenset({EndReason.PREEMPTED, EndReason.HANDED_BACK})
 
 @dataclass(frozen=True, slots=True)
 class MemberEnd:
-    """End of one member; `place` is its position among the ends of its gang: 1, 2, …"""
+    """End of one member; `place`: its position among the gang's ends, from 1."""
 
     rank: int
     place: int
@@ -36,15 +33,12 @@ class MemberEnd:
 
     @property
     def is_success(self) -> bool:
-        """Exit code 0, or a function's value."""
         exited = self.reason is EndReason.EXITED and self.exit_code == 0
         return exited or self.reason is EndReason.RETURNED
 
 
 @dataclass(frozen=True, slots=True)
 class GangStanding:
-    """Size and policy of a gang, and the ends of the members that have released their leases."""
-
     nodes: int
     engine: Engine
     on_loss: OnLoss
@@ -53,15 +47,13 @@ class GangStanding:
 
 
 class GangOrder(StrEnum):
-    """Order to the members that still run."""
-
     END = "end"  # the gang has ended
     BACK = "back"  # the gang is requeued: save checkpoints first
 
 
 @dataclass(frozen=True, slots=True)
 class GangVerdict:
-    """Outcome of the gang as the end of one attempt; `rank` is the member that caused it."""
+    """Outcome as the end of one attempt; `rank` is the member that caused it."""
 
     rank: int
     reason: EndReason
@@ -69,7 +61,7 @@ class GangVerdict:
 
 
 def call(gang: GangStanding) -> GangOrder | None:
-    """Return the order to the members that still run; None: continue."""
+    """Order to the members that still run; None: continue."""
     for end in sorted(gang.ends, key=_place):
         if gang.engine is Engine.RAY and end.rank and end.reason is EndReason.EXITED:
             continue  # exit of a Ray worker: rank 0 decides
@@ -84,7 +76,7 @@ def call(gang: GangStanding) -> GangOrder | None:
 
 
 def verdict(gang: GangStanding) -> GangVerdict | None:
-    """Return the outcome; None while a member holds its lease."""
+    """None while a member holds its lease."""
     if len(gang.ends) < gang.nodes:
         return None
     ends = sorted(gang.ends, key=_place)
@@ -118,7 +110,7 @@ def _place(end: MemberEnd) -> int:
 
 
 def marked(data: bytes, rank: int, *, in_line: bool) -> bytes:
-    """Prefix each line of a member's output with its rank; `in_line`: the previous chunk ended mid-line."""
+    """`in_line`: the previous chunk ended mid-line."""
     if not rank or not data:
         return data
     mark = b"[%d] " % rank
@@ -148,7 +140,7 @@ def address_of(rank: int) -> IPv4Address:
 
 
 def variables(rank: int, nodes: int) -> tuple[tuple[str, str], ...]:
-    """Return a member's environment variables, for any engine; the task's own variables take precedence."""
+    """The task's own variables take precedence."""
     head = str(address_of(0))
     return (
         ("GPOOL_RANK", str(rank)),
@@ -168,17 +160,13 @@ def variables(rank: int, nodes: int) -> tuple[tuple[str, str], ...]:
 
 
 def hosts(rank: int, nodes: int, own_name: str) -> str:
-    """Return lines for /etc/hosts: members as rank0, rank1, …, and this member under its own name too."""
     lines = [f"{address_of(one)} rank{one}" for one in range(nodes)]
     lines[rank] += f" {own_name}"
     return "".join(f"{line}\n" for line in lines)
 
 
 def engine_words(engine: Engine, rank: int, nodes: int, part: Allocation) -> tuple[str, ...]:
-    """Return the interpreter arguments that start this member of the engine; empty without an engine.
-
-    torchrun's arguments end where the task's command follows; Ray's are complete.
-    """
+    """Interpreter arguments; torchrun's end where the task's command follows, Ray's are complete."""
     if engine is Engine.TORCHRUN:
         return (
             "-m",

@@ -30,17 +30,15 @@ PREFIXES = {
 
 
 class IdSource(Protocol):
-    """Source of new ids: increasing, never repeated, safe with many replicas."""
+    """Increasing ids, never repeated, safe with many replicas."""
 
     def next(self) -> int: ...
 
-    def take(self, count: int) -> range | list[int]:
-        """Return `count` increasing ids."""
-        ...
+    def take(self, count: int) -> range | list[int]: ...
 
 
 def encode(kind: str, number: int) -> str:
-    """Format an id: `encode("task", 7)` is `t-0000000000007`. Fixed width, so text sorts as the ids do."""
+    """Format an id: `encode("task", 7)` is `t-0000000000007`. Fixed width: text sorts like ids."""
     letters = []
     for _ in range(DIGITS):
         letters.append(ALPHABET[number & 31])
@@ -51,7 +49,7 @@ def encode(kind: str, number: int) -> str:
 
 
 def decode(kind: str, text: str) -> int:
-    """Parse an id; raise `Invalid` with an example of an id of this kind."""
+    """Parse an id; raise `Invalid` with an example."""
     prefix = PREFIXES[kind] + "-"
     body = text.removeprefix(prefix)
     if not text.startswith(prefix) or len(body) != DIGITS:

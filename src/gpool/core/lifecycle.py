@@ -1,4 +1,4 @@
-"""Transition table of a task's status. Every change of a status is checked here; an illegal one is a bug."""
+"""Transition table of a task's status. Every change is checked here; an illegal one is a bug."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from gpool.core.model import TaskStatus as S
 
 
 class Move(StrEnum):
-    """Event that changes a task's status."""
-
     GRANTED = "granted"  # the scheduler leased it to a node, next epoch
     STARTED = "started"  # the agent reports that the sandbox runs
     SUCCEEDED = "succeeded"
@@ -49,11 +47,11 @@ MAX_LOSSES = 3
 
 
 class IllegalMove(AssertionError):
-    """Transition that the table does not have: a bug in the caller, never a user's mistake."""
+    """Transition missing from the table: a bug in the caller, never a user's mistake."""
 
 
 def after(status: TaskStatus, moves: Iterable[Move], story: object = "") -> TaskStatus:
-    """Return the status after the moves, in order; raise `IllegalMove` with the task's history."""
+    """Raises `IllegalMove` with the task's history."""
     for move in moves:
         try:
             status = TABLE[status, move]
@@ -63,12 +61,12 @@ def after(status: TaskStatus, moves: Iterable[Move], story: object = "") -> Task
 
 
 def sources(move: Move) -> frozenset[TaskStatus]:
-    """Return the statuses from which the move is legal, for the guard of a write."""
+    """Statuses from which the move is legal, for the guard of a write."""
     return frozenset(status for (status, m) in TABLE if m is move)
 
 
 def end_move(reason: EndReason, exit_code: int | None, *, tries_left: bool, losses: int) -> Move:
-    """Map the end of an attempt to a move. `losses` counts different lost nodes, this one included."""
+    """`losses` counts different lost nodes, this one included."""
     if reason in NO_FAULT:
         return Move.GAVE_UP if reason is EndReason.LOST and losses >= MAX_LOSSES else Move.REQUEUED
     if reason is EndReason.CANCELLED:

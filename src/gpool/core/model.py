@@ -1,4 +1,6 @@
-"""Values shared by all packages: tasks, nodes, GPUs, allocations. Frozen, without behaviour."""
+"""Values shared by all packages: tasks, nodes, GPUs, allocations. Frozen, without behaviour.
+One file because the values refer to one another and every package imports several of them.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,6 @@ class Permission(StrEnum):
 
 
 class Tier(StrEnum):
-    """Isolation tier; ordered by `strength`."""
-
     NONE = "none"
     CONTAINER = "container"
     VM = "vm"
@@ -40,8 +40,6 @@ class Tier(StrEnum):
 
 
 class Sharing(StrEnum):
-    """Mode in which tasks share one GPU; see `gpool.agent.sharing`."""
-
     EXCLUSIVE = "exclusive"  # no sharing
     MIG = "mig"  # hardware slices: strangers may be neighbours
     MPS = (
@@ -51,29 +49,23 @@ class Sharing(StrEnum):
 
 
 class Network(StrEnum):
-    """Network access of a task."""
-
     NONE = "none"  # no network at all
     EGRESS = "egress"  # the public internet; never private, link-local or metadata addresses
 
 
 class Engine(StrEnum):
-    """Launcher of a gang's command on its members."""
-
     NONE = "none"  # the command runs on every member, with its rank in a variable
     TORCHRUN = "torchrun"
     RAY = "ray"  # a private cluster; the command runs on rank 0 only
 
 
 class OnLoss(StrEnum):
-    """Policy of a gang that loses a member."""
-
     REFORM = "reform"  # requeue the whole gang
     END = "end"  # fail the gang
 
 
 class Phase(StrEnum):
-    """Phase of an attempt on its node; the time-out covers all phases."""
+    """The time-out covers all phases."""
 
     FETCH = "fetch"  # inputs
     BUILD = "build"  # the environment
@@ -101,7 +93,6 @@ class TaskStatus(StrEnum):
 
     @property
     def text(self) -> str:
-        """Status as shown to consumers."""
         return STATUS_TEXT[self]
 
 
@@ -117,7 +108,7 @@ STATUS_TEXT = {
 
 
 class EndReason(StrEnum):
-    """Reason for the end of an attempt. The first group is final; the second requeues the task."""
+    """The first group is final; the second requeues the task."""
 
     EXITED = "exited"  # a command's own exit, any code
     RETURNED = "returned"  # a function returned a value
@@ -145,8 +136,6 @@ class Fault(StrEnum):
 
 
 class Availability(StrEnum):
-    """Owner's setting of a node."""
-
     AVAILABLE = "available"
     PAUSED = "paused"  # no new leases; running tasks continue
     DRAINING = "draining"  # no new leases; paused after the last lease ends
@@ -154,9 +143,8 @@ class Availability(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GpuRequest:
-    """Alternative of a GPU requirement: `count` whole GPUs, or (`count` 1) a slice of one.
-
-    A slice is requested by `share_milli` < 1000 (memory and compute alike) or by `vram_bytes`.
+    """Alternative of a GPU requirement: `count` whole GPUs, or (`count` 1) a slice of one by `share_milli` < 1000 (memory
+    and compute alike) or by `vram_bytes`.
     """
 
     count: int = 1
@@ -170,7 +158,7 @@ class GpuRequest:
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """Resources a task needs. Hashable: equal requirements are one shape."""
+    """Hashable: equal requirements are one shape."""
 
     gpu: tuple[GpuRequest, ...] = ()  # alternatives, tried in order; empty: CPU only
     cpu_milli: int = 1000
@@ -186,8 +174,6 @@ class Requirements:
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """File placed into the work directory before the start."""
-
     path: str  # relative, no "..", checked by core.paths
     sha256: str
     size_bytes: int
@@ -196,8 +182,6 @@ class InputFile:
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """File found beneath the work directory after the end."""
-
     path: str
     sha256: str
     size_bytes: int
@@ -206,7 +190,7 @@ class OutputFile:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Environment spec in the normal form of `core.specs.environment`: packages, or an image."""
+    """Environment spec in the normal form of `core.specs.environment`."""
 
     python: str | None = None  # a minor, "3.11"; None: the node's own
     packages: tuple[str, ...] = ()  # PEP 508, sorted
@@ -215,7 +199,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class TaskSpec:
-    """Definition of a task without its own arguments: one spec serves a whole batch."""
+    """Without the task's own arguments: one spec serves a whole batch."""
 
     kind: TaskKind
     name: str
@@ -245,8 +229,8 @@ class TaskSpec:
 class Shape:
     """Class of interchangeable queued tasks: one entry in the queue.
 
-    `group` separates tasks with unrelated run times: the function's hash or the command's kind.
-    `level` grows with the time a task has already run (`scheduler.order.levels`).
+    `group` (function hash or command kind) separates unrelated run times. `level` grows with attained run time
+    (`scheduler.order.levels`).
     """
 
     user: UserId
@@ -269,7 +253,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class SliceProfile:
-    """Size of a MIG slice, and the memory slices at which it may start."""
+    """MIG slice; `starts` in memory slices."""
 
     name: str  # "1g.18gb"
     memory_bytes: int
@@ -280,7 +264,7 @@ class SliceProfile:
 
 @dataclass(frozen=True, slots=True)
 class GpuDetails:
-    """Further properties of a device; empty, 0 or None: unknown."""
+    """Empty, 0 or None: unknown."""
 
     source: str = ""  # who told: "nvml", "amd-smi", "sysfs" …
     driver: str = ""
@@ -297,8 +281,6 @@ class GpuDetails:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Device as its agent describes it and its owner allows it."""
-
     index: int
     uuid: str
     model: str
@@ -315,8 +297,6 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeOffer:
-    """Runtime of a node, and the abilities it has in combination."""
-
     name: str
     tier: Tier
     networks: frozenset[Network] = frozenset({Network.NONE})
@@ -326,8 +306,6 @@ class RuntimeOffer:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Resources that a node lends, as its agent reports them."""
-
     cpu_milli: int
     memory_bytes: int
     disk_bytes: int
@@ -351,7 +329,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Audience:
-    """Users and teams whose tasks an owner accepts; the owner's own tasks are always accepted."""
+    """Users and teams that an owner accepts, besides the owner."""
 
     users: frozenset[int] = frozenset()
     teams: frozenset[int] = frozenset()
@@ -359,7 +337,7 @@ class Audience:
 
 @dataclass(frozen=True, slots=True)
 class Merit:
-    """Reliability and speed of a node in coarse steps (`core.trust.reliability`); never a reason to reject it."""
+    """Coarse steps (`core.trust.reliability`); never a reason to reject a node."""
 
     mtbf: Span = Span(64 * 3600 * 1_000_000)  # mean time between losses; this much of one not known
     is_proven: bool = False  # every GPU it lends passed its trial
@@ -368,8 +346,6 @@ class Merit:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Provider's machine as the scheduler sees it."""
-
     id: NodeId
     owner: UserId
     name: str
@@ -389,8 +365,6 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Part of one GPU that a lease holds; a whole GPU is a slice too."""
-
     gpu_index: int
     memory_bytes: int
     share_milli: int
@@ -414,8 +388,6 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class TaskRow:
-    """Task as stored."""
-
     id: TaskId
     batch: BatchId
     position: int  # place in its batch
@@ -441,7 +413,7 @@ class TaskRow:
 
 @dataclass(frozen=True, slots=True)
 class AttemptRow:
-    """An attempt that did not end its task: kept for the task's story."""
+    """Attempt that did not end its task, kept for the task's history."""
 
     task: TaskId
     epoch: int

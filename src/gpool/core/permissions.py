@@ -1,11 +1,9 @@
 """Authorization: `may(actor, action, thing)` decides by one table. Pure; loads nothing.
 
-A decision has two checks. The first uses actor and action only (signed in, permission, scope of the
-API key), so it reveals nothing about any object. The second uses the actor's relation to the object.
-Without a relation the outcome is `HIDDEN`, as for a missing object; with a relation that does not
-allow the action it is `REFUSED`.
-
-An object of a team belongs to the team: its creator keeps rights only as owner or member of the team.
+The first check uses actor and action only (signed in, permission, scope of the API key), so it reveals nothing about
+any object. The second uses the actor's relation to the object: without one the outcome is `HIDDEN`, as for a missing
+object; else, if not allowed, `REFUSED`. The creator of a team's object has rights only as the team's owner or member.
+One file because the table, its validation and the decision use the same relations.
 """
 
 from __future__ import annotations
@@ -22,15 +20,13 @@ TeamId = NewType("TeamId", int)
 
 
 class Role(StrEnum):
-    """Role of a user in a team."""
-
     OWNER = "owner"
     MEMBER = "member"
     VIEWER = "viewer"
 
 
 class Scope(StrEnum):
-    """Scope of an API key. A sign-in has all scopes, and more."""
+    """A sign-in has all scopes, and more."""
 
     TASKS_READ = "tasks:read"
     TASKS_WRITE = "tasks:write"
@@ -45,7 +41,7 @@ class Scope(StrEnum):
 
 
 class ObjectKind(StrEnum):
-    """Kind of object. `ACCOUNT` is the user or team in whose name something is created or listed."""
+    """`ACCOUNT` is the user or team in whose name something is created or listed."""
 
     SERVER = "server"  # the pool itself
     ACCOUNT = "account"
@@ -72,7 +68,7 @@ class Nobody:
 
 @dataclass(frozen=True, slots=True)
 class Person:
-    """User. `scopes` is None for a sign-in, else the scopes of the API key."""
+    """`scopes` is None for a sign-in, else those of the API key."""
 
     id: UserId
     permissions: frozenset[Permission] = frozenset()
@@ -95,7 +91,7 @@ Actor = Nobody | Person | NodeActor
 
 @dataclass(frozen=True, slots=True)
 class Thing:
-    """Facts about an object that decide. `holder`: the node whose current lease covers it, or the node itself."""
+    """`holder`: the node whose lease covers the object, or the node itself."""
 
     kind: ObjectKind
     owner: UserId | None = None
@@ -109,7 +105,7 @@ POOL = Thing(ObjectKind.SERVER)
 
 
 def missing(kind: ObjectKind) -> Thing:
-    """Stand-in for an object that was not found: answered like another user's object."""
+    """Stand-in for a missing object: answered like another user's."""
     return Thing(kind, exists=False)
 
 
@@ -138,7 +134,7 @@ _STRANGERS = frozenset({Relation.ANYONE, Relation.SIGNED_IN})
 
 
 class Action(StrEnum):
-    """Action of a request. Each has exactly one row in `RULES`."""
+    """Each action has exactly one row in `RULES`."""
 
     # sign-in
     REGISTER = "account.register"
@@ -228,9 +224,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PermissionRule:
-    """Relations that allow an action on a kind of object. `scope` None: never with an API key. `needs`: an
-    additional permission.
-    """
+    """`scope` None: never with an API key. `needs`: a further permission."""
 
     kind: ObjectKind
     may: frozenset[Relation]
@@ -353,7 +347,7 @@ RULES: Mapping[Action, PermissionRule] = {
 def whole(
     rules: Mapping[Action, PermissionRule], actions: Iterable[Action] = Action
 ) -> Mapping[ObjectKind, frozenset[Relation]]:
-    """Return the relations that can see each kind of object; raise if an action has no row or a row is invalid."""
+    """Return the relations that can see each kind; raise if an action has no row or a row is invalid."""
     rowless = [action.value for action in actions if action not in rules]
     if rowless:
         raise AssertionError(
@@ -399,7 +393,7 @@ HIDDEN = AccessDecision(AccessOutcome.HIDDEN, "not there, or not yours")
 
 
 def may(actor: Actor, action: Action, thing: Thing) -> AccessDecision:
-    """Decide. A thing of another kind than the rule's is a bug and raises."""
+    """Decide. Raises if the thing's kind is not the rule's."""
     rule = RULES[action]
     if rule.kind is not thing.kind:
         raise AssertionError(f"{action} acts on a {rule.kind}, not on a {thing.kind}")
@@ -424,7 +418,6 @@ def may(actor: Actor, action: Action, thing: Thing) -> AccessDecision:
 def _refused_whatever_it_is(
     actor: Actor, action: Action, rule: PermissionRule
 ) -> AccessDecision | None:
-    """First check: actor and action only."""
     if Relation.ANYONE in rule.may:
         return None
     match actor:
@@ -458,7 +451,6 @@ def _refused_whatever_it_is(
 
 
 def standings(actor: Actor, thing: Thing) -> frozenset[Relation]:
-    """Return the actor's relations to the thing."""
     found = {Relation.ANYONE}
     match actor:
         case Nobody():

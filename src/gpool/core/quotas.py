@@ -33,8 +33,6 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """First limit that a request exceeds."""
-
     what: str
     used: int
     asked: int
@@ -46,8 +44,8 @@ class Over:
 
 
 def within_quota(usage: QuotaUsage, quota: Quota, ask: QuotaUsage) -> Over | None:
-    """Return the first exceeded limit, or None. Amounts not requested are not checked: lowering a limit
-    below the present usage only refuses more of the same.
+    """Return the first exceeded limit. Amounts not requested are not checked: a limit lowered below the usage only
+    refuses more.
     """
     for each in fields(QuotaUsage):
         used, asked = int(getattr(usage, each.name)), int(getattr(ask, each.name))
@@ -58,7 +56,6 @@ def within_quota(usage: QuotaUsage, quota: Quota, ask: QuotaUsage) -> Over | Non
 
 
 def within_quotas(pairs: Iterable[tuple[QuotaUsage, Quota]], ask: QuotaUsage) -> Over | None:
-    """Check the user's quota, then the team's; return the first exceeded limit."""
     for usage, quota in pairs:
         over = within_quota(usage, quota, ask)
         if over is not None:

@@ -1,18 +1,17 @@
-"""Failed starts: what happens to the task, and which node is to blame. Pure.
+"""Failed starts: the consequence for the task, and the node to blame. Pure.
 
-**The task.** A failed start uses no retry: the task is requeued and prefers nodes where it was not
-tried (`Shape.avoids`). It fails with the last node's message after `MAX_UNSTARTED` tries, or
-`MAX_BY_NODE` where nodes blamed themselves.
+**The task.** A failed start uses no retry: the task is requeued and prefers nodes not tried yet (`Shape.avoids`). It
+fails with the last node's message after `MAX_UNSTARTED` tries, or `MAX_BY_NODE` where nodes blamed themselves.
 
-**The node.** A consumer can cause failed starts (an image that does not exist), so a failed start
-alone is no evidence: otherwise any consumer could take a provider out of the pool. Evidence is:
+**The node.** A consumer can cause failed starts (a missing image) and must not be able to take a provider out of the
+pool. Evidence is:
 
-- the node's own report that it cannot start even the simplest sandbox;
-- tasks of `ENOUGH` different users that could not be started there and started elsewhere. A task
-  that starts nowhere counts against no node, and one user's tasks never suffice.
+- the node's report that it cannot start even the simplest sandbox;
+- tasks of `ENOUGH` different users that failed to start there and started elsewhere; never one user's tasks, nor tasks
+  that start nowhere.
 
-Example: tasks of ann and bob fail to start on n1, then both run on n2: n1 gets a backoff. If both
-tasks were ann's, n1 gets none. A node that starts any task is cleared of its evidence.
+Example: tasks of ann and bob fail to start on n1, then run on n2: n1 gets a backoff. If both tasks were ann's, n1 gets
+none. Starting any task clears a node of its evidence.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ ENOUGH = 2
 
 @dataclass(frozen=True, slots=True)
 class Unstarted:
-    """Failed starts of a task so far; `by_node`: those for which the node blamed itself."""
+    """Failed starts of a task; `by_node`: those for which the node blamed itself."""
 
     unclear: int = 0
     by_node: int = 0
@@ -52,26 +51,25 @@ class Unstarted:
 
 
 def unstarted_move(tries: Unstarted, retries: int) -> Move:
-    """Return whether the task is requeued or fails; `tries` includes the present failure."""
+    """`tries` includes the present failure."""
     if tries.unclear >= MAX_UNSTARTED + retries or tries.times >= MAX_BY_NODE + retries:
         return Move.FAILED
     return Move.REQUEUED
 
 
 def archived_as(fault: Fault) -> EndReason:
-    """Return the end reason recorded for such an attempt."""
     return EndReason.SANDBOX_FAILED if fault is Fault.UNCLEAR else EndReason.NODE_FAILED
 
 
 def given_up(said: str, tries: Unstarted) -> str:
-    """Return the error text of a task that starts nowhere; the last node's message comes first."""
+    """The last node's message comes first."""
     if tries.times < 2:
         return said
     return f"{said} (it was tried {tries.times} times and could not be started)".lstrip()
 
 
 class Evidence:
-    """Evidence against nodes, folded from committed events in order. A task's evidence ends with it."""
+    """Folded from committed events. A task's evidence ends with it."""
 
     def __init__(self) -> None:
         self._tried: dict[TaskId, tuple[UserId, set[NodeId]]] = {}  # nodes with failed starts
@@ -83,11 +81,10 @@ class Evidence:
 
     @property
     def against(self) -> Mapping[NodeId, Collection[UserId]]:
-        """Users whose tasks could not be started on the node and started elsewhere."""
         return self._against
 
     def failed(self, task: TaskId, user: UserId, node: NodeId, fault: Fault) -> bool:
-        """Record a failed start; return whether it alone blames the node."""
+        """Return whether this failure alone blames the node."""
         if fault is Fault.NODE:
             return True
         if fault is Fault.UNCLEAR:
@@ -95,7 +92,7 @@ class Evidence:
         return False
 
     def began(self, task: TaskId, nodes: Collection[NodeId]) -> list[NodeId]:
-        """Record a start; return the nodes to which the task's earlier failed starts now point."""
+        """Return the nodes blamed by the task's earlier failed starts."""
         for node in self._against.keys() & set(nodes):
             del self._against[node]
         user, tried = self._tried.pop(task, (None, set[NodeId]()))
@@ -111,7 +108,7 @@ class Evidence:
         return found
 
     def ended(self, tasks: Collection[TaskId]) -> None:
-        """Forget tasks that ended without a start: they are no evidence."""
+        """Tasks that ended without a start are no evidence."""
         if self._tried:
             for task in tasks:
                 self._tried.pop(task, None)

@@ -1,8 +1,5 @@
-"""Environment specs in normal form, and the name that equal specs share. Builds nothing.
-
-A name is "default", "pip:<digest>" or "image:<reference>". It is part of the task's shape, so tasks of
-one environment are interchangeable; a node that can build the kind may run it, one that has it ready
-runs it sooner.
+"""Environment specs in normal form and their names: "default", "pip:<digest>" or "image:<reference>". Builds nothing.
+The name is part of the task's shape: tasks of one environment are interchangeable.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ _IMAGE = re.compile(r"[a-z0-9][\w./:@-]{0,254}", re.ASCII | re.IGNORECASE)
 
 
 def recipe(python: str | None = None, packages: tuple[str, ...] = (), image: str = "") -> Recipe:
-    """Return the normal form; `Invalid` names the offending word."""
+    """`Invalid` names the offending word."""
     if python is not None and not _MINOR.fullmatch(python):
         raise Invalid(f"python {python[:20]!r} is not a minor version; write it like 3.12")
     if image and (python or packages):
@@ -67,7 +64,6 @@ def _no_requirement(text: str) -> Invalid:
 
 
 def name_of(recipe: Recipe | None) -> str:
-    """Return the name; equal specs have one name, an empty spec is the default."""
     if recipe is None or recipe == Recipe():
         return DEFAULT
     if recipe.image:
@@ -79,5 +75,5 @@ def name_of(recipe: Recipe | None) -> str:
 
 
 def kind_of(name: str) -> str:
-    """Return the kind a node must be able to build: "pip", "image", or the name itself."""
+    """The kind a node must be able to build: "pip", "image", or the name itself."""
     return name.partition(":")[0]

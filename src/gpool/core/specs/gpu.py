@@ -11,10 +11,10 @@
     model   = "A100", "rtx 4090", "4090", …     letters, digits, blanks, dashes; upper or lower case
     size    = number ("GB" | "GiB" | "MB" | …)
 
-A bare size means *at least*, beside a model too. Sizes are those cards are sold by: a 24 GB card has between 24·10⁹ and
-24·2³⁰ bytes (an A10G 24.1·10⁹, an RTX 4090 25.8·10⁹), so a lower bound counts in powers of ten and an upper one in powers
-of two: `24GB` takes both, and `40GB..80GB` takes an A100 of 85.9·10⁹ bytes. A slice counts in powers of ten, so four of 6GB
-fit a card sold as 24 GB. `GiB`, `MiB` … are exact. No list of models is kept.
+A bare size means *at least*. Sizes are nominal: a 24 GB card has between 24·10⁹ and 24·2³⁰ bytes (an A10G 24.1·10⁹, an
+RTX 4090 25.8·10⁹), so a lower bound counts in powers of ten, an upper bound in powers of two: `24GB` takes both cards,
+`40GB..80GB` an A100 of 85.9·10⁹ bytes. A slice counts in powers of ten: four of 6GB fit a 24 GB card. `GiB`, `MiB` …
+are exact. No list of models is kept.
 """
 
 from __future__ import annotations
@@ -78,24 +78,23 @@ def parse_bytes(text: str) -> int:
 
 
 def typed_size(size: int) -> str:
-    """Format a requested size so that `parse_bytes` reads it back, in the largest whole unit."""
+    """`parse_bytes` reads it back."""
     units = [(f"{unit}B", 1000 ** _POWER[unit]) for unit in "TGM"]
     units += [(f"{unit}iB", 1024 ** _POWER[unit]) for unit in "TGMK"]
     return next((f"{size // scale}{unit}" for unit, scale in units if not size % scale), f"{size}B")
 
 
 def gib(size: int) -> str:
-    """Format the memory of a card or machine: `22.5 GiB`."""
+    """Format an amount of memory: `22.5 GiB`."""
     return f"{round(size / GIB, 1):g} GiB"
 
 
 def format(requests: tuple[GpuRequest, ...]) -> str:
-    """Return the shortest text that `parse` reads as these requests."""
+    """`parse` reads it back."""
     return ",".join(_item_text(request) for request in requests) or "0"
 
 
 def matches(request: GpuRequest, gpu: Gpu) -> bool:
-    """Return whether the GPU has the alternative's model, vendor and size."""
     if request.min_memory_bytes is not None and gpu.memory_bytes < request.min_memory_bytes:
         return False
     if request.max_memory_bytes is not None and gpu.memory_bytes > request.max_memory_bytes:
@@ -107,12 +106,12 @@ def matches(request: GpuRequest, gpu: Gpu) -> bool:
 
 @lru_cache(maxsize=4096)
 def is_model(wanted: str, name: str) -> bool:
-    """Return whether a driver's device name matches a model. `A10` is neither an A100 nor an A10G."""
+    """Return whether a device name matches a model. `A10` is neither an A100 nor an A10G."""
     return _without_series(normalise(wanted)) in _answers_to(name)
 
 
 def normalise(model: str) -> str:
-    """Upper-case letters and digits without brands: `GeForce rtx 4090` and `4090` are `RTX4090`."""
+    """Return letters and digits in upper case without brands: `GeForce rtx 4090` and `4090` are `RTX4090`."""
     words = _TOKEN.findall(model.upper())
     joined = "".join(word for word in words if word not in _BRANDS) or "".join(words)
     if re.fullmatch(r"[2-9]0[1-9]0(TI)?(SUPER|D)?", joined):
@@ -154,7 +153,7 @@ class _Part:
 
 
 def _as_text(gpu: str | int | float) -> str:
-    """Convert to text. A number is a count of GPUs; a model that is a number (4090) must be text."""
+    """A number is a count of GPUs; a model that is a number (4090) must be text."""
     if isinstance(gpu, str):
         return gpu
     if isinstance(gpu, float) and not isfinite(gpu):
@@ -291,7 +290,7 @@ def _vram(text: str) -> int:
 
 
 def _size(text: str, body: str, at: int, *, as_sold: bool = False) -> int:
-    """Return bytes. `as_sold`: an upper bound, where GB counts in powers of two (see the module)."""
+    """`as_sold`: an upper bound, where GB counts in powers of two."""
     lead = len(body) - len(body.lstrip())
     body, at = body.strip(), at + lead
     found = _SIZE.fullmatch(body)

@@ -1,8 +1,7 @@
 """Placement of MIG slices on a GPU. Pure geometry.
 
-A GPU has a row of memory slices; a profile takes `size` of them from one of its `starts`, and some
-compute slices. NVIDIA's profiles form a chain: where a larger one fits, every smaller one does. So
-the free capacity of a GPU is described by the largest profile that can still be created.
+A profile takes `size` memory slices from one of its `starts`, and some compute slices. NVIDIA's profiles form a chain
+(where a larger one fits, every smaller one does), so the largest profile that fits describes the free capacity.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ Held = Iterable[tuple[int, int]]
 
 
 def smallest(gpu: Gpu, memory_bytes: int, share_milli: int) -> SliceProfile | None:
-    """Return the smallest profile with at least this much memory and share."""
     fitting = [
         profile
         for profile in gpu.profiles
@@ -26,7 +24,7 @@ def smallest(gpu: Gpu, memory_bytes: int, share_milli: int) -> SliceProfile | No
 
 
 def share_of(gpu: Gpu, profile: SliceProfile) -> int:
-    """Return the profile's part of the GPU's compute slices, in thousandths."""
+    """In thousandths of the GPU's compute slices."""
     return 1000 * profile.compute // max(each.compute for each in gpu.profiles)
 
 
@@ -37,7 +35,7 @@ def named(gpu: Gpu, name: str) -> SliceProfile | None:
 
 
 def slice_by(gpu: Gpu, profile: SliceProfile) -> Slice:
-    """Return a slice of this profile without a start; see `start_for`."""
+    """Without a start; see `start_for`."""
     return Slice(gpu.index, profile.memory_bytes, share_of(gpu, profile), profile.name)
 
 
@@ -49,14 +47,13 @@ def free_starts(profile: SliceProfile, held: Held) -> tuple[int, ...]:
 
 
 def largest(gpu: Gpu, held: Held) -> SliceProfile | None:
-    """Return the largest profile that can still be created."""
     held = tuple(held)
     fitting = [profile for profile in gpu.profiles if free_starts(profile, held)]
     return max(fitting, key=lambda each: (each.memory_bytes, each.compute), default=None)
 
 
 def start_for(gpu: Gpu, profile: SliceProfile, held: Held) -> int | None:
-    """Return the start that leaves the largest slice, then the most slices; None: the profile does not fit."""
+    """The start that leaves the largest slice, then the most slices; None: no room."""
     held = tuple(held)
 
     def worth(start: int) -> tuple[int, int, int, int]:

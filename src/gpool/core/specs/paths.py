@@ -13,7 +13,7 @@ _INVISIBLE = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, bidi marks, surrogates,
 
 
 def checked(path: str, *, directory: bool = False) -> str:
-    """Return the path if it is safe beneath a work directory; raise `Invalid` with the reason otherwise."""
+    """Raises `Invalid` if the path is not safe beneath a work directory."""
     body = path.removesuffix("/") if directory else path
     shown = path[:80].encode("unicode_escape").decode()
     if not body:
@@ -35,9 +35,8 @@ def checked(path: str, *, directory: bool = False) -> str:
 
 
 def asked_for(outputs: Iterable[str]) -> Callable[[str], bool]:
-    """Return a predicate: whether a path is a requested output or lies in a requested directory.
-
-    A node must not choose where a consumer writes files, so other outputs are never fetched.
+    """Predicate: a requested output or beneath a requested directory. A node must not choose where a consumer writes files, so
+    other outputs are never fetched.
     """
     names = {name.removesuffix("/") for name in outputs}
 
@@ -49,5 +48,5 @@ def asked_for(outputs: Iterable[str]) -> Callable[[str], bool]:
 
 
 def folded(path: str) -> str:
-    """Return the name a case-insensitive file system would use: two outputs must not fold to the same name."""
+    """Name on a case-insensitive file system: two outputs must not fold to one."""
     return unicodedata.normalize("NFC", path).casefold()

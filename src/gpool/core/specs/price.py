@@ -32,7 +32,6 @@ def parse_price(price: str | int | float) -> int:
 
 
 def format_price(microcredits: int) -> str:
-    """Format with at least two decimals: `0.40/h`."""
     whole, rest = divmod(microcredits, CREDIT)
     digits = f"{rest:06d}".rstrip("0").ljust(2, "0")
     return f"{whole}.{digits}/h"

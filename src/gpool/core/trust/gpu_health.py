@@ -1,10 +1,8 @@
-"""Health of a GPU from its symptoms. Pure: symptoms in, a condition out; `now` is an argument.
+"""Health of a GPU from its symptoms. Pure; `now` is an argument.
 
-Each rule names a *cause*. A cause begins when it is seen and ends after a quiet time without it, so
-that a card at a threshold does not flap. The condition is that of the worst cause: `degraded` is
-reported and still lent; `quarantined` takes no new task, and running tasks move elsewhere. Here a
-quarantine ends with its cause; that a person must lift it too is a rule of the server
-(`store.operations.nodes.gpu_bindings`).
+A cause ends after a quiet time without it, so that a card at a threshold does not flap. The worst cause decides:
+`degraded` GPUs are still lent; `quarantined` ones take no new task, and running tasks move elsewhere. Here a quarantine
+ends with its cause; the server also requires a person to lift it (`store.operations.nodes.gpu_bindings`).
 """
 
 from __future__ import annotations
@@ -76,8 +74,6 @@ class Symptoms:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Cause, its start, and when it was last seen."""
-
     name: str
     health: Health
     text: str
@@ -88,8 +84,6 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Health of one GPU; `causes` are sorted worst first."""
-
     causes: tuple[Cause, ...] = ()
 
     @property
@@ -98,7 +92,6 @@ class Condition:
 
     @property
     def reason(self) -> str:
-        """All causes in words; empty for a healthy GPU."""
         return "; ".join(cause.text for cause in self.causes)
 
 
@@ -111,7 +104,6 @@ class _Seen:
 
 
 def examine(symptoms: Symptoms, before: Condition, now: int) -> Condition:
-    """Return the condition from this reading and the previous condition."""
     known = {cause.name: cause for cause in before.causes}
     found: dict[str, Cause] = {}
     for seen in _seen(symptoms, known, now):

@@ -1,27 +1,22 @@
 """GPU verification: challenge, deadlines, and binding of answers to challenges. Pure; multiplies nothing.
 
-The claim: this node has its own device with this much memory and this speed. Steps, timed by the server:
+The claim: this node has its own device with this memory and speed. Steps, timed by the server:
 
-1. *commit*: pairs of matrices A, B (n × K and K × n bytes of a keyed stream) come from a fresh seed.
-   The node computes every C = A·B exactly, keeps X = bits 8..11 of each element in GPU memory (which
-   fills most of it) and sends, within `commit_within`, the Merkle root over the digests of all tiles
-   (64 × 64 elements) of X.
-2. *answer*: the server sends a nonce; the node passes over all of X in `rounds`, each giving the root
-   over the tiles' digests keyed by the nonce and the previous root, within `answer_within`. A digest
-   covers every element, so X must be present: sampling would not do, since a single element is cheap
-   to recompute. The rounds are sequential and together read as much as the claimed memory can deliver:
-   X kept elsewhere (in host memory) arrives too slowly.
-3. *open*: the server picks random tiles; the node sends their C with the paths to all roots. The
-   server checks C·r = A·(B·r) for a random r (Freivalds), then every digest and path.
+1. *commit*: pairs of matrices A, B (n × K and K × n bytes of a keyed stream) come from a fresh seed. The node computes
+   every C = A·B exactly, keeps X = bits 8..11 of each element in GPU memory (filling most of it) and sends, within
+   `commit_within`, the Merkle root over the digests of all tiles (64 × 64 elements) of X.
+2. *answer*: the server sends a nonce; the node reads all of X in `rounds`, each giving the root over the tiles' digests
+   keyed by the nonce and the previous root, within `answer_within`. Digests cover every element, since a sampled one is
+   cheap to recompute. The sequential rounds read as much as the claimed memory can deliver: host memory is too slow.
+3. *open*: the server picks random tiles; the node sends their C with the paths to all roots. The server checks
+   C·r = A·(B·r) for a random r (Freivalds), then every digest and path.
 
-Why it holds. The middle bits of C depend on every bit of a row and a column, so fewer bits save
-nothing, and a digest is not linear, so nothing commutes with the product. X of a tile has one right
-value, so a cheap digest suffices; the tree above must be SHA-256, since siblings could be chosen.
-`length` is set so that even at the peak rate of the claimed model no more than `RECOMPUTED` of X can
-be recomputed within `answer_within`. GPUs that may be one device are verified in one batch: nobody
-gets a nonce before all have committed or timed out, so one memory would have to hold both X at once. A
-tile that was not computed is found if it is opened: with 160 opened tiles, work done to 95 % passes
-once in 3,700 verifications.
+Why it holds. The middle bits of C depend on every bit of a row and a column, so fewer bits save nothing; a digest is
+not linear, so nothing commutes with the product. X of a tile has one right value, so a cheap digest suffices; the tree
+above must be SHA-256, since siblings could be chosen. `length` is set so that even at the claimed model's peak rate at
+most `RECOMPUTED` of X can be recomputed within `answer_within`. GPUs that may be one device share a batch: nonces are
+sent only after all have committed or timed out, so one memory would have to hold both X. With 160 opened tiles, work
+done to 95 % passes once in 3,700 verifications.
 
 Not shown: that the device is of the claimed model if another is as fast and as large.
 """
@@ -64,7 +59,7 @@ MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Make:
-    """Data sheet of a model: the fastest possible answer."""
+    """Peak rates of a model's data sheet."""
 
     teraops: int  # dense int8 operations a second
     gigabytes_per_s: int  # of its memory
@@ -103,7 +98,7 @@ MAKES: Mapping[str, Make] = {
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSpeed:
-    """Operations and bytes per second as an agent measured them; 0: not supported."""
+    """Operations and bytes per second; 0: not supported."""
 
     fp32_gigaflops: int
     tf32_gigaflops: int
@@ -115,7 +110,7 @@ class MeasuredSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Amount of work: `blocks` products of side × length by length × side."""
+    """`blocks` products of side × length by length × side."""
 
     blocks: int
     side: int
@@ -143,7 +138,7 @@ class Size:
 
     @property
     def leaves(self) -> int:
-        """Leaves of the tree: a power of two, padded with zero digests."""
+        """A power of two, padded with zero digests."""
         return 1 << max(0, (-(-self.tiles // GROUP) - 1).bit_length())
 
     @property
@@ -161,8 +156,6 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class VerificationTerms:
-    """Work and deadlines of one GPU."""
-
     size: Size
     rounds: int  # of step 2
     opened: int
@@ -171,7 +164,6 @@ class VerificationTerms:
 
 
 def terms_for(memory_bytes: int, make: Make) -> VerificationTerms:
-    """Return the terms for a claimed memory and the claimed model's peak rates."""
     filled = int(memory_bytes * FILLED)
     side = 8192 if filled >= 1 << 34 else 4096 if filled >= 1 << 30 else 256
     blocks = max(1, filled // (side * side // 2))
@@ -188,19 +180,17 @@ def terms_for(memory_bytes: int, make: Make) -> VerificationTerms:
 
 @dataclass(frozen=True, slots=True)
 class VerificationKeys:
-    """Keys of the matrix stream and of the digests of step 1."""
-
     stream: tuple[int, int]
     digest: tuple[int, int]
 
 
 def keys_of(seed: bytes, node: int, uuid: str, number: int) -> VerificationKeys:
-    """Derive keys bound to the node, its GPU and the challenge number: no answer serves another node."""
+    """Derive keys bound to node, GPU and challenge number: no answer serves another node."""
     return _keys(b"gpool gpu proof\n%d\n%s\n%d\n" % (node, uuid.encode(), number) + seed)
 
 
 def round_key(nonce: bytes, before: bytes) -> tuple[int, int]:
-    """Key of a round's digests in step 2: `before` is the previous round's root, at first the commitment."""
+    """Key of digests in step 2. `before`: the previous root, at first the commitment."""
     return _keys(b"gpool gpu round\n" + nonce + before).digest
 
 
@@ -214,7 +204,7 @@ def _keys(material: bytes) -> VerificationKeys:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """Merkle path of a tile's digest: the eight digests of its leaf, and the siblings upwards."""
+    """Eight digests of the tile's leaf, and the siblings upwards."""
 
     group: bytes
     siblings: tuple[bytes, ...]
@@ -222,7 +212,7 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """Opened tile: C as 64 × 64 little-endian int32 in row order, and its paths, the commitment's first."""
+    """C as 64 × 64 little-endian int32 in row order, and its paths, the commitment's first."""
 
     tile: int
     product: bytes
@@ -237,7 +227,6 @@ def parent(left: bytes, right: bytes) -> bytes:
 
 
 def leads_to(root: bytes, tile: int, digest: int, path: Path, depth: int) -> bool:
-    """Return whether the path connects this tile's digest to the root."""
     if len(path.group) != GROUP * 8 or len(path.siblings) != depth:
         return False
     if any(len(each) != HASH_BYTES for each in path.siblings):
@@ -271,7 +260,6 @@ class GpuVerdict(StrEnum):
 
     @property
     def text(self) -> str:
-        """For the owner: what was seen, and what to do."""
         return VERDICT_TEXT[self]
 
 
@@ -291,8 +279,6 @@ VERDICT_TEXT: Mapping[GpuVerdict, str] = {
 
 @dataclass(frozen=True, slots=True)
 class VerifiedGpu:
-    """One GPU in a verification batch: its challenge, and the answers with their times."""
-
     terms: VerificationTerms
     began_at: Instant
     root: bytes | None = None
@@ -339,7 +325,7 @@ class VerifiedGpu:
         return self.opened_by or Instant(self.asked_at + self.terms.answer_within)
 
     def at(self, now: Instant) -> VerifiedGpu:
-        """State at `now`: a passed deadline is final."""
+        """A passed deadline is final."""
         if self._in_time(now):
             return self
         late = (
@@ -356,16 +342,12 @@ class VerifiedGpu:
 
 
 def may_ask(seats: Iterable[VerifiedGpu]) -> bool:
-    """Return whether nonces may be sent: once all in the batch have committed or failed, so that one memory
-    cannot serve two in turn.
-    """
+    """Whether all have committed or failed: an earlier nonce would let one memory serve two in turn."""
     return all(seat.root is not None or seat.verdict is not None for seat in seats)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceIdentity:
-    """Identity of a device as far as the server knows it."""
-
     owner: int
     hostname: str
     uuid: str
@@ -373,7 +355,7 @@ class DeviceIdentity:
 
 
 def could_be_one(a: DeviceIdentity, b: DeviceIdentity) -> bool:
-    """Return whether two GPUs may be one device under two names: then they share a batch."""
+    """Whether two GPUs may be one device under two names: then they share a batch."""
     return (
         a.owner == b.owner
         or a.uuid == b.uuid

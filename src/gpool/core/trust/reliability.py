@@ -1,15 +1,13 @@
 """Reliability of a node from its history: losses, backoff, verified and measured GPUs. Pure arithmetic.
 
-**Losses.** The record is the node's connected time and the number of times it was lost with leases,
-both decaying with `HALF_LIFE`. The mean time between losses is estimated as if the node had also been
-observed for `PRIOR` with one loss: a new node has an MTBF of `PRIOR`, and only a record changes it.
+**Losses.** The record is the node's connected time and its losses with leases, both decaying with `HALF_LIFE`. The mean
+time between losses is estimated as if the node had also been observed for `PRIOR` with one loss: the MTBF of a new node.
 
-**Backoff.** A node that returns every lease unstarted would get the same again at once. After `FREE`
-returns more than completions it gets a backoff that doubles each time. A node to blame for failed
-starts (`core.retries`) gets one from the first time. Example: 9 returns without a completion: 1 s,
-10: 2 s, 11: 4 s, up to 600 s.
+**Backoff.** A node that returns every lease unstarted would get the same again at once. After `FREE` returns more than
+completions it gets a backoff that doubles each time; a node to blame for failed starts (`core.retries`) from the first
+time. Example: 9 returns without a completion: 1 s, 10: 2 s, 11: 4 s, up to 600 s.
 
-Results are rounded to coarse steps, so that a node's value seldom changes and similar nodes are equal.
+Results are rounded to coarse steps, so that values seldom change and similar nodes are equal.
 """
 
 from __future__ import annotations
@@ -30,14 +28,11 @@ LOSS = 1000
 
 @dataclass(frozen=True, slots=True)
 class ReliabilityRecord:
-    """Record up to `at`."""
-
     up: Span = _NONE
     losses_milli: int = 0
     at: Instant = _NEVER
 
     def later(self, at: Instant, up: Span = _NONE, losses: int = 0) -> ReliabilityRecord:
-        """Return the record with the observations since."""
         passed = max(0, at - self.at)
         kept = 0.5 ** (passed / HALF_LIFE)
         return ReliabilityRecord(
@@ -48,7 +43,7 @@ class ReliabilityRecord:
 
     @property
     def mtbf(self) -> Span:
-        """Mean time between losses, rounded to powers of two of an hour."""
+        """Rounded to powers of two of an hour."""
         mean = LOSS * (self.up + PRIOR) / (self.losses_milli + LOSS)
         return Span(_HOUR << min(16, max(0, round(log2(mean / _HOUR)))))
 
@@ -59,21 +54,21 @@ SHORTEST_BACKOFF = Span(2 * SECOND)
 
 
 def backoff_after(times: int) -> Span:
-    """Return the backoff after `times` more returns than completions."""
+    """`times`: returns less completions."""
     if times <= FREE:
         return _NONE
     return Span(min(LONGEST_BACKOFF, SECOND << min(times - FREE - 1, 20)))
 
 
 def backoff_for_fault(times: int) -> Span:
-    """Return the backoff of a node to blame for failed starts, `times` more often than completions."""
+    """Backoff of a node to blame for failed starts; `times`: faults less completions."""
     if times <= 0:
         return _NONE
     return Span(min(LONGEST_BACKOFF, SHORTEST_BACKOFF << min(times - 1, 20)))
 
 
 def gigaflops_of(measured: Iterable[int]) -> int:
-    """Return the slowest GPU's rate, rounded down to half an octave; 0 if one was not measured."""
+    """The slowest GPU's rate, rounded down to half an octave; 0 if one was not measured."""
     slowest = min(measured, default=0)
     if slowest <= 0:
         return 0

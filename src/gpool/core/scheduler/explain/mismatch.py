@@ -1,4 +1,4 @@
-"""Reason why no node could run a task even if idle: one sentence about the nearest nodes. Read-only."""
+"""Reason why no idle node could run a task: one sentence about the nearest nodes. Read-only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Explanation:
 
 
 def nothing_can(nodes: list[Node], shape: Shape) -> Explanation:
-    """Explain by the nearest nodes: those that fail the latest check. Each of them must be unfit."""
+    """Explain by the nodes that fail the latest check."""
     steps = list(Unfit)
     reasons = {node.id: unfit(node, shape) or Unfit.GPU for node in nodes}
     last = max(reasons.values(), key=steps.index)
@@ -188,7 +188,6 @@ def list_of(names: list[str]) -> str:
 
 
 def ranked(name: str, rank: int) -> str:
-    """Name a member of a gang."""
     return f"{name} (rank {rank})"
 
 

@@ -1,4 +1,4 @@
-"""Reason why a task waits, as one sentence. Uses the planner's state and rules; decides nothing."""
+"""Reason why a task waits, as one sentence, from the planner's state and rules. Decides nothing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ADVICE: Mapping[EndReason, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """Requeues of a task and their reasons; `last` and `why`: its last own failure, `lost`: its last loss."""
+    """`last` and `why`: the last own failure, `lost`: the last loss."""
 
     tries: int = 0
     losses: int = 0
@@ -54,7 +54,7 @@ class Story:
 
 
 def with_story(told: Explanation, story: Story) -> Explanation:
-    """Distinguish "no capacity" from "keeps failing": a requeued task first states its failure and the remedy."""
+    """State a requeued task's failure and remedy first, to tell "no capacity" from "keeps failing"."""
     parts, advice, code = [], "", told.code
     if story.preempted:
         parts.append(f"made room for others {counted(story.preempted, 'time', 'times')}")
@@ -91,7 +91,7 @@ def explain(
     policy: Policy = DEFAULT,
     orders: Mapping[str, Order] = ORDERS,
 ) -> Explanation:
-    """Explain one task. Cost: shapes × nodes at worst; hardly depends on the queue's length."""
+    """Cost: shapes × nodes at worst; hardly depends on the queue's length."""
     steps = in_steps(state, task, now, policy, orders)
     while (told := step(steps)) is None:
         pass
@@ -99,7 +99,7 @@ def explain(
 
 
 def step(steps: Generator[None, None, Explanation]) -> Explanation | None:
-    """Run one step of `in_steps`; None: there are more."""
+    """None: there are more steps."""
     try:
         next(steps)
     except StopIteration as end:
@@ -111,7 +111,7 @@ def step(steps: Generator[None, None, Explanation]) -> Explanation | None:
 def in_steps(
     state: State, task: TaskId, now: Instant, policy: Policy, orders: Mapping[str, Order]
 ) -> Generator[None, None, Explanation]:
-    """Explain in small steps. Changes of the state between steps are harmless."""
+    """Changes of the state between steps are harmless."""
     waiting = state.queue_of(task)
     if waiting is None:
         return _not_waiting(state, task)
@@ -151,7 +151,6 @@ def in_steps(
 
 
 def _not_tried(capable: list[Node], shape: Shape) -> list[Node]:
-    """Drop nodes with failed starts of the task where others would do, as the planner does."""
     if not shape.avoids:
         return capable
     others = [node for node in capable if node.id not in shape.avoids]
@@ -186,7 +185,6 @@ def _waits_for_inputs(
 
 
 def _are_enough(nodes: list[Node], shape: Shape) -> bool:
-    """Return whether enough nodes are free at once: of one site, for a gang."""
     wanted = shape.requirements.nodes
     return bool(nodes) if wanted == 1 else most_together(nodes) >= wanted
 

@@ -1,8 +1,5 @@
 """Nearest changes that would start a waiting task now. Each is planned on a copy first, so every suggestion is true.
-
-A user applies a change by submitting the task again, so it is planned as the newest task; and once more
-with its old age, for a change in place. Only a change under which both start in this pass is suggested.
-
+Planned as the newest task (submitted again) and with the old age (changed in place); both must start.
 One file because every kind of change uses the same trial plan.
 """
 
@@ -46,9 +43,7 @@ _NEW = TaskId((1 << 62) - 1)  # newer than every real task
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """`change`: options of `gpool run` ("--gpu RTX4090"); `requirements`: the changed ones.
-    `price_microcredits`: price per hour on each node where it would start.
-    """
+    """`change`: options of `gpool run` ("--gpu RTX4090"). `price_microcredits`: price per hour on each node."""
 
     kind: str
     change: str
@@ -83,13 +78,11 @@ def suggest(
     policy: Policy,
     orders: Mapping[str, Order] = ORDERS,
 ) -> tuple[Suggestion, ...]:
-    """Return at most one change of each kind, the nearest; empty if the task starts unchanged or does not wait."""
+    """Nearest change of each kind; empty if the task starts unchanged or does not wait."""
     return Asking(snapshot, now, policy, orders).of(task).found
 
 
 class Asking:
-    """Tries changes of one task after another on its own state, made from the snapshot."""
-
     def __init__(
         self, snapshot: Snapshot, now: Instant, policy: Policy, orders: Mapping[str, Order] = ORDERS
     ) -> None:
@@ -98,7 +91,7 @@ class Asking:
         self.now, self.policy, self.orders = now, policy, orders
 
     def of(self, task: TaskId, is_late: Callable[[], bool] = _never) -> Suggested:
-        """Suggest changes. `is_late` is called before each try; once true, the results so far are returned."""
+        """`is_late` is called before each try; once true, return the results so far."""
         self.state.take_hints(self.snapshot.hints)
         asked = _Asked(self, task, is_late)
         return Suggested(tuple(asked.found()), asked.is_complete)
@@ -143,7 +136,7 @@ class _Asked:
         return Suggestion(kind, change.change, said, change.requirements, price)
 
     def _place(self, shape: Shape) -> Placement | None:
-        """Return where it would start if submitted now; None if it would not, as new or with its old age."""
+        """None if it would not start, as new or with its old age."""
         assert self.task is not None
         assert self.shape is not None
         again = QueuedTask(_NEW, 0, self.now)
@@ -163,7 +156,7 @@ class _Asked:
             self.state.fold(TasksWithdrawn((task.id,)))
 
     def _started(self, task: TaskId) -> Placement | None:
-        """Return its allocation if it starts at once; queueing behind another lease is no start."""
+        """Queueing behind another lease is no start."""
         self.plans += 1
         for place in plan(self.state, self.index, self.now, self.policy, self.orders).places:
             if place.grants[0].task == task:
@@ -173,7 +166,7 @@ class _Asked:
 
 
 def cost_of(state: State, place: Placement) -> int:
-    """Return the price per hour, on the most expensive node of a gang."""
+    """Price per hour on a gang's most expensive node."""
     parts = [(place.node, place.allocation)]
     parts += [(member.node, member.allocation) for member in place.members]
     known = [(state.nodes[id_].node, allocation) for id_, allocation in parts]
@@ -181,8 +174,6 @@ def cost_of(state: State, place: Placement) -> int:
 
 
 class _Free:
-    """Free capacity of open nodes, for one user."""
-
     def __init__(self, state: State, shape: Shape) -> None:
         self.state = state
         self.shape = shape
@@ -193,19 +184,16 @@ class _Free:
         ]
 
     def has_room(self, shape: Shape) -> bool:
-        """Whether it could start if it were the only task."""
         wanted = shape.requirements.nodes
         fitting = self.fitting(shape)
         return any(fitting) if wanted == 1 else most_together(fitting) >= wanted
 
     def fitting(self, shape: Shape) -> Iterator[Node]:
-        """Nodes with capacity for it, or for one member."""
         for node in self.nodes:
             if unfit(node, shape) is None and fit(node, self.state.nodes[node.id].room, shape):
                 yield node
 
     def most_idle(self, request: GpuRequest) -> int:
-        """Largest number of suitable idle GPUs on one node."""
         counts = Counter(
             node.id
             for node, room in self.gpus()
@@ -214,7 +202,6 @@ class _Free:
         return max(counts.values(), default=0)
 
     def gpus(self) -> Iterator[tuple[Node, GpuRoom]]:
-        """GPUs that this user may use in part."""
         for node in self.nodes:
             for room in self.state.nodes[node.id].room.gpus.values():
                 is_theirs = not room.holders or room.user == self.shape.user
@@ -222,7 +209,6 @@ class _Free:
                     yield node, room
 
     def idle(self) -> dict[str, tuple[Gpu, int]]:
-        """By model: one idle GPU, and the largest number on one node."""
         counts: dict[tuple[int, str], int] = {}
         found: dict[str, tuple[Gpu, int]] = {}
         for node, room in self.gpus():
@@ -309,7 +295,6 @@ def _other_models(shape: Shape, free: _Free) -> Iterator[_Change]:
 
 
 def _higher_prices(shape: Shape, free: _Free) -> Iterator[_Change]:
-    """Prices of otherwise suitable nodes, cheapest first."""
     cap = shape.requirements.max_price_microcredits
     if cap is None:
         return
@@ -405,7 +390,6 @@ def _no_network(shape: Shape) -> Iterator[_Change]:
 
 
 def _model_of(gpu: Gpu) -> str:
-    """Return the shortest model name: `A100` for `NVIDIA A100-SXM4-80GB`."""
     words = gpu.model.replace("-", " ").split()
     for count in range(1, len(words)):
         name = gpuspec.normalise(" ".join(words[:count]))

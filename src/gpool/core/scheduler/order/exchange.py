@@ -1,6 +1,5 @@
-"""Whether a running task may be stopped for a waiting one: the comparison behind preemption. It chooses no victims.
-
-The reasons and an example in numbers are in `passes.preemption`.
+"""Whether a running task may be stopped for a waiting one. Chooses no victims.
+Reasons and an example in numbers: `passes.preemption`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Pair = tuple[int, int]
 
 
 class ExchangeSide(NamedTuple):
-    """One side of an exchange, counted as if the running task did not run. Shares are in millionths of the pool."""
+    """Counted as if the running task did not run. Shares in millionths of the pool."""
 
     rank: Rank
     shares: Pair = (0, 0)  # held now and recently used
@@ -28,8 +27,6 @@ class ExchangeSide(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """A waiting task that would take the place of a running one."""
-
     waiting: ExchangeSide
     gained: Pair  # shares of the waiting side once its task runs
     running: ExchangeSide

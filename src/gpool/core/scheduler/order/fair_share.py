@@ -1,22 +1,22 @@
 """Fair share: how much of the pool each tenant and user has. It counts; orders compare.
 
-**Tenants.** A tenant is a team, or a user without a team. Tenants are compared first, then the users of one team: a team of a
-thousand users has one share. Since anybody may create teams, a user alone in many teams has no share in each: the user's own
-share over all teams counts for each of them where it is larger (`compared`).
+**Tenants.** A tenant is a team, or a user without a team. Tenants are compared first, then the users of one team: a
+team of a thousand users has one share. Since anybody may create teams, a user's own share over all teams counts for
+each of them where it is larger (`compared`).
 
 **Share.** `Shares.of` is (held + recent + rounding) / weight, in millionths of the pool:
 
-- held: the dominant share, that is the largest of the tenant's parts of the pool's GPUs, CPU and memory;
-- recent: `PAST` times the average share held in the past, decayed with `HALF_LIFE`. Time counts only while at least one shape
-  waits anywhere in the pool (`Shares.pass_time`): capacity used while no task waits is free. A tenant that begins to wait
-  starts at no less than the usage of those served lately (`RecentUsage.join`), so an absent tenant returns without credit;
-- rounding: half of one allocation. Allocations are large, and a share should be met on average rather than be exceeded by a
-  whole allocation before others are served. A holder of five and a third allocations' worth counts as five, not six.
-  Allocations shorter than an hour count for less, since they even out. A holder that holds nothing is counted with half of
-  what the allocation will add to its recent usage. All tasks of a holder are counted with the same allocation.
+- held: the dominant share, the largest of the tenant's parts of the pool's GPUs, CPU and memory;
+- recent: `PAST` times the average past share, decayed with `HALF_LIFE`. Time counts only while a shape waits anywhere
+  in the pool (`Shares.pass_time`): capacity that no task waits for is free. A tenant that begins to wait starts at no
+  less than the usage of tenants served lately (`RecentUsage.join`): absence earns no credit;
+- rounding: half of one allocation, so that shares are met on average and not exceeded by a whole allocation: five and a
+  third allocations' worth counts as five, not six. Allocations shorter than an hour count for less, since they even
+  out. A holder of nothing counts half of the allocation's addition to its recent usage. All tasks of a holder are
+  counted with the same allocation.
 
-The half-life is a third of an hour, so that an hour's surplus is not paid for in the next; `PAST` above 1 makes up for a
-lasting disadvantage, of which held shares alone would leave half.
+The half-life is a third of an hour, so that an hour's surplus is not paid for in the next; `PAST` above 1 makes up for
+a lasting disadvantage, of which held shares alone would leave half.
 
 **Example.** 10 GPUs, equal weights; tasks always wait. A holds 6 GPUs and B holds 4 for 20 minutes, one half-life:
 
@@ -24,15 +24,16 @@ lasting disadvantage, of which held shares alone would leave half.
         A   600,000            300,000               900,000         1,500,000
         B   400,000            200,000               600,000         1,000,000   <- B is served first
 
-B gets the next GPUs until held and recent usage are equal. If A stops, its recent usage is 450,000 after 20 minutes more.
+B gets the next GPUs until held and recent usage are equal. If A stops, its recent usage is 450,000 after 20 minutes.
 With weight 2, A's share would be 750,000 and A would be served first.
 
     events ─ take/give ─> held ─────────────────┐
     time while a shape waits ─> RecentUsage ────┼─> Shares.of ─> key of the order (`builtin.fair_share`)
     waiting shapes ─> RoundingStep ─────────────┘
 
-Held amounts are truth, rebuilt from the store. Recent usage is a hint: a rebuild takes it over, and the server stores it
-(`Shares.values`, `Shares.restore`), so that a restart clears nobody's usage; if it is lost, all tenants start equal.
+Held amounts are rebuilt from the store. Recent usage is a hint that rebuilds keep and the server stores
+(`Shares.values`, `Shares.restore`); if it is lost, all tenants start equal.
+One file because held amounts, recent usage and rounding are the terms of one formula.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def tenant_of(shape: Shape) -> Holder:
 
 
 def compared(shape: Shape, team: int, user: int, weights: Mapping[Holder, int]) -> tuple[int, int]:
-    """Shares to compare with other tenants and with the team's other users. A weight of the team counts for its users."""
+    """Shares to compare with other tenants and within the team. A team's weight counts for its users."""
     assert shape.team is not None
     own = max(1, weights.get(("user", shape.user), 1000))
     most = max(own, weights.get(("team", shape.team), 1000))
@@ -77,7 +78,7 @@ def compared(shape: Shape, team: int, user: int, weights: Mapping[Holder, int]) 
 
 
 def scopes_of(shape: Shape) -> tuple[tuple[Holder, int | None], ...]:
-    """The holders of the shape's allocations, each with its scope: None among tenants, a team among its users."""
+    """Scope None: among tenants; a team: among its users."""
     if shape.team is None:
         return ((("user", shape.user), None),)
     return (("team", shape.team), None), (("user", shape.user), shape.team)
@@ -105,7 +106,7 @@ def total(amounts: Iterable[Amounts]) -> Amounts:
 
 
 class RoundingStep(NamedTuple):
-    """An allocation, and the part of it that counts besides the share of a holder with and without allocations."""
+    """Part of an allocation added for a holder with and without allocations."""
 
     amounts: Amounts
     while_holding: float
@@ -113,10 +114,8 @@ class RoundingStep(NamedTuple):
 
 
 class RecentUsage:
-    """Average shares under contention, decaying with `HALF_LIFE`. A hint.
-
-    Instead of decaying all sums, later time weighs more: `_scale` doubles each half-life, and `_clock` is the contended time
-    so weighted. A holder's sum grows by its share times the clock's advance, and is updated when its share changes.
+    """Instead of decaying all sums, later time weighs more: `_scale` doubles each half-life, and `_clock` is the contended time
+    so weighted. A holder's sum grows by its share times the clock's advance.
     """
 
     __slots__ = ("_clock", "_floors", "_marks", "_now", "_scale", "_sums", "steps")
@@ -185,13 +184,13 @@ class RecentUsage:
             del self._sums[oldest], self._marks[oldest]
 
     def join(self, holder: Holder, scope: int | None, share: int, weight: int) -> None:
-        """The holder begins to wait: with its remaining usage, but no less than the holders served meanwhile."""
+        """Begin to wait, with no less usage than the holders served meanwhile."""
         floor = self._floors.get(scope, 0.0) * weight / 1000
         self._sums[holder] = max(self._sum(holder, share), floor)
         self._marks[holder] = self._clock
 
     def serve(self, holder: Holder, scope: int | None, weight: int) -> None:
-        """The holder gets or releases an allocation: the floor of its scope follows its usage."""
+        """Move the scope's floor to the usage of the served holder."""
         self._marks.setdefault(holder, self._clock)
         floor = self._floors.get(scope, 0.0)
         mine = self._sums.setdefault(holder, floor * weight / 1000) * 1000 / weight
@@ -202,14 +201,13 @@ class RecentUsage:
         return self._sums.get(holder, 0.0) + share * (self._clock - since)
 
     def values(self) -> UsageValues:
-        """Usage as of now; all holders must be settled."""
+        """All holders must be settled."""
         fine = _FINE * _LN2 / self._scale
         found: UsageValues = {holder: round(each * fine) for holder, each in self._sums.items()}
         found |= {("floor", scope or 0): round(each * fine) for scope, each in self._floors.items()}
         return found
 
     def restore(self, stored: StoredUsage, now: Instant) -> None:
-        """Replace everything by stored values, each with its time."""
         steps = self.steps
         self.__init__()  # type: ignore[misc]
         self._now, self.steps = now, steps
@@ -226,13 +224,11 @@ class RecentUsage:
                 self._sums[holder], self._marks[holder] = sum_, self._clock
 
     def recent(self, holder: Holder, share: int) -> int:
-        """`PAST` times the average share, in millionths; `share`: held since the sum was updated."""
+        """`PAST` times the average share, in millionths; `share`: held since the last update."""
         return max(0, round(PAST * self._sum(holder, share) / self._scale * _LN2))
 
 
 class Shares:
-    """Held amounts and recent usage of tenants and users, relative to the open nodes."""
-
     __slots__ = (
         "_all",
         "_held",
@@ -258,7 +254,6 @@ class Shares:
         self._settled_at = 0.0  # usage clock when the pool last changed
 
     def begin_waiting(self, shape: Shape) -> None:
-        """Tasks of the shape wait from now on. A holder without waiting tasks before joins the others."""
         step, steps = self._step(shape), self.usage.steps
         for holder, scope in scopes_of(shape):
             steps[holder] = min(step, steps.get(holder, step))
@@ -285,7 +280,7 @@ class Shares:
         return RoundingStep(asked_by(shape), min(1.0, lasts / _HOUR) / 2, min(1.0, PAST * kept / 2))
 
     def pass_time(self, now: Instant, waiting: int) -> None:
-        """Advance to `now`. Held shares count as usage if any shape, of any tenant, had waiting tasks (`waiting`)."""
+        """Held shares count as usage if any shape of the pool waited."""
         self.usage.pass_time(now, is_contended=waiting > 0)
 
     def settle(self, now: Instant, waiting: int) -> None:
@@ -294,12 +289,11 @@ class Shares:
             self.usage.settle(holder, self._dominant(held))
 
     def values(self, now: Instant, waiting: int) -> UsageValues:
-        """Recent usage of all holders, to be stored for `restore`."""
         self.settle(now, waiting)
         return self.usage.values()
 
     def restore(self, stored: StoredUsage, now: Instant) -> None:
-        """Use stored values. Waiting holders without a value join the others."""
+        """Waiting holders without a stored value join the others."""
         usage = self.usage
         usage.restore(stored, now)
         for holder, scope in self._scopes.items():
@@ -370,7 +364,7 @@ class Shares:
         total[2] += sign * amounts[2]
 
     def of(self, holder: Holder, weight_milli: int = 1000, more: Amounts | None = None) -> int:
-        """The holder's share as compared, in millionths of the pool for a weight of one; `more`: held besides."""
+        """In millionths of the pool per weight; `more`: held besides."""
         held = self._held.get(holder)
         gpu, cpu, memory = held or (0, 0, 0)
         if more is not None:
@@ -392,7 +386,6 @@ class Shares:
         return self._dominant(amounts) * 1000 // max(1, weight_milli)
 
     def recent(self, holder: Holder, weight_milli: int = 1000) -> int:
-        """The recent part of `of`."""
         if not self.usage.is_any:
             return 0
         held = self._held.get(holder)

@@ -1,9 +1,9 @@
 """Levels of attained run time: tasks that have run little go before tasks that have run long, without predictions.
 
-A task starts at level 0 and moves to the next at 0.5, 2, 8, 32 and 128 hours of run time in all attempts. Within a level the
-older goes first. Run times have heavy tails: a task that has run for long will probably run as long again, so stopping it for
-many short ones costs it little. This holds at every scale, hence factors of four: with one level above 8 hours, a task of ten
-hours would wait behind tasks of two weeks. A task that has waited for `promotion` is at level 0, so that none starves.
+Levels begin at 0, 0.5, 2, 8, 32 and 128 hours of run time in all attempts; within a level the older goes first. Run
+times have heavy tails: a task that has run long will probably run as long again, so stopping it for short ones costs it
+little. This holds at every scale, hence factors of four: with one level above 8 hours, a task of ten hours would wait
+behind tasks of two weeks. After waiting for `promotion` a task is at level 0: none starves.
 """
 
 from __future__ import annotations
@@ -34,5 +34,5 @@ def at_level(shape: Shape, level: int) -> Shape:
 
 
 def plain(shape: Shape) -> Shape:
-    """The shape without what counts only while a task waits."""
+    """The shape without fields that count only while a task waits."""
     return replace(shape, level=0, avoids=()) if shape.level or shape.avoids else shape

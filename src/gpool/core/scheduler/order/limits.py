@@ -1,11 +1,10 @@
-"""GPU limits and guarantees of users and teams, in thousandths of a GPU. It counts and decides nothing.
+"""GPU limits and guarantees of users and teams, in thousandths of a GPU. Counts; decides nothing.
 
-The queue of an allocation counts once: at most one of its leases runs. Tasks that run when a limit is lowered go on.
+An allocation's queue counts once: at most one of its leases runs. Running tasks survive a lowered limit.
 
-**Borrowing.** A guarantee is a number of GPUs, a limit the maximum. Idle guaranteed GPUs may be borrowed by anybody up to the
-limits. A start covered by its user's or team's guarantee goes before all others (`band`) and may preempt borrowers that allow
-it; from other borrowers it gets the next GPU that becomes free. No task within its own guarantee is stopped for another
-tenant. CPU and memory are not guaranteed.
+**Borrowing.** Idle guaranteed GPUs may be borrowed by anybody up to the limits. A start covered by a guarantee goes
+before all others (`band`) and may preempt borrowers that allow it; from others it gets the next free GPU. No task within
+its own guarantee is stopped for another tenant. CPU and memory are not guaranteed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Holder = tuple[Literal["user", "team"], int]
 
 @dataclass(frozen=True, slots=True)
 class GpuLimits:
-    """`given`: limits of single users and teams; all others have the default of their kind. None: no limit."""
+    """`given`: limits of single users and teams; others have the default of their kind. None: no limit."""
 
     user_milli: int | None = None
     team_milli: int | None = None
@@ -44,7 +43,7 @@ WITHIN, BORROWED = 0, 1
 
 
 def band(limits: GpuLimits, shape: Shape, held: Callable[[Holder], int], more: int) -> int:
-    """Whether a start of `more` thousandths is within a guarantee; `WITHIN` if nothing is guaranteed."""
+    """`WITHIN` if nothing is guaranteed."""
     if not limits.guaranteed:
         return WITHIN
     if more:

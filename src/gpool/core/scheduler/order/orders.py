@@ -1,7 +1,6 @@
-"""Queue orders as values: the policy of an operator, the candidate that an order ranks, and the order itself.
-
-An order's key function must be deterministic, and its key must not get smaller when `queued_at`, `running`, `served`,
-`attained`, `predicted` or the shares of a candidate grow. The table of orders is `order.builtin.ORDERS`.
+"""Queue orders as values: an operator's policy, the candidate that an order ranks, and the order. Table: `builtin.ORDERS`.
+A key function must be deterministic, and its key must not get smaller when `queued_at`, `running`, `served`,
+`attained`, `predicted` or the shares of a candidate grow.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ _QUANTUM = Span(HOUR // 6)
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Settings of the scheduler that an operator may choose."""
-
     order: str = "fair_share"
     max_prefetch: int = 500  # leases in the queue of one allocation
     prefetch_target: Span = _PREFETCH_TARGET  # predicted work in the queue of one allocation
@@ -46,7 +43,7 @@ class Policy:
 
 
 class Candidate(NamedTuple):
-    """The oldest waiting task of a shape, or a running task ranked as if it waited."""
+    """Oldest waiting task of a shape, or a running task ranked as if it waited."""
 
     shape: Shape
     queued_at: Instant
@@ -64,7 +61,7 @@ Key = tuple[Any, ...]
 
 
 class Rank(NamedTuple):
-    """Position in the queue: starts within a guarantee first, whatever the order; then by the order's key."""
+    """Starts within a guarantee first, then by the order's key."""
 
     band: int
     key: Key
@@ -72,10 +69,7 @@ class Rank(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A queue order.
-
-    `decisive` names the fields of the key, first to last, that justify preemption; without any the order never preempts
-    except for a guarantee. The remaining fields, such as age, only decide which task starts first.
+    """`decisive` names the fields of the key, first to last, that justify preemption; without any, only a guarantee preempts.
     `exchanges_by_share`: preemption between tenants follows the shares and time quanta of `order.exchange` instead.
     """
 

@@ -1,7 +1,6 @@
-"""The position of a waiting task among all waiting tasks, by the order in force. It decides nothing.
-
-The n-th task of a shape is ranked as if its user and team held the n tasks before it. What other shapes of theirs get
-meanwhile is left out: a position is exact at the front of the queue and an estimate behind.
+"""Position of a waiting task by the order in force. Decides nothing.
+The n-th task of a shape is ranked as if its user and team held the n tasks before it, ignoring their other shapes:
+exact at the front of the queue, an estimate behind.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Ranking:
     def ahead(
         self, mine: ShapeState, task: TaskId, nodes: list[Node]
     ) -> Generator[None, None, int]:
-        """Number of waiting tasks that rank before this one and could use one of these nodes; in steps."""
+        """Number of tasks ranked before this one that could use one of these nodes; in steps."""
         entry = mine.queue.entry_of(task)
         if entry is None:
             return 0

@@ -1,6 +1,5 @@
-"""The values of one pass: its inputs, its ledgers, the cursors over the queues and the plan under construction.
-
-Stage functions take a `PassContext`; every other module of this package builds on this one.
+"""Values of one pass: inputs, ledgers, cursors over the queues, and the plan under construction.
+Every other module of this package builds on this one.
 """
 
 from __future__ import annotations
@@ -41,8 +40,6 @@ _UNRANKED = Rank(WITHIN, ())
 
 
 class QueueCursor:
-    """The waiting tasks of one shape in this pass, with the rank of the next one."""
-
     __slots__ = ("_entries", "entry", "head", "is_blocked", "left", "rank", "ranked_at", "shape")
 
     def __init__(self, entry: ShapeState) -> None:
@@ -75,8 +72,6 @@ class QueueCursor:
 
 
 class PlannedAllocation:
-    """An allocation and the leases that this pass adds to its queue."""
-
     __slots__ = ("allocation", "grants", "members", "node", "queued", "shape")
 
     def __init__(
@@ -106,8 +101,6 @@ class PlannedAllocation:
 
 
 class PlanDraft:
-    """The decisions of the pass so far."""
-
     def __init__(self) -> None:
         self.allocations: list[PlannedAllocation] = []
         self.preemptions: list[Preempt] = []
@@ -121,14 +114,12 @@ class PlanDraft:
             self.allocations.append(planned)
 
     def leave_rest(self) -> None:
-        """Record that shapes were not considered: another pass might start more at once."""
         self.is_partial = True
 
 
 class PassBudget:
-    """Bounds on the work of one pass, so that a user with many shapes does not delay the others.
-
-    Past them, the users in rotation (`WaitingTasks.due`) are still served: every user is within a bounded number of passes.
+    """Bounds, so that a user with many shapes does not delay others. Past them, users in rotation (`WaitingTasks.due`) are
+    still served: every user is within a bounded number of passes.
     """
 
     def __init__(self, state: State) -> None:
@@ -172,8 +163,6 @@ class PassBudget:
 
 @dataclass(frozen=True, slots=True)
 class PassContext:
-    """The inputs of the pass and its mutable parts."""
-
     state: State
     index: PlacementIndex
     now: Instant
@@ -222,7 +211,7 @@ def begin(
 def rank_of(
     ctx: PassContext, cursor: QueueCursor, given_up: int = 0, without: Holding | None = None
 ) -> Rank:
-    """Rank of the cursor's next task, counted as if its user had released `given_up` allocations and `without`."""
+    """Counted as if the user had released `given_up` allocations and `without`."""
     shape, head, tenants = cursor.entry.shape, cursor.head, ctx.tenants
     guaranteed = ctx.policy.limits.guaranteed
     candidate = Candidate(
@@ -248,9 +237,8 @@ def rank_beside(ctx: PassContext, other: QueueCursor, own: Holding) -> Rank:
 
 
 def is_within_limits(ctx: PassContext, cursor: QueueCursor, *fits: Fit) -> bool:
-    """Whether the shape's user and team may run these GPUs besides; if not, the cursor is blocked.
-
-    After `policy.patience` the limit is saved for the task, or its owner's smaller tasks would overtake it for ever.
+    """Whether user and team may run these GPUs too; if not, the cursor is blocked. After `policy.patience` the limit is saved
+    for the task, or its owner's smaller tasks would always overtake it.
     """
     gpus = sum(gpus_in(each.slices) for each in fits)
     holder = ctx.tenants.limit_exceeded(cursor.shape, gpus)
@@ -264,7 +252,7 @@ def is_within_limits(ctx: PassContext, cursor: QueueCursor, *fits: Fit) -> bool:
 
 
 def allocate(ctx: PassContext, cursor: QueueCursor, *found: tuple[NodeId, Fit]) -> None:
-    """Start the cursor's next task on these nodes; several are a gang, the leader's first."""
+    """Several nodes are a gang, the leader's first."""
     shape = cursor.shape
     parts = [GangPart(node, ctx.capacity.take(shape, node, fits)) for node, fits in found]
     ctx.tenants.count(shape, [part.allocation for part in parts])

@@ -1,6 +1,5 @@
-"""Capacity during one pass: rooms of nodes with the pass's starts and stops, and the nodes kept for some shapes only.
-
-The state is only read. The placement index sees the changed rooms through its overlay.
+"""Capacity during one pass: rooms with the pass's starts and stops, and nodes kept for some shapes only.
+Only reads the state; the placement index sees the changed rooms through its overlay.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class StartedAllocation(NamedTuple):
 
 
 class CapacityLedger:
-    """Rooms are copied when the pass first takes from them."""
+    """Rooms are copied when first taken from."""
 
     def __init__(self, state: State, index: PlacementIndex) -> None:
         self._state, self._index = state, index
@@ -45,11 +44,11 @@ class CapacityLedger:
         return self._rooms.get(node) or self._state.nodes[node].room
 
     def room_after_stops(self, node: NodeId) -> Room:
-        """Room that is free once all preempted tasks have stopped, less the room promised to waiting tasks."""
+        """Room once all preempted tasks have stopped, less the room kept for waiting tasks."""
         return self._future.get(node) or self.room(node)
 
     def future_room(self, node: NodeId) -> Room:
-        """The same as a room of the ledger's own, which is changed when tasks stop or room is promised."""
+        """`room_after_stops` as the ledger's own, mutable room."""
         room = self._future.get(node)
         if room is None:
             room = self._future[node] = self.room(node).copy()
@@ -71,7 +70,6 @@ class CapacityLedger:
         return self._started.get(node, ())
 
     def take(self, shape: Shape, node: NodeId, found: Fit) -> Allocation:
-        """Allocate now; the allocation gets the smallest free number of the node."""
         entry = self._state.nodes[node]
         number = self._numbers.get(node, 0)
         while number in entry.lines:
@@ -99,7 +97,7 @@ class CapacityLedger:
 
 
 class BackfillReservation(NamedTuple):
-    """A node kept for a waiting shape; tasks predicted to end before `at` may use it meanwhile."""
+    """Tasks predicted to end before `at` may use the node."""
 
     shape: Shape
     at: Instant  # predicted time at which the node has room
@@ -107,8 +105,6 @@ class BackfillReservation(NamedTuple):
 
 
 class NodeClaims:
-    """Nodes that some shapes must not use: reserved, being cleared by preemption, pinned, or failed on before."""
-
     def __init__(
         self, index: PlacementIndex, now: Instant, run_times: RunTimeMemo, *, preempts: bool
     ) -> None:
@@ -137,10 +133,7 @@ class NodeClaims:
         return reservation is not None and reservation.shape is not shape
 
     def closed_to(self, shape: Shape) -> set[NodeId]:
-        """Nodes on which the shape must not start.
-
-        A preemptible shape may use reserved nodes, since the task they are reserved for can stop it; see `_is_overdue`.
-        """
+        """A preemptible shape may use reserved nodes, since it can be stopped in time; see `_is_overdue`."""
         found = {id_ for id_, other in self._clearing.items() if other is not shape}
         found |= self.pinned_to_others(shape)
         for id_, kept in self._reserved.items():
@@ -151,7 +144,7 @@ class NodeClaims:
         return found | self.avoided(shape) if shape.avoids else found
 
     def closed_to_preemption_for(self, shape: Shape) -> set[NodeId]:
-        """Nodes on which nothing is stopped for the shape; those being cleared for others may be cleared further."""
+        """Nodes being cleared for others may be cleared further."""
         found = (self.closed_to(shape) - self._clearing.keys()) | self.pinned_to_others(shape)
         return found | self.avoided(shape)
 
@@ -166,7 +159,7 @@ class NodeClaims:
         }
 
     def avoided(self, shape: Shape) -> frozenset[NodeId]:
-        """Nodes on which the shape failed to start, provided another open node could run it, busy or not."""
+        """Nodes on which the shape failed to start, if another open node could run it, busy or not."""
         if not shape.avoids:
             return frozenset()
         known = self._avoided.get(id(shape))

@@ -1,20 +1,20 @@
 """Pins: a slot freed by preemption is kept for the task it was freed for.
 
-A victim stops some seconds after the pass that preempts it; the beneficiary starts in a later pass. In between, the victim's
-tenant holds less, so its share is smaller and its next task may rank first: it would take the freed slot back, and
-protection would keep it there. A pin, made for every preemption between tenants, therefore binds the beneficiary to the node
-until it starts or leaves the queue, the node leaves, or a task starts there and nothing is stopping any more.
+A victim stops seconds after the pass that preempts it; the beneficiary starts in a later pass. In between, the victim's
+tenant has a smaller share: its next task might rank first and take the slot back under protection. A pin, made for every
+preemption between tenants, binds the beneficiary to the node until it starts or leaves the queue, the node leaves, or a
+task starts there and nothing is stopping any more.
 
 Example with one GPU, shares in millionths:
 
-    pass 1   B waits with share 750,000; A runs, share 720,000 without its task. A's task has used its quantum and A had more
-             recently: it is preempted for B's task 9, which is pinned to the node
+    pass 1   B waits with share 750,000; A runs, share 720,000 without its task. A's task has used its quantum and A had
+             more recently: it is preempted for B's task 9, which is pinned to the node
     pass 2   A's task has stopped. A's next task (720,000) ranks before task 9 (750,000), but the pin is served first:
 
       pins ── task 9 fits now? ── yes ── start it
                                └─ no, but fits once all has stopped ── close the node to all other shapes
 
-A pin is a hint kept by the state (`state.pins`): if it is lost, the slot goes to the first task in the order.
+A pin is a hint (`state.pins`): if it is lost, the slot goes to the first task in the order.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from gpool.core.scheduler.place.fit import fit, unfit
 
 
 def keep_pins(ctx: PassContext, cursors: Sequence[QueueCursor]) -> None:
-    """Start pinned tasks on their nodes where room is free; close the other pinned nodes to all other shapes.
+    """Start pinned tasks where room is free; close the other pinned nodes to other shapes.
 
-    Tasks within a guarantee go first all the same. Gangs have no pins: their nodes are searched anew.
+    Tasks within a guarantee still go first. Gangs have no pins: their nodes are searched anew.
     """
     if not ctx.state.pins or not ctx.order.uses_shares or not cursors:
         return

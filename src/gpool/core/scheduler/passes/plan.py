@@ -8,12 +8,10 @@
      │                                                  (starts)       (preemption)     (reservations)
     fill_queues ── tasks that cannot start are prefetched behind leases of their shape (queue_fill)
 
-Stage functions read the state and write to the ledgers of a `PassContext`. No start exceeds a GPU limit of a user or team;
-a task that waits for nothing but a limit reserves no node and takes no allocation from others.
-
-The cost grows with the shapes that wait, the grants, and the nodes that changed since a shape was last placed; hardly with
-the length of queues or the number of nodes. `PassBudget` and the limits of `starts` bound a pass; a plan cut short says so
-(`is_partial`).
+Stages write only to the ledgers of a `PassContext`. No start exceeds a GPU limit; a task that waits only for a limit
+reserves no node and takes no allocation from others. The cost grows with waiting shapes, grants and changed nodes;
+hardly with queue lengths or the number of nodes. `PassBudget` and the limits of `starts` bound a pass; a plan cut short
+is `is_partial`.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ def plan(
     policy: Policy = DEFAULT,
     orders: Mapping[str, Order] = ORDERS,
 ) -> PassPlan:
-    """Decide what to lease and what to preempt now; `Invalid` if the policy names an order that is not in the table."""
+    """Raises `Invalid` if the policy names an unknown order."""
     order = order_named(policy.order, orders)
     index.follow(state, policy.pricing)
     ctx = begin(state, index, now, policy, order)

@@ -1,20 +1,20 @@
 """Preemption: stopping running tasks for a waiting task that the order puts before them.
 
-**Victims.** A task may be stopped if it allows it (`Shape.preemptible`) and the waiting task outranks it, both counted as if
-the running one did not run (`order.exchange.outranks`). In this order:
+**Victims.** A task may be stopped if it allows it (`Shape.preemptible`) and the waiting task outranks it, both counted
+as if the running one did not run (`order.exchange.outranks`), in this order:
 
 1. A start within a guarantee outranks a borrowed one; tasks within a guarantee are never stopped for other tenants.
-2. Between tenants (then between the users of a team), shares decide. The victim's tenant must stay ahead after the exchange
-   by `margin_milli`, so that no exchange is worth undoing.
-3. Allocations that do not divide into equal shares alternate by time quantum (`policy.quantum`): once a victim has run for
-   it, a tenant that recently had less and holds less may take the slot. Equal recent usage suffices if the waiting tenant
-   does not hold more afterwards either.
+2. Between tenants (then between the users of a team), shares decide. The victim's tenant must stay ahead after the
+   exchange by `margin_milli`, so that no exchange is worth undoing.
+3. Allocations that do not divide into equal shares alternate by time quantum (`policy.quantum`): after it, a tenant
+   that recently had less and holds less may take the slot. Equal recent usage suffices if the waiting tenant does not
+   hold more afterwards either.
 4. Between tasks of one user: due before not due, lower level of attained run time, older.
 
 Orders other than fair share compare their decisive key fields instead of 2 to 4.
 
-**Protection.** A restarted task is not stopped again for `policy.protection` by tasks of its own user, for at most a quantum
-by others. A task without checkpoints runs for as long as its lost attempts took before another tenant may stop it again.
+**Protection.** A restarted task is not stopped again for `policy.protection` by its own user, for at most a quantum by
+others. Without checkpoints it runs as long as its lost attempts took before another tenant may stop it.
 
 **Example.** 8 GPUs; tenant A runs 8 tasks of 1 GPU; tenant B queues 8. Shares in millionths, without recent usage:
 
@@ -24,7 +24,7 @@ by others. A task without checkpoints runs for as long as its lost attempts took
        6           625,000            2         375,000       yes (562,500 > 412,500)
        5           500,000            3         500,000       no: wait for the quantum
 
-After 10 minutes B has recently had less and holds less (3 < 5), so the fourth slot changes hands by rule 3: 4 and 4.
+After 10 minutes B has recently had less and holds less (3 < 5), so rule 3 gives it the fourth slot: 4 and 4.
 
 **Choice.** Of the sets that make the whole room, the one with the fewest GPUs, then the fewest tasks (`victim_sets`).
 
@@ -70,7 +70,7 @@ MAX_NODES_SEARCHED = 128
 
 
 def count_stopping(ctx: PassContext) -> None:
-    """Count allocations that earlier passes preempted as free in future, and no longer held by their tenants."""
+    """Count allocations preempted by earlier passes as free in future, and no longer held."""
     for line in ctx.state.stoppable.values():
         if line.stopping:
             parts = (line, *line.members)
@@ -80,10 +80,7 @@ def count_stopping(ctx: PassContext) -> None:
 
 
 def preempt_for(ctx: PassContext, cursor: QueueCursor) -> bool:
-    """Stop the cheapest set of victims for the cursor's next task, or let it wait for tasks that stop already.
-
-    The task starts in a later pass; it stays queued and is pinned to the freed slots (`passes.pins`).
-    """
+    """Stop the cheapest set of victims, or wait for tasks that stop already. The task stays queued, pinned to the freed slots."""
     if not ctx.may_preempt or not ctx.state.stoppable or cursor.is_blocked:
         return False
     shape = cursor.shape
@@ -156,10 +153,7 @@ def _spares_guarantees(ctx: PassContext, shape: Shape, found: list[Clearing]) ->
 def _spares_guarantee(
     ctx: PassContext, victim: Victim, shape: Shape, guaranteed: dict[Holder, int]
 ) -> bool:
-    """Whether the victim's user and team keep their guarantees without it and the victims accepted before.
-
-    An accepted victim's GPUs are added to `guaranteed`.
-    """
+    """Counts earlier victims; an accepted one is added to `guaranteed`."""
     gpus, own = victim.amounts[0], set(holders_of(shape))
     theirs = [
         each for each in holders_of(victim.line.shape) if each in guaranteed and each not in own
@@ -174,10 +168,7 @@ def _spares_guarantee(
 def _clearable(
     ctx: PassContext, cursor: QueueCursor, guaranteed: dict[Holder, int] | None = None
 ) -> Iterator[Clearable]:
-    """Nodes with victims or stopping tasks, each with its room and victims; for a gang also nodes that have room.
-
-    `guaranteed`: GPUs that other users and teams must keep.
-    """
+    """For a gang also nodes with room. `guaranteed`: GPUs that others must keep."""
     shape, slots = cursor.shape, ctx.index.board.slots
     possible = ctx.victims.capacity().nodes(shape)
     at: dict[NodeId, list[Victim]] = {
@@ -209,7 +200,7 @@ def _clearable(
 def _nodes_to_search(
     ctx: PassContext, shape: Shape, at: dict[NodeId, list[Victim]]
 ) -> Iterable[NodeId]:
-    """At most `MAX_NODES_SEARCHED`: half with the most idle GPUs, half in rotation. For a gang all."""
+    """Half with the most idle GPUs, half in rotation. For a gang all."""
     if len(at) <= MAX_NODES_SEARCHED or shape.requirements.nodes > 1:
         return list(at)
     board = ctx.index.board
@@ -266,16 +257,13 @@ def _victims_for(ctx: PassContext, cursor: QueueCursor) -> Iterator[Victim]:
 
 
 def _would_never_end(ctx: PassContext, victim: Victim) -> bool:
-    """Whether a task without checkpoints has run for less than in its lost attempts.
-
-    Stopped after each time quantum, such a task would never end.
-    """
+    """Whether a task without checkpoints has run for less than its lost attempts: always stopped, it would never end."""
     line, lease = victim.line, next(iter(victim.line.leases.values()))
     return line.shape.checkpoint_every is None and ctx.now - line.since < lease.attained
 
 
 def _outranked(ctx: PassContext, victims: list[Victim], exchange: Exchange) -> Iterator[Victim]:
-    """Victims of one group that the waiting task outranks. `exchange`: with a first victim that has not run yet."""
+    """`exchange`: with a first victim that has not run yet."""
     waiting, running = exchange.waiting, exchange.running
     by_share, policy = ctx.order.exchanges_by_share, ctx.policy
     is_decided = waiting.rank.band != running.rank.band or (

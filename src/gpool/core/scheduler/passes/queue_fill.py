@@ -1,8 +1,6 @@
-"""The prefetch stage: tasks that cannot start are queued behind running leases of their shape, so that nodes do not idle.
-
-The queue of an allocation holds no more work than `policy.prefetch_target`. It is fed only while its shape would win the
-allocation again: if another shape that could run there comes first in the order (with the allocation counted as released),
-the queue runs dry and the allocation goes to that shape.
+"""Prefetch stage: tasks that cannot start queue behind running leases of their shape, so that nodes do not idle.
+A queue holds at most `policy.prefetch_target` of work. It is fed only while its shape would win the allocation again,
+counted as released; else it runs dry and the allocation changes hands.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ _REFILL = 4  # a queue is fed once a quarter of it is gone: fewer, larger grants
 
 
 def prefetch_depth(state: State, shape: Shape, policy: Policy) -> int:
-    """Leases that one allocation's queue may hold: 1 while run times are unknown."""
+    """1 while run times are unknown."""
     seen = state.history.estimate(shape)
     if seen is None:
         return 1
@@ -36,7 +34,6 @@ def prefetch_depth(state: State, shape: Shape, policy: Policy) -> int:
 
 
 def fill_queues(ctx: PassContext, waiting: list[QueueCursor]) -> None:
-    """Feed the queues of the waiting shapes' allocations, first in the order first, within a budget of comparisons."""
     started: dict[int, list[PlannedAllocation]] = {}
     for planned in ctx.draft.allocations:
         started.setdefault(id(planned.shape), []).append(planned)
@@ -66,7 +63,7 @@ def _queues_to_feed(
     earlier: list[QueueCursor],
     depth: int,
 ) -> list[PlannedAllocation]:
-    """Allocations of the shape that no shape among `earlier` would win, shortest queue first."""
+    """Allocations that no shape among `earlier` would win, shortest queue first."""
     shape, entry = cursor.shape, cursor.entry
     by_node: dict[NodeId, list[PlannedAllocation]] = {}
     for (id_, _), line in entry.lines.items():
@@ -123,7 +120,6 @@ def _takes_more(node: Node, planned: PlannedAllocation, depth: int) -> bool:
 def _spread(
     ctx: PassContext, cursor: QueueCursor, queues: list[PlannedAllocation], depth: int
 ) -> None:
-    """Deal the oldest tasks to the shortest queues in turn, so that all queues end about equally long."""
     lengths = [queue.length for queue in queues]  # ascending
     level = _water_level(lengths, cursor.left, depth)
     needs = [max(0, level - length) for length in lengths]
@@ -146,7 +142,7 @@ def _spread(
 
 
 def _water_level(lengths: list[int], tasks: int, depth: int) -> int:
-    """The highest level, at most `depth`, to which so many tasks fill all shorter queues."""
+    """Highest level, at most `depth`, to which tasks fill the shorter queues."""
     filled = 0
     for place, length in enumerate(lengths):
         above = min(lengths[place + 1], depth) if place + 1 < len(lengths) else depth

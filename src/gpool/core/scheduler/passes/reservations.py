@@ -1,8 +1,7 @@
-"""The reserve stage: a node is kept for a task that has waited for `policy.patience` and does not fit anywhere.
-
-The node is the one predicted to have room first; tasks predicted to end before that may backfill it (`NodeClaims`). If a
-prediction is wrong the task starts later, but it does start: no task predicted to outlast the reservation gets in before.
-Only the first task in the order is never delayed by backfill while predictions hold.
+"""Reserve stage: keep a node for a task that has waited for `policy.patience` and fits nowhere.
+The node is the one predicted to have room first; tasks predicted to end before may backfill it (`NodeClaims`). A wrong
+prediction only delays the task: no task predicted to outlast the reservation gets in. While predictions hold, backfill
+never delays the first task in the order; it may delay others.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _NODES_COMPARED = 32
 
 
 class Contention(NamedTuple):
-    """Shares of the tenants with waiting tasks, in millionths of the pool."""
+    """In millionths of the pool."""
 
     most_share: int = 0
     most_recent: int = 0  # recent usage
@@ -94,8 +93,9 @@ def _allocations_owed(ctx: PassContext, cursor: QueueCursor, among: Contention) 
 
 
 def _is_owed(ctx: PassContext, shape: Shape, among: Contention) -> bool:
-    """Whether a node is reserved for a shape of which some tasks run: they do not starve, but large allocations are part
-    of a fair share. The tenant must have had less than others recently, or have less even with one more allocation."""
+    """A shape of which some tasks run does not starve, but large allocations are part of a fair share: its tenant must have had
+    less than others recently, or have less even with one more.
+    """
     tenant = tenant_of(shape)
     if not ctx.budget.may_help(tenant):
         return False
@@ -117,10 +117,8 @@ def _is_behind(ctx: PassContext, tenant: Holder, other: Holder) -> bool:
 
 
 def _nearest(ctx: PassContext, cursor: QueueCursor) -> NodeId | None:
-    """The node to reserve: the one ready first or, where shares count, with the least remaining work of others.
-
-    A sample of nodes is compared, the same in every pass, so that the choice is stable. A preemptible shape may preempt,
-    and takes the node with the fewest allocations.
+    """Ready first or, where shares count, with the least remaining work of others; for a preemptible shape, with the fewest
+    allocations. The sample of nodes is the same in every pass, so that the choice is stable.
     """
     shape = cursor.shape
     taken = ctx.claims.closed_to_reservation_for(shape)
@@ -139,9 +137,9 @@ def _nearest(ctx: PassContext, cursor: QueueCursor) -> NodeId | None:
 def _work_before(ctx: PassContext, id_: NodeId, cursor: QueueCursor) -> int | None:
     """Predicted work on the node before the shape fits; None if reserving it would not help.
 
-    The sum of the squares of remaining seconds: long tasks count, backfilled ones hardly do, and on a reserved node the sum
-    shrinks, so that the next pass reserves the same node. If tasks of the shape run already, only tasks of tenants that had
-    more recently have to leave, and a single GPU is not reserved where the next task to end frees it anyway.
+    The sum of squared remaining seconds: backfilled tasks hardly count, and the sum shrinks on a reserved node, so that the
+    next pass reserves it again. If tasks of the shape run already, only tenants that had more recently have to leave, and no
+    single GPU is reserved where the next end frees it anyway.
     """
     shape, is_first = cursor.shape, not cursor.entry.lines
     entry, room, needs = ctx.state.nodes[id_], ctx.capacity.room(id_), shape.requirements
@@ -189,7 +187,7 @@ class PredictedEnd(NamedTuple):
 def ready_at(
     node: Node, room: Room, ends: Iterable[PredictedEnd], shape: Shape, now: Instant
 ) -> Instant | None:
-    """When the node will have room for the shape; None: not even after all these ends. The room is not changed."""
+    """None: not even after all these ends. The room is not changed."""
     idle = _idle_gpus_needed(shape)
     if _has_room(node, room, shape, idle):
         return now

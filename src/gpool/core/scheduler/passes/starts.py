@@ -1,4 +1,4 @@
-"""The start stage of a pass: candidates in rank order start, preempt, or get a node reserved, one allocation at a time."""
+"""Start stage of a pass: candidates in rank order start, preempt, or get a node reserved, one allocation at a time."""
 
 from __future__ import annotations
 
@@ -51,10 +51,8 @@ def look(ctx: PassContext) -> list[QueueCursor]:
 def start(
     ctx: PassContext, cursors: list[QueueCursor], contention: Contention, scored: int
 ) -> list[QueueCursor]:
-    """Serve the cursors in rank order until nothing more starts; return those with tasks left, first in the order first.
-
-    A shape goes back into the heap after each start, since its owner's share has grown. `scored`: nodes that the index had
-    scored for new shapes before the pass.
+    """Return the cursors with tasks left, in order. A shape re-enters the heap after each start, since its owner's share has
+    grown. `scored`: nodes scored for new shapes before the pass.
     """
     most = min(ctx.policy.max_places_per_pass, MAX_STARTS)
     heap = [QueuePosition(cursor.rank, cursor.head, cursor) for cursor in cursors if cursor.left]
@@ -95,7 +93,6 @@ def _may_be_deferred(ctx: PassContext, cursor: QueueCursor) -> bool:
 
 
 def start_next(ctx: PassContext, cursor: QueueCursor, awaited: dict[str, int]) -> bool:
-    """Start the next task on the best nodes by the first alternative of its GPU requirement that fits."""
     shape = cursor.shape
     requests = shape.requirements.gpu
     for choice in range(len(requests) or 1):
@@ -127,10 +124,7 @@ def start_next(ctx: PassContext, cursor: QueueCursor, awaited: dict[str, int]) -
 def _waits_for_inputs(
     ctx: PassContext, cursor: QueueCursor, node: NodeId, awaited: dict[str, int]
 ) -> bool:
-    """Whether the task waits for a node that has its inputs instead of starting on this one.
-
-    `awaited`: tasks of this pass that wait, by inputs. All of them must soon find a node that has the inputs.
-    """
+    """`awaited`: waiting tasks of this pass, by inputs; there must soon be nodes for all of them."""
     shape, state = cursor.shape, ctx.state
     if node in state.caches.with_data(shape.data):
         return False

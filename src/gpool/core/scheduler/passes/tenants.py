@@ -1,4 +1,4 @@
-"""What users and teams hold with the starts and stops of this pass: allocations, GPUs, shares and limits."""
+"""Allocations, GPUs, shares and limits of users and teams, with the starts and stops of this pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NOTHING: Amounts = (0, 0, 0)
 
 
 class Holding(Protocol):
-    """An allocation of a shape, with those of its gang: as it is held, or as this pass makes it."""
+    """Includes the allocations of its gang."""
 
     @property
     def shape(self) -> Shape: ...
@@ -32,8 +32,6 @@ class Holding(Protocol):
 
 
 class TenantLedger:
-    """Shares are memoised until their holder gets or loses an allocation in this pass."""
-
     def __init__(self, state: State, policy: Policy, *, uses_shares: bool) -> None:
         self._state, self._policy, self._uses_shares = state, policy, uses_shares
         self._running: dict[UserId, int] = {}
@@ -62,7 +60,7 @@ class TenantLedger:
             self._shares.pop(holder, None)
 
     def has_changed(self, shape: Shape, since: int) -> bool:
-        """Whether the shape's user or team was counted after change number `since`; nothing else changes a rank in a pass."""
+        """Whether user or team changed after change `since`; nothing else changes a rank in a pass."""
         if since == self.changes:
             return False
         return any(self._changed.get(holder, 0) > since for holder in holders_of(shape))
@@ -74,10 +72,7 @@ class TenantLedger:
         return self._state.gpus.get(holder, 0) + self._gpus.get(holder, 0)
 
     def band(self, shape: Shape, without: Holding | None = None, taken: int | None = None) -> int:
-        """Whether the next start of the shape is within a guarantee.
-
-        `without`: an allocation that is not counted; `taken`: thousandths of GPUs that the start takes, if known.
-        """
+        """Whether the next start is within a guarantee. `without`: not counted; `taken`: thousandths of GPUs, if known."""
         less = 0 if without is None else without.amounts[0]
         others = frozenset[Holder]() if without is None else frozenset(holders_of(without.shape))
         if taken is None:
@@ -91,7 +86,7 @@ class TenantLedger:
     def shares(
         self, shape: Shape, without: Holding | None = None, gain: Amounts = _NOTHING
     ) -> Pair:
-        """Shares of the shape's tenant and user, less `without`, plus `gain`; zeros if the order ignores shares."""
+        """Zeros if the order ignores shares."""
         if not self._uses_shares:
             return 0, 0
         tenant: Holder = tenant_of(shape)
@@ -138,7 +133,7 @@ class TenantLedger:
         return compared(shape, self.recent(tenant_of(shape)), own, self._policy.weights)
 
     def held_pair(self, shape: Shape, more: Amounts = _NOTHING, sign: int = 1) -> Pair:
-        """Shares that the shape's tenant and user hold now, plus (sign -1: less) `more`."""
+        """`sign` -1: less `more`."""
         if not self._uses_shares:
             return 0, 0
         own = self._held(("user", shape.user), more, sign)
@@ -151,7 +146,7 @@ class TenantLedger:
         return self._state.shares.now(holder, self._policy.weights.get(holder, 1000), taken)
 
     def limit_exceeded(self, shape: Shape, gpus: int) -> Holder | None:
-        """The user or team that may not run so many thousandths of GPUs more, if any."""
+        """`gpus` in thousandths."""
         if not gpus or not self._policy.limits.is_any:
             return None
         for holder in holders_of(shape):
@@ -163,5 +158,5 @@ class TenantLedger:
         return None
 
     def save_limit(self, holder: Holder) -> None:
-        """Start nothing more for this holder in this pass, so that its smaller tasks do not overtake a large one for ever."""
+        """Keeps the holder's smaller tasks from overtaking a large one in this pass."""
         self._saved.add(holder)

@@ -1,7 +1,6 @@
-"""Sets of victims: which ones to stop on a node, or on several for a gang, so that a task fits at the least cost.
-
-The cost is the number of GPUs that have to start anew, those of a gang together, then the number of tasks; between equal
-costs the victims last in the order. A set makes the whole room or is not chosen. Nothing is stopped here.
+"""Sets of victims on a node, or on several for a gang, that let a task fit at the least cost. Stops nothing.
+The cost is the number of GPUs to restart, a gang's together, then of tasks; then the victims last in the order. A set
+makes the whole room or is not chosen.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _by_rank = attrgetter("rank")
 
 
 class Clearable(NamedTuple):
-    """A node, the room that will be free without stopping more, and the victims there. The room is not changed."""
+    """The room is free without further stops, and not changed here."""
 
     node: Node
     room: Room
@@ -32,8 +31,6 @@ class Clearable(NamedTuple):
 
 
 class Clearing(NamedTuple):
-    """A place on one node once the victims have stopped."""
-
     node: NodeId
     fit: Fit
     victims: tuple[Victim, ...]
@@ -53,7 +50,7 @@ class _Option(NamedTuple):
 
 
 def cheapest(shape: Shape, count: int, places: Iterable[Clearable]) -> list[Clearing] | None:
-    """The `count` nodes where one allocation of the shape each costs least; None if there are not so many."""
+    """None if there are fewer than `count`."""
     options = []
     for place in places:
         chosen = fewest_victims(place, shape)
@@ -118,7 +115,7 @@ def _take(room: Room, node: NodeId, victim: Victim) -> None:
 
 
 def fewest_victims(place: Clearable, shape: Shape) -> list[Victim] | None:
-    """Victims whose GPUs the shape needs; `_completed` adds those whose CPU, memory or disk it needs besides."""
+    """Victims whose GPUs the shape needs; `_completed` adds those for CPU, memory or disk."""
     requests = shape.requirements.gpu
     if not requests or any(is_slice(request) for request in requests):
         return _until_it_fits(place, shape)
@@ -128,7 +125,7 @@ def fewest_victims(place: Clearable, shape: Shape) -> list[Victim] | None:
 
 
 def _until_it_fits(place: Clearable, shape: Shape) -> list[Victim] | None:
-    """Stop the smallest first, of equal ones the last in the order; then keep those not needed after all."""
+    """Stop the smallest first, of equal ones the last in the order; then drop those not needed."""
     node, trial = place.node, place.room.copy()
     chosen: list[Victim] = []
     ordered = sorted(place.victims, key=_by_rank, reverse=True)
@@ -156,7 +153,7 @@ class _Freed(NamedTuple):
 
 
 def _enough_gpus(place: Clearable, short: int) -> list[Victim] | None:
-    """The cheapest set that frees `short` GPUs of the node: a knapsack, solved exactly since a node has few GPUs."""
+    """Cheapest set that frees `short` GPUs: a knapsack, solved exactly since a node has few GPUs."""
     if short <= 0:
         return []
     sized = []
@@ -183,7 +180,7 @@ def _enough_gpus(place: Clearable, short: int) -> list[Victim] | None:
 def cheapest_for_gang(
     shape: Shape, count: int, places: Iterable[Clearable]
 ) -> list[Clearing] | None:
-    """The nodes of one site where one allocation each costs least; None if no site has so many."""
+    """Nodes of one site; None if no site has enough."""
     by_site: dict[str, list[Clearable]] = {}
     for place in places:
         by_site.setdefault(place.node.offer.site, []).append(place)
@@ -195,7 +192,7 @@ def cheapest_for_gang(
 
 
 class _ClearingSet(NamedTuple):
-    """Nodes cleared together; `cost`: GPUs that stop, tasks that stop, and the node ids."""
+    """`cost`: GPUs that stop, tasks that stop, and the node ids."""
 
     cost: tuple[int, ...]
     gpus: int
@@ -205,8 +202,9 @@ class _ClearingSet(NamedTuple):
 def _cheapest_at(
     site: _SiteClearings, count: int, best: _ClearingSet | None
 ) -> _ClearingSet | None:
-    """Clear node by node where the least more has to stop; the same after stopping each of the smallest gangs, which
-    frees several nodes at once."""
+    """Clear node by node where the least more has to stop; again after stopping each of the smallest gangs, which frees several
+    nodes.
+    """
     best = _cheaper(best, site.copy().clear(count))
     for victim in site.gangs()[:_MAX_GANGS_TRIED]:
         if best is not None and victim.amounts[0] >= best.gpus:
@@ -235,7 +233,7 @@ class _NodeCost(NamedTuple):
 
 
 class _SiteClearings:
-    """Nodes of one site with the victims that each needs beyond those stopped already."""
+    """Nodes of one site with the victims each still needs."""
 
     def __init__(self, shape: Shape, here: list[Clearable]) -> None:
         self._shape = shape
@@ -262,7 +260,7 @@ class _SiteClearings:
         return sorted(found.values(), key=lambda victim: (victim.amounts[0], victim.line.node))
 
     def clear(self, count: int, *, completes: bool = False) -> list[Clearing] | None:
-        """Clear the cheapest node `count` times; `completes`: also where more than GPUs is short."""
+        """`completes`: also where more than GPUs is short."""
         found: list[Clearing] = []
         while len(found) < count and self._costs:
             id_ = min(self._costs, key=self._costs.__getitem__)

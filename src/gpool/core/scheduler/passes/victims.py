@@ -1,6 +1,5 @@
-"""Running tasks that a pass may preempt, grouped by user and size, with their ranks as if they waited.
-
-`passes.preemption` explains who may be preempted for whom; `passes.victim_sets` chooses among the victims of a node.
+"""Running tasks that a pass may preempt, grouped by user and size, ranked as if they waited.
+See `passes.preemption` for the rules and `passes.victim_sets` for the choice.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _STRIDE = 101  # nodes by which the considered part of a large pool moves each s
 
 
 def in_sight(state: State, now: Instant, most: int = MAX_IN_SIGHT) -> Iterable[HeldAllocation]:
-    """Preemptible allocations; in a large pool those of some nodes, all of each, and of other nodes every second."""
+    """In a large pool all of some nodes, and every second of others."""
     if len(state.stoppable) <= most:
         return [line for line in state.stoppable.values() if not line.stopping and line.leases]
     nodes = list(state.nodes)
@@ -48,7 +47,7 @@ def in_sight(state: State, now: Instant, most: int = MAX_IN_SIGHT) -> Iterable[H
 
 
 def is_protected(line: HeldAllocation, now: Instant, period: Span) -> bool:
-    """Whether the task was restarted less than the protection period ago; a first start is not protected."""
+    """A first start is not protected."""
     if line.since <= now - period:
         return False
     lease = next(iter(line.leases.values()))
@@ -56,17 +55,13 @@ def is_protected(line: HeldAllocation, now: Instant, period: Span) -> bool:
 
 
 def protection_period(order: Order, policy: Policy, *, is_own: bool) -> Span:
-    """How long a restarted task is protected from tasks of the same user (`is_own`) or of others.
-
-    Where tenants exchange by shares, protection against others ends with the time quantum, which is for them.
-    """
+    """`is_own`: against the same user. Against others it ends with the time quantum where tenants exchange by shares."""
     if is_own or not order.exchanges_by_share:
         return policy.protection
     return min(policy.protection, policy.quantum)
 
 
 def asks_no_less(shape: Shape, other: Shape) -> bool:
-    """Whether a shape finds no room wherever `other`, of the same user, finds none."""
     more, less = shape.requirements, other.requirements
     if (shape.user, shape.team, shape.environment) != (other.user, other.team, other.environment):
         return False
@@ -94,8 +89,6 @@ def asks_no_less(shape: Shape, other: Shape) -> bool:
 
 
 class Victim(NamedTuple):
-    """An allocation that could be preempted, with its rank as if its task waited."""
-
     rank: Rank
     line: HeldAllocation
 
@@ -109,7 +102,7 @@ class Victim(NamedTuple):
 
 
 class VictimGroup(NamedTuple):
-    """Victims of one user, team and size, last in the order first, with the shares of their tenant and user."""
+    """Last in the order first, with their tenant's and user's shares."""
 
     victims: list[Victim]
     shares: Pair  # without the first victim
@@ -120,10 +113,7 @@ class VictimGroup(NamedTuple):
 
 
 class VictimGroups:
-    """All groups as arrays, to find the few worth comparing.
-
-    `had`, `held`: recent usage and present share of each group's tenant.
-    """
+    """As arrays. `had`, `held`: recent usage and present share of each tenant."""
 
     def __init__(self, groups: list[VictimGroup], had: list[int], held: list[int]) -> None:
         self._groups = groups
@@ -137,7 +127,7 @@ class VictimGroups:
     def worth_comparing(
         self, shape: Shape, waiting: ExchangeSide, order: Order, policy: Policy
     ) -> Iterator[VictimGroup]:
-        """Groups with victims that the waiting task may outrank; of all other groups it outranks none."""
+        """The waiting task outranks none of the other groups."""
         maybe = self._users == shape.user
         if shape.team is not None:
             maybe |= self._teams == shape.team
@@ -159,7 +149,7 @@ def _column(values: list[int]) -> Ints:
 
 
 class PreemptibleCapacity:
-    """Rows by the board's slots, made once a pass; what is taken or promised later is taken off."""
+    """By the board's slots, made once a pass; later takes are subtracted."""
 
     def __init__(self, index: PlacementIndex, lines: Iterable[HeldAllocation]) -> None:
         self._index = index
@@ -195,7 +185,7 @@ class GroupKey(NamedTuple):
 
 
 class VictimSearch:
-    """Victims of this pass. Groups are computed when first asked for, and anew for tenants whose share changed."""
+    """Groups are computed on demand, and again for tenants whose share changed."""
 
     def __init__(
         self,

@@ -1,8 +1,6 @@
-"""The free room of all nodes as arrays, so that many nodes are compared at once. It mirrors rooms and decides nothing.
-
-A node has a slot, its position in the arrays, and a kind (`kinds`). Nodes of one kind with equal free room are alike: one is
-measured for all of them. Each change has a number; a reader that remembers the last number it read looks only at the slots
-that changed since.
+"""Free room of all nodes as arrays, to compare many nodes at once. Mirrors rooms; decides nothing.
+A node has a slot (array position) and a kind (`kinds`). Of nodes with one kind and equal room only one is measured.
+Changes are numbered, so a reader looks only at slots changed since.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ RoomAndCount = tuple[Room, int]
 
 @dataclass(frozen=True, slots=True)
 class BoardColumns:
-    """Arrays by slot. Amounts are whole numbers below 2**53 (but for `UNFED`), kept as floats since prices are floats."""
+    """Whole numbers below 2**53 (but for `UNFED`), as floats since prices are floats."""
 
     ids: Ints
     kind: Slots
@@ -103,8 +101,6 @@ class BoardColumns:
 
 
 class MostFree(NamedTuple):
-    """The most that any node, or any GPU, has free."""
-
     at: int  # number of the last change
     cpu: int = 0
     memory: int = 0
@@ -113,8 +109,6 @@ class MostFree(NamedTuple):
 
 
 class Board:
-    """`look` returns the room and the number of allocations of a node; `touch` says that they may have changed."""
-
     def __init__(self, pricing: Pricing, look: Callable[[NodeId], RoomAndCount]) -> None:
         self.target = FragmentationTarget(pricing)
         self.kinds = KindTable(self.target)
@@ -223,17 +217,14 @@ class Board:
                 del self.mtbfs[mtbf]
 
     def touch(self, id_: NodeId, *, anew: bool = False) -> None:
-        """The node's room may have changed; `anew`: it counts as changed even if its room has not."""
+        """`anew`: count as changed even if the room is not."""
         if id_ in self.slots:
             self._stale.add(id_)
             if anew:
                 self._seen.pop(self.slots[id_], None)
 
     def refresh(self) -> None:
-        """Update the columns of all touched nodes and note those that changed.
-
-        Most allocations that a pass proposes are granted: folded into the state, they are what the board has already.
-        """
+        """Most proposed allocations are granted; when they are folded into the state, the board has them already."""
         if not self._stale:
             return
         slots = [slot for id_ in self._stale if (slot := self._read(id_)) is not None]
@@ -276,7 +267,7 @@ class Board:
         return slot
 
     def _gpus_of(self, slot: int, node: Node, room: Room) -> tuple[tuple[int, ...], ...]:
-        """As in `BoardColumns.gpus`. Of neighbours that are alike only the first offers a share to slices."""
+        """Of equal neighbours only the first offers a share to slices."""
         gpus, withheld = room.gpus, node.gpus_withheld
         parts = [gpus[device.index].offered for device in node.offer.gpus[:MAX_GPUS]]
         share, vram, free, holder = map(list, zip(*parts, strict=True))
@@ -312,7 +303,7 @@ class Board:
             columns.amounts[row, slots] = columns.amounts[row, models]
 
     def models(self, slots: Slots) -> tuple[Slots, Slots]:
-        """For each slot one of them that is alike; and those slots, each once."""
+        """One equal slot for each slot; and those slots, each once."""
         numbers = self.columns.alike.take(slots)
         self.columns.model[numbers] = slots
         models = self.columns.model.take(numbers)
@@ -331,7 +322,7 @@ class Board:
         self._latest.append(slot)
 
     def since(self, read: int) -> set[int] | Slots:
-        """Slots that changed after change `read`; a set if they are few."""
+        """Slots changed after change `read`; a set if few."""
         count = self.now - read
         if count <= len(self._latest):
             return set(islice(reversed(self._latest), count))

@@ -1,7 +1,5 @@
-"""Whether one node could ever run a shape, and how the shape fits into the node's free room. It compares no nodes.
-
-Within a node a slice goes onto a GPU that is shared already, then where the least memory is left; whole GPUs are the smallest
-of one model.
+"""Whether one node could ever run a shape, and how the shape fits into its free room. Compares no nodes.
+A slice goes onto a GPU already shared, then where the least memory is left; whole GPUs are the smallest of one model.
 """
 
 from __future__ import annotations
@@ -33,8 +31,6 @@ from gpool.core.specs import gpu as gpuspec
 
 
 class Fit(NamedTuple):
-    """A place for one allocation."""
-
     cpu_milli: int
     memory_bytes: int
     slices: tuple[Slice, ...]
@@ -45,7 +41,7 @@ class Fit(NamedTuple):
 
 
 class Unfit(StrEnum):
-    """Why an idle node could not run a shape, in the order of the checks."""
+    """In the order of checks."""
 
     AUDIENCE = "audience"
     RESERVED = "reserved"
@@ -64,7 +60,6 @@ class Unfit(StrEnum):
 
 
 def is_open(node: Node) -> bool:
-    """Whether the node takes new leases: connected, lent by its owner, not cordoned, not in backoff."""
     return (
         node.connected
         and node.availability is Availability.AVAILABLE
@@ -75,7 +70,7 @@ def is_open(node: Node) -> bool:
 
 
 def unfit(node: Node, shape: Shape) -> Unfit | None:
-    """The first requirement that the idle node does not meet; None if it could run the shape."""
+    """First unmet requirement, if any."""
     offer, needs = node.offer, shape.requirements
     if node.audience is not None and not _is_for(node, node.audience, shape):
         return Unfit.AUDIENCE
@@ -116,7 +111,7 @@ def joins_gangs(offer: Offer) -> bool:
 
 
 def _gives(runtime: RuntimeOffer, shape: Shape) -> bool:
-    """Whether one runtime meets all requirements at once. A gang member needs a sandbox network, as egress does."""
+    """A gang member needs a sandbox network, as egress does."""
     needs = shape.requirements
     return (
         runtime.tier.strength >= needs.tier.strength
@@ -128,7 +123,7 @@ def _gives(runtime: RuntimeOffer, shape: Shape) -> bool:
 
 
 def suits(node: Node, needs: Requirements) -> bool:
-    """Whether an idle node could run such tasks, ignoring users, environments and amounts of CPU and memory."""
+    """Ignores users, environments and amounts of CPU and memory."""
     offer = node.offer
     return (
         (needs.python is None or needs.python in offer.pythons)
@@ -154,7 +149,7 @@ def _is_for(node: Node, audience: Audience, shape: Shape) -> bool:
 
 
 def tier_allows(node: Node, floor: Tier, user: UserId) -> bool:
-    """Whether the node offers isolation at least as strong as `floor`; none only to its owner."""
+    """No isolation only for the node's owner."""
     tiers = node.offer.tiers
     if floor is Tier.NONE:
         return node.owner == user and Tier.NONE in tiers
@@ -162,7 +157,7 @@ def tier_allows(node: Node, floor: Tier, user: UserId) -> bool:
 
 
 def usable(node: Node, gpu: Gpu, request: GpuRequest, cap: int | None = None) -> bool:
-    """Whether the GPU is lent, matches the request, and costs at most `cap` an hour for the whole request."""
+    """`cap`: price an hour of the whole request."""
     if gpu.closed or gpu.index in node.gpus_withheld or not gpuspec.matches(request, gpu):
         return False
     if cap is not None and node.offer.price_microcredits and gpu_price(node, gpu, request) > cap:
@@ -199,7 +194,7 @@ def possible_prices(node: Node, needs: Requirements) -> set[int]:
 
 
 def price_of(node: Node, found: Fit | Allocation) -> int:
-    """Micro-credits an hour for an allocation: its part of the GPUs, or of the CPU if it has none."""
+    """Micro-credits an hour: the allocation's part of the GPUs, or of the CPU if it has none."""
     if not found.slices:
         return cpu_price(node, found.cpu_milli)
     return _part(node.offer.price_microcredits, sum(part.share_milli for part in found.slices))
@@ -210,7 +205,7 @@ def _part(price: int, milli: int) -> int:
 
 
 def memory_for(node: Node, needs: Requirements) -> int:
-    """Requested memory, or the part of the node's memory that the CPU request is of its CPU."""
+    """Requested memory, else the node's in proportion to the CPU request."""
     if needs.memory_bytes is not None:
         return needs.memory_bytes
     offer = node.offer
@@ -218,7 +213,7 @@ def memory_for(node: Node, needs: Requirements) -> int:
 
 
 def fit(node: Node, room: Room, shape: Shape) -> Fit | None:
-    """Place for one more allocation in this room, if any. The node must not be `unfit`."""
+    """The node must not be `unfit`."""
     needs = shape.requirements
     memory = memory_for(node, needs)
     disk = needs.disk_bytes or 0
@@ -242,7 +237,7 @@ def is_slice(request: GpuRequest) -> bool:
 
 
 def slice_of(gpu: Gpu, request: GpuRequest) -> Slice:
-    """Part of the GPU that the request takes; a hardware slice has the size of its profile. The GPU must be usable."""
+    """A hardware slice has its profile's size."""
     memory, share = _asked(gpu, request)
     if gpu.sharing is Sharing.MIG and is_slice(request):
         profile = gpu_slices.smallest(gpu, memory, share)
@@ -261,14 +256,14 @@ def _asked(gpu: Gpu, request: GpuRequest) -> tuple[int, int]:
 
 
 def may_join(gpu: GpuRoom, user: UserId) -> bool:
-    """Whether the user may share the GPU: tasks of different users share hardware slices only."""
+    """Different users share hardware slices only."""
     if not gpu.holders:
         return True
     return gpu.user == (ANYBODY if gpu.gpu.sharing is Sharing.MIG else user)
 
 
 def placed(gpu: GpuRoom, part: Slice) -> Slice | None:
-    """The slice with its start on the GPU; None if a hardware slice does not fit. Software slices have no start."""
+    """None if a hardware slice does not fit. Software slices have no start."""
     profile = gpu_slices.named(gpu.gpu, part.profile)
     if profile is None:
         return part
@@ -307,7 +302,6 @@ def whole(
 
 
 def _alike(free: list[GpuRoom], count: int) -> list[GpuRoom]:
-    """The smallest GPUs of one model, if enough of one model are free; otherwise the smallest."""
     for first in range(len(free) - count + 1):
         run = free[first : first + count]
         if run[0].gpu.model == run[-1].gpu.model:

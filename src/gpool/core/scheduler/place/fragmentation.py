@@ -1,8 +1,6 @@
 """Fragmentation: free GPU that the usual tasks could not use, for many states of nodes at once.
-
-The measure of fragmentation gradient descent: for each class of tasks in the mix, all free GPU of a node that cannot take it,
-and on a node that can, the free parts too small for it; weighted by the class's frequency. A placement costs the difference
-it makes. Sums are exact: whole numbers below 2**53, kept as floats for speed.
+Fragmentation gradient descent: for each class of the mix, all free GPU of a node that cannot take it, else the parts too
+small for it, weighted by frequency; a placement costs the difference. Sums are exact: whole numbers below 2**53.
 """
 
 from __future__ import annotations
@@ -25,8 +23,9 @@ _MAX_MIXES = 4096
 
 
 class Mix(NamedTuple):
-    """The free GPUs of a node, by class of the mix: GPUs that fit, rests too small, and usable free GPU times the weight;
-    and all free GPU times all weights."""
+    """Free GPUs of a node by class: GPUs that fit, rests too small, usable free GPU times the weight; and all free GPU times
+    all weights.
+    """
 
     fits: Floats
     rests: Floats
@@ -35,8 +34,6 @@ class Mix(NamedTuple):
 
 
 class FragmentationTarget:
-    """The mix of a pricing as arrays, one column for each class of tasks."""
-
     def __init__(self, pricing: Pricing) -> None:
         self._mix = [needs for needs, _ in pricing.mix]
         sizes = [size_of(needs.gpu[0]) for needs in self._mix]
@@ -62,7 +59,6 @@ class FragmentationTarget:
         self.worth: Floats = np.array(pricing.remnants, float) / GPU
 
     def forget_kinds(self) -> None:
-        """Keep only the first kind, which takes nothing."""
         self._suits = np.zeros((1, self.classes), bool)
 
     def add_kind(self, node: Node) -> None:
@@ -72,9 +68,9 @@ class FragmentationTarget:
     def fragments(
         self, kinds: Slots, cpu: Floats, mix: tuple[Floats, Floats], total: Floats, taken: int = 0
     ) -> Floats:
-        """Free GPU that the mix cannot use, times `WEIGHT`, for nodes of these kinds.
+        """Free GPU that the mix cannot use, times `WEIGHT`, by kind.
 
-        `mix`: GPUs that fit each class (`taken` whole ones of them are not free any more), and rests too small for it.
+        `mix`: GPUs that fit each class (`taken` whole ones no longer free), and rests too small for it.
         """
         fits, rests = mix
         can = fits >= (self._counts + taken if taken else self._counts)
@@ -100,7 +96,6 @@ class FragmentationTarget:
         return mix.total - float(mix.useful.dot(able))
 
     def stranded(self, cpu: Floats, memory: Floats, total: Floats) -> Floats:
-        """Free GPU for which CPU or memory is short, at the mix's needs."""
         fed = cpu * self._per_cpu
         if self._per_byte:
             fed = np.minimum(fed, memory * self._per_byte)

@@ -1,11 +1,8 @@
-"""Places for gangs: different nodes of one site, all at once or none. It takes nothing.
+"""Places for gangs: different nodes of one site, all at once or none. Takes nothing.
 
-Each node meets all requirements and can be reached by the others. Of every site with enough nodes the best set is formed, and
-sets compare by: one GPU model rather than several (the slowest GPU sets the pace), the price steps (`index`), the site with
-the fewest nodes to spare, the tightest nodes, the smallest ids.
-
-A waiting gang holds nothing. After `patience` a whole set of nodes is reserved for it, or none, so that two gangs never hold
-half a set each.
+Nodes must reach each other. Sets compare by: one GPU model rather than several (the slowest GPU sets the pace), price
+steps (`index`), the site with the fewest nodes to spare, the tightest nodes, the smallest ids. A waiting gang holds
+nothing. After `patience` a whole set is reserved for it, or none, so that two gangs never hold half a set each.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ Found = list[tuple[NodeId, Fit]]
 
 
 def places(index: PlacementIndex, shape: Shape, choice: int, barred: Collection[NodeId]) -> Found:
-    """Places on as many nodes of one site as the shape needs, or none."""
     wanted = shape.requirements.nodes
     there = index.candidates(shape, choice, barred)
     if len(there.slots) < wanted:
@@ -59,8 +55,6 @@ def _options(
 
 
 class _Groups:
-    """Array positions by group, in their order; only groups of at least `wanted`."""
-
     def __init__(self, group: Slots, wanted: int) -> None:
         self.order = np.argsort(group, kind="stable")
         starts = np.flatnonzero(np.diff(group[self.order], prepend=-1))
@@ -99,7 +93,7 @@ def most_together(nodes: Iterable[Node]) -> int:
 
 
 def is_possible(index: PlacementIndex, shape: Shape, barred: Collection[NodeId] = ()) -> bool:
-    """Whether some site has enough nodes that could run the shape when idle; for one node, whether there is any."""
+    """Whether some site has enough nodes when idle."""
     slots, _ = index.could_run(shape, barred)
     if shape.requirements.nodes == 1:
         return bool(len(slots))
@@ -107,7 +101,7 @@ def is_possible(index: PlacementIndex, shape: Shape, barred: Collection[NodeId] 
 
 
 def nearest(index: PlacementIndex, shape: Shape, barred: Collection[NodeId]) -> list[NodeId]:
-    """A whole set of nodes that could run the shape when idle, of the site with the fewest allocations in the way."""
+    """Of the site with the fewest allocations in the way."""
     board, wanted = index.board, shape.requirements.nodes
     slots, has_room = index.could_run(shape, barred)
     in_the_way = np.where(has_room, 0, 1 + board.columns.lines[slots])

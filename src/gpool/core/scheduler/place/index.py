@@ -1,14 +1,13 @@
-"""The placement index: the best place for a shape among all nodes, scoring only nodes that changed since it was last asked.
+"""Placement index: the best place for a shape among all nodes; scores only nodes changed since the last query.
 
-For each alternative of a shape a row (`rows`) holds one score for each node, or that the node has no room. Asked again, only
-nodes that the board notes as changed are scored anew, and the largest score wins. Scores compare, in this order:
+For each alternative of a shape a row (`rows`) holds one score per node; the largest wins. Scores compare by:
 
 1. the price step (`pricing`): GPU that the usual tasks could use, lost by this placement;
 2. seconds that a start there loses (`rows`, start cost);
 3. the price an hour, the cheaper first;
-4. for tasks with GPUs: proven and healthy ones, then the faster ones, in coarse steps;
-5. tasks without GPU go to nodes without; then the least free GPU, the smallest cards, the least free CPU and memory: full
-   nodes fill up, empty ones stay whole;
+4. for tasks with GPUs: proven and healthy GPUs, then faster ones, in coarse steps;
+5. tasks without GPU go to nodes without; then the least free GPU, the smallest cards, the least free CPU and memory:
+   full nodes fill up, empty ones stay whole;
 6. the node's id. Names never matter.
 """
 
@@ -44,7 +43,7 @@ _COST_OF_A_ROW = 2000  # in nodes scored
 
 
 class Candidates(NamedTuple):
-    """Slots with room, best first; of each its price step and the rest of its score."""
+    """Slots with room, best first."""
 
     slots: Slots
     steps: Ints
@@ -52,7 +51,7 @@ class Candidates(NamedTuple):
 
 
 class FreeAmounts(NamedTuple):
-    """Free CPU, memory and disk and idle GPUs by slot; the caller may change them."""
+    """Mutable, by slot."""
 
     cpu: Floats
     memory: Floats
@@ -61,9 +60,8 @@ class FreeAmounts(NamedTuple):
 
 
 class PlacementIndex:
-    """A cache beside a state, owned by the caller of `plan`.
-
-    It follows the state's log of changed nodes. A pass writes to the overlay only: rooms that it has taken from.
+    """Cache beside a state, owned by the caller of `plan`. It follows the state's log of changed nodes; a pass writes only to
+    an overlay.
     """
 
     def __init__(self) -> None:
@@ -88,14 +86,13 @@ class PlacementIndex:
         return self._scorer.scored
 
     def end_pass(self) -> None:
-        """Forget what the pass proposed."""
         for id_ in self._overlay:
             self.board.touch(id_)
         self._overlay = {}
         self._rows.end_pass()
 
     def follow(self, state: State, pricing: Pricing) -> None:
-        """Read the changes since the last call; everything if the state or the pricing is another."""
+        """Read changes; everything if the state or the pricing was replaced."""
         is_same = self.pricing is pricing or self.pricing == pricing
         changes = state.changes
         if self._state is not state or not is_same or not changes.is_complete_since(self._read):
@@ -122,7 +119,7 @@ class PlacementIndex:
         self.board.put(node)
 
     def propose(self, id_: NodeId, room: Room) -> None:
-        """Use this room, with one allocation more, for the rest of the pass."""
+        """Use this room, with one more allocation, until the pass ends."""
         _, count = self._room_and_count(id_)
         self._overlay[id_] = (room, count + 1)
         self.board.touch(id_)
@@ -137,7 +134,6 @@ class PlacementIndex:
     def best(
         self, shape: Shape, turn: int, barred: Collection[NodeId]
     ) -> tuple[NodeId, Fit] | None:
-        """The best place for one more allocation by this alternative of the shape, if any."""
         board = self.board
         board.refresh()
         if self._fits_nowhere(shape, turn):
@@ -169,13 +165,12 @@ class PlacementIndex:
         return any(row.generation != self.board.generation and self._might_fit(row) for row in rows)
 
     def is_full(self, shape: Shape, turn: int) -> bool:
-        """Whether `best` or `candidates` found no place for this row and no node has changed since."""
+        """Whether no place was found and no node has changed since."""
         board = self.board
         board.refresh()
         return self._rows.of(shape)[turn].full_at == (board.generation, board.now)
 
     def candidates(self, shape: Shape, turn: int, barred: Collection[NodeId]) -> Candidates:
-        """All nodes with room for one more allocation by this alternative, best first."""
         board = self.board
         board.refresh()
         row = self._rows.of(shape)[turn]
@@ -226,7 +221,7 @@ class PlacementIndex:
         return FreeAmounts(amounts[CPU].copy(), amounts[MEMORY].copy(), amounts[DISK].copy(), idle)
 
     def would_fit(self, shape: Shape, free: FreeAmounts) -> Bools:
-        """Slots where an allocation might fit if these amounts were free; a slice counts as fitting on any free GPU."""
+        """A slice counts as fitting on any free GPU."""
         board, found = self.board, np.zeros(self.board.columns.size, bool)
         needs = shape.requirements
         for row in self._rows.of(shape):
@@ -252,7 +247,7 @@ class PlacementIndex:
         return NodeId(int(board.columns.ids[slots[lines == lines.min()]].min()))
 
     def _fits_nowhere(self, shape: Shape, turn: int) -> bool:
-        """Whether the shape's row of an earlier pass shows no room: then its start cost need not be computed anew."""
+        """Spares computing the start cost."""
         rows = self._rows.of_earlier_pass(shape)
         if rows is None or rows[turn].generation != self.board.generation:
             return False
@@ -295,7 +290,6 @@ class PlacementIndex:
         row.gpu[changed] = row.gpu.take(models)
 
     def _might_fit(self, row: PlacementRow) -> bool:
-        """Whether any node has enough of each amount; if not, the row need not be scored yet."""
         most = self.board.most_free()
         needs, request = row.shape.requirements, row.request
         if needs.cpu_milli > most.cpu or (needs.memory_bytes or 0) > most.memory:
@@ -308,7 +302,6 @@ class PlacementIndex:
         return request.count <= most.idle_gpus
 
     def _may_take(self, row: PlacementRow, slot: int) -> bool:
-        """A cheap test that spares scoring most nodes of a full pool."""
         node = self.board.nodes[slot]
         row.key[slot] = NO_ROOM
         if node is None:

@@ -1,8 +1,6 @@
-"""Whether a task waits for a node that caches its large inputs instead of loading them on another node.
-
-It waits while such a node is predicted to have room before the inputs could be loaded elsewhere, at most `patience` or twice
-the loading time. A task that has outlived its prediction is expected to run for as long as it is late. A wrong prediction
-costs at most that wait.
+"""Whether a task waits for a node that caches its large inputs instead of loading them on another.
+It waits while such a node is predicted to have room before a load elsewhere would end, at most `patience` or twice the
+loading time. A task past its prediction is expected to run as long as it is late.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ def may_wait(shape: Shape, queued_at: Instant, now: Instant, patience: Span) -> 
 def ready_soon(
     state: State, shape: Shape, now: Instant, room_of: Callable[[NodeId], Room] | None = None
 ) -> int:
-    """Number of nodes with the inputs that will have room before they could be loaded; 0 if one has room now."""
+    """Number of nodes with the inputs and room before a load would end; 0 if one has room now."""
     found = 0
     for id_ in nsmallest(MOST_NODES, state.caches.with_data(shape.data)):
         entry = state.nodes.get(id_)

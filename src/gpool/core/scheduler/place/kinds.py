@@ -1,4 +1,4 @@
-"""Kinds of nodes: nodes of one kind offer the same when idle, so whether a shape could run there is asked once a kind."""
+"""Kinds of nodes: equal offers when idle, so each shape is checked once per kind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def lent_gpus(node: Node | None) -> int:
 
 
 def merit_of(node: Node) -> int:
-    """Rank of a node's GPUs, best smallest: proven and healthy first, then by speed in half octaves. Seven bits."""
+    """Rank of a node's GPUs in seven bits, best smallest: proven and healthy, then speed in half octaves."""
     if not node.offer.gpus:
         return 0
     is_ailing = any(gpu.health is not Health.HEALTHY for gpu in node.offer.gpus)
@@ -32,7 +32,7 @@ def merit_of(node: Node) -> int:
 
 
 def kind_key(node: Node) -> tuple[Any, ...]:
-    """Equal for nodes that can run the same shapes when idle."""
+    """Equal for nodes that can run the same shapes."""
     offer = node.offer
     is_for_some = node.audience is not None or node.reserved_for is not None
     owner = node.owner if is_for_some or Tier.NONE in offer.tiers else None
@@ -77,8 +77,6 @@ def _gpu_groups(node: Node) -> tuple[int, ...]:
 
 
 class KindTable:
-    """Numbers of kinds and sites. `target` learns each new kind."""
-
     def __init__(self, target: FragmentationTarget) -> None:
         self.nodes: list[Node | None] = [None]  # one node of each kind
         self.gpu_groups: list[tuple[int, ...]] = [()]  # of each kind
@@ -110,7 +108,7 @@ class KindTable:
 
 
 class EqualGroups:
-    """A number for each slot, equal where the values are equal; never more numbers than slots."""
+    """Number for each slot, equal for equal values; never more numbers than slots."""
 
     __slots__ = ("_counts", "_numbers", "_unused", "_values")
 

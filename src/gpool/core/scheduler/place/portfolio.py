@@ -1,8 +1,6 @@
-"""Choice of a pricing: earlier arrivals are replayed with each candidate set of weights, and the best is taken.
-
-Priced fragmentation was best on nearly every measured mix; the choice guards against mixes that were not measured. Arrivals
-are split by time: pricings are learnt from the earlier half and compared on the later half. The chosen one leaves no more
-GPUs idle there than plain fragmentation gradient descent.
+"""Choice of a pricing: replay earlier arrivals with each candidate set of weights, take the best.
+Priced fragmentation was best on nearly every measured mix; the choice guards against others. Pricings are learnt from
+the earlier half and compared on the later half, where the chosen one is no worse than plain gradient descent.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ _MARGIN = 0.02  # percentage points by which later weights must be better
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Result of one set of weights on arrivals not used for learning."""
+    """Result on arrivals not used for learning."""
 
     weights: Weights
     unallocated_pct: float
@@ -44,8 +42,6 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """The chosen pricing and the results it was chosen by."""
-
     pricing: Pricing
     judged: tuple[Judged, ...]  # all candidates
     arrivals: int  # both halves
@@ -62,9 +58,9 @@ def learn(
     at: Instant,
     ways: Sequence[Weights] = WAYS,
 ) -> Learnt | None:
-    """The pricing that leaves the fewest GPUs idle when the later arrivals are repeated until the pool is full.
+    """Return the pricing that leaves the fewest GPUs idle when the later arrivals are repeated until the pool is full.
 
-    None if there are too few arrivals. Within `_MARGIN` the earlier weights win, but not if `PLAIN` is better.
+    None: too few arrivals. Within `_MARGIN` the earlier weights win, unless `PLAIN` is better.
     """
     half = len(arrivals) // 2
     earlier, later = arrivals[:half], arrivals[half:]

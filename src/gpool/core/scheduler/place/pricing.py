@@ -1,12 +1,10 @@
-"""Pricing of placements: how much GPU that the usual tasks could use a placement costs. A value learnt from arrivals.
+"""Pricing of placements: the GPU that a placement makes unusable for the usual tasks. A value learnt from arrivals.
 
-Three costs are added, in thousandths of a GPU:
+Three costs are added, in thousandths of a GPU, and rounded to steps:
 
-- **fragmentation**: free GPU on the node that a task drawn from the mix could not use, on average (`fragmentation`);
-- **remnants**: worth of the rest of a shared GPU, lost beyond what the task itself takes (`remnants`);
-- **stranding**: free GPU for which the node's free CPU or memory is short, at the mix's needs beside a GPU.
-
-The sum is rounded to steps: placements within one step are equal, and the next rule decides.
+- **fragmentation**: free GPU that a task drawn from the mix could not use, on average (`fragmentation`);
+- **remnants**: worth of the rest of a shared GPU, lost beyond the task's own part (`remnants`);
+- **stranding**: free GPU for which free CPU or memory is short, at the mix's needs per GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ _USUAL_VRAM = 24 * GIB  # to give a slice of memory a size where no card is at h
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Weight of each cost; all zero is best fit."""
+    """All zero is best fit."""
 
     fragmentation: int = 1
     remnants: int = 10_000
@@ -49,7 +47,6 @@ class Pricing:
 
 
 def price(arrivals: Iterable[tuple[Requirements, int]], weights: Weights = Weights()) -> Pricing:  # noqa: B008 - frozen
-    """Learn a pricing from arrivals (requirements, count) in any order."""
     counts: Counter[Requirements] = Counter()
     for needs, count in arrivals:
         counts[needs] += count
@@ -86,7 +83,7 @@ def price(arrivals: Iterable[tuple[Requirements, int]], weights: Weights = Weigh
 
 
 def size_of(request: GpuRequest, card_bytes: int = _USUAL_VRAM) -> int:
-    """Thousandths of each GPU that a request takes, on a GPU of `card_bytes` memory."""
+    """Thousandths of each GPU."""
     if request.vram_bytes is not None and request.share_milli == GPU:
         return max(1, min(GPU, GPU * request.vram_bytes // max(1, card_bytes)))
     return request.share_milli

@@ -1,11 +1,11 @@
-"""The worth of the rest of a GPU to the usual tasks: a small linear program over GPU sizes. It knows no nodes.
+"""Worth of the rest of a GPU to the usual tasks: a small linear program over GPU sizes. Knows no nodes.
 
-Packing tasks onto GPUs is a cutting-stock problem: how few GPUs hold the mix? The dual prices of the program are the worth of
-each size in GPUs; the most valuable set of sizes that fits into r thousandths is the worth of r. A rest of 0.19 into which
+Packing tasks onto GPUs is a cutting-stock problem: how few GPUs hold the mix? The dual prices are the worth of each
+size in GPUs; the most valuable set of sizes that fits into r thousandths is the worth of r. A rest of 0.19 into which
 nothing fits is worth nothing, so the task that leaves it pays for it.
 
-Solved by column generation: start with one pattern per size, find the most valuable pattern under the present prices (a
-knapsack), let it replace another, until no pattern is worth more than one GPU.
+Column generation: from one pattern per size, the most valuable pattern under the present prices (a knapsack) replaces
+another, until none is worth more than one GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Column = NDArray[np.float64]
 
 
 def remnant_values(demand: Mapping[int, int]) -> tuple[float, ...]:
-    """Worth in GPUs of 0 to 1000 free thousandths. `demand`: number of requests of each size."""
+    """Worth in GPUs of 0 to 1000 free thousandths. `demand`: number of requests per size."""
     sizes = sorted(size for size, count in demand.items() if 0 < size <= GPU and count > 0)
     if not sizes:
         return tuple(0.0 if free < GPU else 1.0 for free in range(GPU + 1))
@@ -43,7 +43,6 @@ def least_gpus(demand: Mapping[int, int]) -> float:
 
 
 def _prices(sizes: list[int], demand: _Column) -> _Column:
-    """Dual prices: no pattern that fits one GPU costs more than 1, and the demand costs the most."""
     unit = gcd(GPU, *sizes)
     basis = np.diag([float(GPU // size) for size in sizes])
     cost = np.ones(len(sizes))
@@ -66,7 +65,7 @@ def _prices(sizes: list[int], demand: _Column) -> _Column:
 
 
 def _entering(sizes: list[int], prices: _Column, unit: int) -> tuple[_Column | None, bool]:
-    """The entering column: a pattern worth more than a GPU, or the surplus of one size; None at the optimum."""
+    """None at the optimum."""
     if prices.min() < -_EPSILON:
         surplus = np.zeros(len(sizes))
         surplus[int(prices.argmin())] = -1.0
@@ -88,7 +87,7 @@ def _entering(sizes: list[int], prices: _Column, unit: int) -> tuple[_Column | N
 def _best_patterns(
     sizes: list[int], prices: _Column, unit: int
 ) -> tuple[NDArray[np.float64], list[int]]:
-    """For each capacity the worth of the best pattern and its last size (-1: the pattern of the next smaller capacity)."""
+    """Worth of the best pattern and its last size by capacity (-1: the pattern of the next smaller capacity)."""
     steps = [size // unit for size in sizes]
     values = prices.tolist()
     worth, last = [0.0] * (GPU // unit + 1), [-1] * (GPU // unit + 1)

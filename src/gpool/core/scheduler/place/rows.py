@@ -1,12 +1,10 @@
-"""Rows of the placement index: for one alternative of a shape, how good each slot is and what the kinds of nodes mean to it.
+"""Rows of the placement index: for one alternative of a shape, the score of each slot and facts about each kind of node.
 
-Rows are shared by all shapes that ask for the same and may use the same nodes.
-
-**Start cost.** Seconds that a start on one node rather than another costs: preparing an environment, loading inputs, and work
-lost if the node fails. A node with mean time between failures `mtbf` loses `run / mtbf` runs; each loses on average half of
-what a checkpoint would have kept (half the run without one) and a restart. A member's loss is the whole gang's. Seconds count
-in steps of 1/200 of the run: a minute of loading is not worth a fragmented GPU to a task of a day. An unknown run time counts
-as ten minutes; known ones are rounded to powers of two, so that similar shapes are scored together.
+**Start cost.** Seconds that a start costs: preparing an environment, loading inputs, and work lost if the node fails. A
+node with mean time between failures `mtbf` loses `run / mtbf` runs; each loses half a checkpoint interval (half the run
+without checkpoints) and a restart, for the whole gang. Seconds count in steps of 1/200 of the run: to a task of a day, a
+minute of loading is not worth a fragmented GPU. Run times are rounded to powers of two, so that similar shapes share
+rows; unknown: ten minutes.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ _PREPARED = (environment.PIP, environment.IMAGE)
 
 
 class StartCost(NamedTuple):
-    """Seconds. `exposure`: lost by one run on a node, times the node's mean time between failures; `step`: of one step."""
+    """Seconds. `exposure`: lost by one run, times the node's mean time between failures; `step`: of one step."""
 
     exposure: int
     loading: int
@@ -68,8 +66,6 @@ def _rounded(run: Span) -> int:
 
 
 class KindFacts:
-    """What each kind of node means to one alternative of a shape; asked once for each kind."""
-
     __slots__ = (
         "_count",
         "_generation",
@@ -171,7 +167,7 @@ class KindFacts:
 
 
 def price_step(price: int) -> int:
-    """A price in steps of about 3 %, at most `MAX_PRICE_STEP`; a higher price has no lower step."""
+    """Price in steps of about 3 %, at most `MAX_PRICE_STEP`; monotone."""
     if price < 32:
         return max(0, price)
     octave = price.bit_length() - 6
@@ -179,8 +175,6 @@ def price_step(price: int) -> int:
 
 
 class PlacementRow:
-    """For each slot its score, and the GPU that a slice would be of."""
-
     __slots__ = ("cost", "facts", "full_at", "generation", "gpu", "key", "read", "request", "shape")
 
     def __init__(
@@ -202,10 +196,7 @@ class PlacementRow:
 
 
 class RowCache:
-    """The rows of each shape, one for each alternative of its GPU requirement.
-
-    Rows whose scores depend on predicted run times are looked up anew in each pass, since predictions may have changed.
-    """
+    """Shapes with equal requests and allowed nodes share rows; predicted run times are looked up in each pass."""
 
     def __init__(self, state: State, board: Board) -> None:
         self._state, self._board = state, board
@@ -221,7 +212,6 @@ class RowCache:
         self._pass += 1
 
     def restrict(self) -> None:
-        """Some node is for some users only: share no rows among users from now on."""
         if not self._has_audiences:
             self._has_audiences = True
             self._forget()
@@ -252,7 +242,7 @@ class RowCache:
         return None
 
     def of_earlier_pass(self, shape: Shape) -> list[PlacementRow] | None:
-        """Rows of an earlier pass, whose scores may be outdated; free room is not."""
+        """Rows of an earlier pass: scores may be outdated, free room is not."""
         known = self._by_shape.get(id(shape))
         if known is not None:
             asked, rows, valid_in = known
@@ -281,7 +271,6 @@ class RowCache:
         return rows
 
     def _facts_of(self, shape: Shape) -> list[KindFacts]:
-        """Slices are scored for each user; what the kinds of nodes mean is the same for all."""
         needs = shape.requirements
         key = (needs, shape.environment)
         facts = self._facts.get(key)

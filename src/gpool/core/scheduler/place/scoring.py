@@ -1,4 +1,4 @@
-"""Scores of placements: one integer for each slot, comparing by the rules of `index` from the highest bits to the lowest."""
+"""Scores of placements: one integer per slot, the rules of `index` from the highest bits to the lowest."""
 
 from __future__ import annotations
 
@@ -108,8 +108,9 @@ class Scorer:
         there: Floats,
         part: tuple[Ints, Ints] | None = None,
     ) -> Ints:
-        """Price steps, higher is better. `there`: amounts less what the task needs; `part`: free thousandths of the GPU of
-        a slice, before and after."""
+        """Price steps, higher is better. `there`: amounts less the task's needs; `part`: free thousandths of a slice's GPU,
+        before and after.
+        """
         columns, target, weights = self._board.columns, self._board.target, self._weights
         fits, rests = columns.fits.take(slots, 0), columns.rests.take(slots, 0)
         cpu, total, count = there[CPU], there[TOTAL], 0

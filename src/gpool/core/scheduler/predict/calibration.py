@@ -1,12 +1,9 @@
 """Calibration of forecasts: the range into which 80 % of starts fall. Knows nothing of tasks.
 
-Forecast and actual wait are compared as ratios. The range of a new forecast is the middle 80 % of the
-ratios of the most similar recent forecasts (of about the same wait): conformal prediction, which needs
-no model of the errors, only that they continue alike.
-
-Two corrections. Forecasts of one moment err together, so only a few of each moment count
-(`_OF_A_MOMENT`). And pools change: each end of the range is widened a little by every start outside
-and narrowed by every start inside, so that in the long run 10 % fall outside on each side.
+The range is the middle 80 % of the ratios of actual to forecast wait among recent similar forecasts: conformal
+prediction, which assumes only that errors continue alike. Two corrections: forecasts of one moment err together, so only
+a few of each count (`_OF_A_MOMENT`); and pools change, so each end of the range widens with every start outside and
+narrows with every start inside: in the long run 10 % fall outside on each side.
 """
 
 from __future__ import annotations
@@ -40,8 +37,6 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class StatedForecast:
-    """Forecast of one moment: the simulated wait and the stated range."""
-
     at: Instant
     forecast: Span
     range: Range
@@ -53,7 +48,6 @@ class Calibration:
         self._below = self._above = 1.0
 
     def note(self, told: StatedForecast, truth: Span) -> None:
-        """Record the actual wait."""
         self._below = _held(self._below, truth < told.range.low)
         self._above = _held(self._above, truth > told.range.high)
         if sum(at == told.at for _, _, at in self._seen) < _OF_A_MOMENT:
@@ -61,7 +55,6 @@ class Calibration:
             self._seen.append((forecast, log(truth + _GROUND) - forecast, told.at))
 
     def told(self, forecast: Span, now: Instant) -> StatedForecast:
-        """Return the range to state for a simulated wait."""
         said = log(forecast + _GROUND)
         alike = sorted(self._seen, key=lambda one: abs(one[0] - said))[:_ALIKE]
         if len(alike) < _ENOUGH:

@@ -1,9 +1,6 @@
 """Kind of a command (program and script), to separate run times. Runs nothing and reads no files.
-
-`python train.py --lr 1` and `/opt/bin/python3.12 -u src/train.py` are one kind, `python eval.py` is
-another. Launchers (`env`, `nice`, `uv run`, `bash -c`) are skipped; options are ignored. A guess by
-names: where it fails, a kind is wider than necessary. Long numbers in a script's name are removed
-(`job_0017.py`).
+`python train.py --lr 1` and `/opt/bin/python3.12 -u src/train.py` are one kind. Launchers (`env`, `uv run`, `bash -c`),
+options and long numbers (`job_0017.py`) are ignored. A wrong guess only widens a kind.
 """
 
 from __future__ import annotations
@@ -90,12 +87,11 @@ _RUNS = {  # launchers with a subcommand, like `uv run`
 
 
 def kind_of(command: Sequence[str]) -> str:
-    """Return `program` or `program script`; the first word alone is the wider kind (`program_of`)."""
+    """Return `program` or `program script`."""
     return _kind(list(command[:_MAX_WORDS]), _MAX_DEPTH)[:MAX_LETTERS]
 
 
 def program_of(kind: str) -> str:
-    """Return the wider kind: all scripts of one program."""
     return kind.partition(" ")[0]
 
 
@@ -154,7 +150,6 @@ def _has_text(option: str) -> bool:
 
 
 def _first_in(text: str) -> list[str]:
-    """Return the first command of a shell text that does more than prepare; empty if unreadable."""
     reader = shlex.shlex(text[:_MAX_TEXT].replace("\n", " ; "), posix=True, punctuation_chars=True)
     reader.commenters = ""
     found: list[str] = []

@@ -1,4 +1,4 @@
-"""Dry run of another policy: both policies are simulated over the same futures and compared."""
+"""Dry run of another policy: both are simulated over the same futures and compared."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """Wait of a task under the present and the other policy; None: beyond the simulated time."""
+    """None: beyond the simulated time."""
 
     task: TaskId
     before: Span | None
@@ -32,7 +32,7 @@ class Shift:
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """Waiting tasks by the effect on them; `moved`: the largest changes first."""
+    """`moved`: the largest changes first."""
 
     waiting: int
     sooner: int
@@ -59,7 +59,7 @@ def compare(
     orders: Mapping[str, Order] = ORDERS,
     bounds: Bounds = Bounds(),  # noqa: B008 - frozen
 ) -> DryRun:
-    """Compare two policies. Raises `Invalid` if a policy names an unknown order."""
+    """Raises `Invalid` if a policy names an unknown order."""
     old = courses(asked, before, orders, COURSES, bounds)
     new = courses(asked, after, orders, COURSES, bounds)
     shifts = [

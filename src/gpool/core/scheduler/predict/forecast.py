@@ -1,12 +1,8 @@
 """Forecast of start times: the planner runs forward on a copy of the state, with sampled run times.
 
-A **simulated schedule** is one such future: running tasks end after a sampled time, the planner runs
-again, new tasks may arrive as they did lately, until everything waiting has started or the bounds are
-reached. Several schedules give a median and a spread. Samples depend on task and schedule only, so two
-policies can be compared over the same futures.
-
-Time advances in steps that grow with the time already simulated (`_GRAIN`), so a distant future costs
-hardly more than a near one.
+In a **simulated schedule** running tasks end after a sampled time, and tasks arrive as they did lately, until every
+waiting task has started or the bounds are reached. Samples depend on task and schedule only, so two policies can be
+compared over the same futures. Time steps grow with the simulated time (`_GRAIN`): a distant future costs hardly more.
 """
 
 from __future__ import annotations
@@ -43,17 +39,13 @@ _NEW_IDS = 1 << 61  # above the ids of real tasks
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of one simulated schedule."""
-
     passes: int = 200
     horizon: Span = _HORIZON
 
 
 @dataclass(frozen=True, slots=True)
 class ForecastQuestion:
-    """Known facts at `now`, and the tasks whose start is asked. `arrivals`: recent arrivals and their times,
-    oldest first; empty: nothing more arrives.
-    """
+    """Known facts at `now`, and the tasks asked about. `arrivals`: recent ones with times, oldest first; empty: no more come."""
 
     snapshot: Snapshot
     now: Instant
@@ -67,7 +59,7 @@ class ForecastQuestion:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedSchedule:
-    """One simulated schedule: start times up to `until`. `is_over`: nothing would change afterwards."""
+    """Start times up to `until`. `is_over`: nothing would change afterwards."""
 
     starts: Mapping[TaskId, Instant]
     until: Instant
@@ -87,9 +79,7 @@ def courses(
 def waits(
     found: Sequence[SimulatedSchedule], task: TaskId, ahead: int, now: Instant
 ) -> list[Span] | None:
-    """Return the task's wait in each schedule, ascending; None: it never starts. Where a schedule ended
-    first, the rate of starts until then is extrapolated.
-    """
+    """The task's wait in each schedule, ascending, extrapolated where a schedule ended first; None: it never starts."""
     told: list[Span] = []
     for course in found:
         at = course.starts.get(task)
@@ -141,7 +131,7 @@ class _Run:
         return SimulatedSchedule(self.starts, now, is_over)
 
     def _take_up(self) -> None:
-        """Take over the present leases. The first lease of a queue runs; the others follow."""
+        """The first lease of a queue runs; the others follow."""
         now, since = self.asked.now, self.asked.since
         for held in self.asked.snapshot.held:
             key = (held.node, held.allocation.number)
@@ -168,7 +158,6 @@ class _Run:
                 self._stand(place, now)
 
     def _stop(self, task: TaskId, gainer: TaskId, now: Instant) -> None:
-        """Preempt: it frees its resources at once and waits for its remaining work."""
         held, ends_at = self.state.held.get(task), self.ending.pop(task, None)
         if held is None or ends_at is None or task not in held.leases:
             return
@@ -208,7 +197,7 @@ class _Run:
         heappush(self.ends, (at, task))
 
     def _advance(self, before: Instant, until: Instant) -> Instant:
-        """Apply all events of the step at its midpoint, so that times are unbiased on average."""
+        """Events of a step happen at its midpoint, so that times are unbiased on average."""
         ended: list[TaskId] = []
         total = happened = 0
         while self.ends and self.ends[0][0] <= until:
@@ -236,7 +225,7 @@ class _Run:
         return Instant(max(before, total // happened)) if happened else until
 
     def _arrivals(self) -> list[tuple[int, Shape]]:
-        """Repeat recent arrivals: the same tasks and intervals, with another offset in each schedule."""
+        """The same tasks and intervals, with another offset in each schedule."""
         lately = self.asked.arrivals
         if len(lately) < 2:
             return []

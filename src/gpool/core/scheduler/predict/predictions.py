@@ -1,9 +1,8 @@
-"""Predicted run times from ended tasks. A hint for ordering and backfill, never needed for correctness.
+"""Predicted run times from ended tasks. A hint for ordering and backfill; lost in a rebuild.
 
-The mean of recent run times of the same user, kind (function, or program and script), requirements and
-GPU model; with fewer than three of them: any model, then the user's other scripts of that program, then
-anybody's with the same requirements, then all. A mean and not a median, since run times have heavy tails
-and waiting tasks care how long GPUs stay occupied on average. Lost in a rebuild.
+The mean of recent run times of the same user, kind (function, or program and script), requirements and GPU model; with
+fewer than three: any model, the user's other scripts of that program, anybody's with the same requirements, all. Not the
+median, since run times have heavy tails and the average occupation matters.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ Kind = tuple[object, ...]
 
 
 def model_of(node: Node | None, allocation: Allocation) -> str:
-    """Return the model of the allocation's GPUs; empty without GPUs or if it is unknown."""
     if node is None or not allocation.slices:
         return ""
     index = allocation.slices[0].gpu_index
@@ -29,8 +27,6 @@ def model_of(node: Node | None, allocation: Allocation) -> str:
 
 
 class _Lately:
-    """Recent durations of one kind."""
-
     __slots__ = ("kept", "total")
 
     def __init__(self) -> None:
@@ -85,7 +81,6 @@ class Predictions:
         return known
 
     def observe(self, shape: Shape, count: int, total: Span, model: str = "") -> None:
-        """Record `count` ended tasks on this model with `total` run time."""
         for kind in self._kinds(shape, model):
             seen = self._seen.pop(kind, None) or _Lately()
             self._seen[kind] = seen  # newest last; the oldest is evicted first
@@ -94,7 +89,6 @@ class Predictions:
             del self._seen[next(iter(self._seen))]
 
     def of(self, shape: Shape, model: str = "") -> Span | None:
-        """Return the predicted run time on this model or any; None: no data."""
         if not self._seen:
             return None
         for kind in self._kinds(shape, model):

@@ -1,4 +1,4 @@
-"""Replay of arrivals through the planner, one by one. For choosing a pricing and for measurements; has no clock."""
+"""Replay of arrivals through the planner, to choose a pricing and for measurements. Has no clock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gpool.core.scheduler.state.state import State
 
 
 class Replay:
-    """Idle pool of these nodes. A task that does not start at once is withdrawn."""
+    """Idle pool. A task that does not start at once is withdrawn."""
 
     def __init__(self, nodes: Iterable[Node], policy: Policy) -> None:
         self.state = State()
@@ -39,7 +39,6 @@ class Replay:
             self.capacity_milli += 1000 * len(lent)
 
     def arrive(self, shape: Shape, now: Instant) -> Placement | None:
-        """Submit one task of this shape; return its allocation, or None."""
         self._last += 1
         task = TaskId(self._last)
         self.state.fold(TasksQueued(shape, (QueuedTask(task, 0, now),)))
@@ -59,5 +58,4 @@ class Replay:
 
     @property
     def unallocated_pct(self) -> float:
-        """Unallocated GPUs in per cent of all lent."""
         return 100 * (1 - self.taken_milli / self.capacity_milli) if self.capacity_milli else 0.0

@@ -1,7 +1,6 @@
 """Distributions of run times from ended tasks. A hint: nothing depends on its accuracy.
-
-Looked up from the narrowest to the widest: same shape, same user and GPUs, same GPUs, everything. For a
-running task only durations longer than its age count.
+Looked up from narrow to wide: same shape, same user and GPUs, same GPUs, everything. For a running task only durations
+longer than its age count.
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ class _Window:
 
 
 class RunTimes:
-    """Durations of recent attempts by kind of task."""
-
     def __init__(self) -> None:
         self._kinds: dict[Kind, _Window] = {}
 
@@ -54,7 +51,7 @@ class RunTimes:
         return not self._kinds
 
     def left(self, shape: Shape, age: Span, fraction: float) -> Span:
-        """Return the remaining run time of a task of this age: the `fraction` quantile (0 <= fraction < 1)."""
+        """`fraction`: quantile of the remaining run time (0 <= fraction < 1)."""
         last: list[int] = []
         for kind in _kinds(shape):
             window = self._kinds.get(kind)
@@ -71,7 +68,6 @@ class RunTimes:
         return Span(round(max(age, 1) * min(_MOST_TIMES, fraction / (1 - fraction))) + 1)
 
     def copy(self) -> RunTimes:
-        """Copy for use in another thread."""
         twin = RunTimes()
         for kind, window in self._kinds.items():
             alike = twin._kinds[kind] = _Window(0)

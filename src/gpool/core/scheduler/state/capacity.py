@@ -1,4 +1,4 @@
-"""Free capacity of one node: CPU, memory, disk, and memory and share of each GPU. It counts and decides nothing."""
+"""Free capacity of one node: CPU, memory, disk, and memory and share of each GPU. Decides nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOBODY = UserId(-1)
 
 
 class GpuRoom:
-    """Free memory and share of one GPU; with hardware slices those of the largest slice that can still be made."""
+    """Free memory and share of one GPU; with hardware slices, those of the largest slice that fits."""
 
     __slots__ = ("_offered", "cut", "free_memory", "free_share", "gpu", "holders", "user")
 

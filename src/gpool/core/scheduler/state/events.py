@@ -1,4 +1,4 @@
-"""Events of the scheduling state, folded in the order in which the store committed them; and plans, not yet written."""
+"""Events of the scheduling state, folded in commit order; and plans, not yet written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NONE, _NEVER = Span(0), Instant(0)
 
 @dataclass(frozen=True, slots=True)
 class QueuedTask:
-    """A waiting task: epoch of its last lease (0: none yet) and run time in earlier leases (a hint)."""
+    """Epoch of its last lease (0: none) and run time in earlier leases (a hint)."""
 
     id: TaskId
     epoch: int
@@ -22,16 +22,12 @@ class QueuedTask:
 
 @dataclass(frozen=True, slots=True)
 class GangPart:
-    """Allocation of a gang on a further node."""
-
     node: NodeId
     allocation: Allocation
 
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """Details of a preemptible task's lease."""
-
     epoch: int
     queued_at: Instant
     attained: Span = _NONE  # run time of the task before this lease
@@ -39,25 +35,18 @@ class Leased:
 
 @dataclass(frozen=True, slots=True)
 class TasksQueued:
-    """Tasks of one shape entered the queue or returned to it."""
-
     shape: Shape
     tasks: tuple[QueuedTask, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TasksWithdrawn:
-    """Queued tasks were cancelled."""
-
     tasks: tuple[TaskId, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TasksLeased:
-    """Tasks of a `Placement` left the queue and are leased on its allocation.
-
-    `at` and `leases` are hints for preemption: without them the tasks are not preempted.
-    """
+    """`at` and `leases` are hints: without them the tasks are not preempted."""
 
     node: NodeId
     allocation: Allocation
@@ -78,10 +67,7 @@ class TasksReleased:
 
 @dataclass(frozen=True, slots=True)
 class TasksPreempted:
-    """Leases were asked to stop; they hold their allocation until they are released.
-
-    `beneficiaries`: the tasks they stop for, in the same order; a hint.
-    """
+    """Leases to stop; their allocations stay held until released. `beneficiaries`: a hint, in the same order."""
 
     tasks: tuple[TaskId, ...]
     beneficiaries: tuple[TaskId, ...] = ()
@@ -89,8 +75,6 @@ class TasksPreempted:
 
 @dataclass(frozen=True, slots=True)
 class NodeChanged:
-    """A node joined, changed its offer, connected or disconnected."""
-
     node: Node
 
 
@@ -101,7 +85,7 @@ class NodeRemoved:
 
 @dataclass(frozen=True, slots=True)
 class RunTimesObserved:
-    """Total run time of `count` attempts of a shape; a hint."""
+    """Total run time of `count` attempts; a hint."""
 
     shape: Shape
     count: int
@@ -123,7 +107,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class LeaseGrant:
-    """A lease to be written; the store checks that the task's epoch is `epoch - 1`."""
+    """Lease to write; the store checks that the task's epoch is `epoch - 1`."""
 
     task: TaskId
     epoch: int
@@ -133,8 +117,6 @@ class LeaseGrant:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Tasks to lease, in this order, on one allocation."""
-
     node: NodeId
     allocation: Allocation
     shape: Shape
@@ -154,7 +136,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Preempt:
-    """A lease to stop for the task `beneficiary`; the store checks its epoch."""
+    """Lease to stop for `beneficiary`; the store checks its epoch."""
 
     task: TaskId
     epoch: int
@@ -164,7 +146,7 @@ class Preempt:
 
 @dataclass(frozen=True, slots=True)
 class PassPlan:
-    """Decisions of one pass. `is_partial`: the pass was cut short, and another one might start more at once."""
+    """`is_partial`: another pass might start more at once."""
 
     places: tuple[Placement, ...] = ()
     preemptions: tuple[Preempt, ...] = ()

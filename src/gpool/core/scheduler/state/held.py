@@ -1,4 +1,4 @@
-"""Allocations that tasks hold, and nodes with their free room and allocations."""
+"""Held allocations, and nodes with their free room and allocations."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from gpool.core.scheduler.state.events import Leased
 
 
 class HeldAllocation:
-    """An allocation on a node and the leases in its queue.
-
-    A gang has one on each node: the first has the task and lists the others as `members`.
-    """
+    """Allocation on a node and its queued leases. A gang has one per node; the first has the task and lists the `members`."""
 
     __slots__ = (
         "allocation",
@@ -42,7 +39,7 @@ class HeldAllocation:
 
 
 class NodeState:
-    """One node: its offer (None: it left, leases are still held), its free room, its allocations by number."""
+    """One node: its offer (None: it left, leases are still held), free room, and allocations by number."""
 
     __slots__ = ("lines", "node", "room")
 

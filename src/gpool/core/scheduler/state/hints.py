@@ -1,4 +1,4 @@
-"""Hints for planning that a rebuild may lose: earlier run times, the order of service, and pinned slots."""
+"""Planning hints that a rebuild may lose: earlier run times, the order of service, pinned slots."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ _KEEP = 0.9  # weight of the old estimate for each further attempt observed
 
 
 class SchedulingHistory:
-    """Mean run times by shape, and the order in which users were served."""
-
     __slots__ = ("_estimates", "_serial", "_served", "passes")
 
     def __init__(self) -> None:
@@ -34,7 +32,7 @@ class SchedulingHistory:
         self.passes += 1
 
     def estimate(self, shape: Shape) -> Span | None:
-        """Mean run time of the shape's tasks, weighted to recent ones; None if none was observed."""
+        """Weighted to recent tasks; None if none was observed."""
         seen = self._estimates.get(shape)
         return None if seen is None else Span(max(1, round(seen)))
 
@@ -46,11 +44,11 @@ class SchedulingHistory:
             del self._estimates[next(iter(self._estimates))]
 
     def served(self, user: UserId) -> int:
-        """Grows with each lease: the user with the smaller number was served less recently."""
+        """Number of the user's last lease: the smaller, the longer ago."""
         return self._served.get(user, 0)
 
     def join(self, user: UserId) -> None:
-        """A new user ranks before the user served last and behind all others, so that a stream of new ones starves nobody."""
+        """Before the user served last and behind all others, so that a stream of new users starves nobody."""
         if user not in self._served:
             self._serve(user, self._serial - 1)
 
@@ -66,9 +64,8 @@ class SchedulingHistory:
 
 
 class PinnedSlots:
-    """The node of each pinned task (`passes.pins`). A pin does not say that there is room.
-
-    A pin ends when its task leaves the queue, when its node leaves, or when a task starts there and no other is stopping.
+    """Node of each pinned task (`passes.pins`); its room may be taken. A pin ends when its task leaves the queue, its node
+    leaves, or a task starts there and no other is stopping.
     """
 
     __slots__ = ("_nodes", "_tasks")
@@ -105,7 +102,7 @@ class PinnedSlots:
             del self._nodes[task]
 
     def note_start(self, node: NodeId, stopping: Iterable[bool]) -> None:
-        """A task started on the node. If no allocation there is stopping, the room is taken or was not needed."""
+        """Record a start. If no allocation there is stopping, the pinned room is taken or was not needed."""
         if node in self._tasks and not any(stopping):
             self.drop_node(node)
 

@@ -1,4 +1,4 @@
-"""Large inputs cached on nodes, known from where tasks with them ran. A hint: a node may have evicted them."""
+"""Large inputs cached on nodes, inferred from earlier tasks. A hint: a node may have evicted them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class InputCaches:
         self._nodes: dict[str, set[NodeId]] = {}
 
     def note(self, node: NodeId, data: str) -> set[NodeId]:
-        """A task with these inputs runs on the node; return the nodes whose entries changed."""
+        """Return the nodes whose entries changed."""
         before = self._on.get(node, ())
         if before and before[-1] == data:
             return set()
@@ -30,7 +30,7 @@ class InputCaches:
         return self._put(node, ())
 
     def loss(self, node: NodeId) -> int:
-        """What fetching more there evicts: 0 nothing, 1 inputs cached elsewhere too, 2 the only copy."""
+        """Eviction by one more fetch: 0 nothing, 1 inputs cached elsewhere too, 2 the only copy."""
         there = self._on.get(node, ())
         if len(there) < KEPT:
             return 0
@@ -47,7 +47,6 @@ class InputCaches:
         return changed
 
     def _put(self, node: NodeId, data: tuple[str, ...]) -> set[NodeId]:
-        """Return the node, and nodes that became or ceased to be the only one with some inputs."""
         before, changed = self._on.pop(node, ()), {node}
         for each in before:
             if each not in data:

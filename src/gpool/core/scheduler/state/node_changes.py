@@ -1,4 +1,4 @@
-"""A log of the nodes that changed, for caches of the state such as the placement index. Bounded: an old reader starts anew."""
+"""Log of changed nodes, for caches of the state such as the placement index. Bounded: an old reader starts anew."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ MAX_LOGGED = 100_000
 
 
 class NodeChanges:
-    """Nodes by the number of their last change. A reader remembers the number it has read up to."""
-
     __slots__ = ("_inputs", "_kept_from", "_rooms", "last")
 
     def __init__(self) -> None:
@@ -21,7 +19,6 @@ class NodeChanges:
         self.last = 0
 
     def note(self, node: NodeId) -> None:
-        """The node's offer or free room changed, or the node left."""
         self._note(self._rooms, node)
 
     def note_inputs(self, nodes: Iterable[NodeId]) -> None:
@@ -40,7 +37,7 @@ class NodeChanges:
         return number + 1 >= self._kept_from
 
     def rooms_since(self, number: int) -> list[NodeId]:
-        """Nodes noted after change `number`, the last one first."""
+        """Latest first."""
         return _since(self._rooms, number)
 
     def inputs_since(self, number: int) -> list[NodeId]:

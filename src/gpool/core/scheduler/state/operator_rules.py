@@ -1,4 +1,4 @@
-"""Rules that operators set at run time: policy changes, cordons, reservations and a learnt pricing. Values only."""
+"""Operators' run-time rules: policy changes, cordons, reservations, a learnt pricing. Values only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DAY = 24 * 3600 * 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class PolicyChange:
-    """Settings that replace the configured ones; None: as configured."""
+    """None: as configured."""
 
     order: str | None = None
     ageing: Span | None = None
@@ -27,7 +27,7 @@ class PolicyChange:
     weights: Mapping[Holder, int] = field(default_factory=dict)  # thousandths, of fair share
 
     def applied(self, policy: Policy, orders: Mapping[str, Order] = ORDERS) -> Policy:
-        """The changed policy; `Invalid` if a value is out of range."""
+        """Raises `Invalid` if a value is out of range."""
         if self.order is not None and self.order not in orders:
             there = ", ".join(sorted(orders))
             raise Invalid(f"no order is called {self.order!r}; there are: {there}")
@@ -48,7 +48,7 @@ class PolicyChange:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """From `first` until `last` these nodes start only tasks of the audience and of their owners."""
+    """From `first` until `last` these nodes start only tasks of the allowed users and of their owners."""
 
     id: int
     nodes: frozenset[NodeId]
@@ -69,12 +69,12 @@ class OperatorRules:
     learnt: Learnt | None = None  # None: the usual pricing
 
     def policy_upon(self, configured: Policy, orders: Mapping[str, Order] = ORDERS) -> Policy:
-        """The policy under these rules; `Invalid` if a value is out of range."""
+        """Raises `Invalid` if a value is out of range."""
         policy = self.policy.applied(configured, orders)
         return policy if self.learnt is None else replace(policy, pricing=self.learnt.pricing)
 
     def upon(self, node: Node, now: Instant) -> Node:
-        """The node under these rules; the same object if they change nothing."""
+        """The same object if nothing changes."""
         cordoned = node.id in self.cordons
         reserved = self._reserved(node.id, now)
         if node.cordoned == cordoned and node.reserved_for == reserved:

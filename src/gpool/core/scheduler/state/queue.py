@@ -1,8 +1,6 @@
-"""The waiting tasks of one shape, oldest first, in 24 bytes a task.
-
-Tasks normally arrive in order of age and leave from the front: three packed columns and a head index. Late tasks (a lost lease
-returns with its old age) are in a sorted list, merged when read. A task that leaves from the middle stays as a dead entry
-until it reaches the front or dead entries outnumber the rest.
+"""Waiting tasks of one shape, oldest first, in 24 bytes a task: three packed columns and a head index.
+Late tasks (a lost lease returns with its old age) are in a sorted list, merged when read. A task that leaves from the
+middle stays as a dead entry until it reaches the front or dead entries outnumber the rest.
 """
 
 from __future__ import annotations
@@ -20,10 +18,10 @@ from gpool.core.scheduler.state.events import QueuedTask
 
 
 class QueueEntry(NamedTuple):
-    """A waiting task; sorts by age, then by id.
+    """Waiting task; sorts by age, then id.
 
-    The lower half of the stamp is the epoch (`epoch_of`). The upper half grows when tasks arrive while the queue has dead
-    entries, so that a task which left and returned under the same epoch is not taken for its own dead entry.
+    The lower half of the stamp is the epoch (`epoch_of`). The upper half grows when tasks arrive while dead entries exist,
+    so that a task that left and returned under one epoch is not taken for its dead entry.
     """
 
     queued_at: int
@@ -32,7 +30,7 @@ class QueueEntry(NamedTuple):
 
 
 class QueueTicket(NamedTuple):
-    """The queue and stamp of a waiting task; one object for all tasks of a queue with the same stamp."""
+    """Shared by tasks with equal stamps."""
 
     queue: Queue
     stamp: int
@@ -48,7 +46,7 @@ def epoch_of(entry: QueueEntry) -> int:
 
 
 class Queue:
-    """One shape's entries. `live` is shared by all queues of a state: a task waits if and only if it has a ticket."""
+    """`live` is shared by all queues of a state: a task waits if and only if it has a ticket."""
 
     __slots__ = (
         "_arrival",
@@ -76,10 +74,7 @@ class Queue:
         self._late: list[QueueEntry] = []
 
     def add(self, tasks: Iterable[QueuedTask]) -> set[Queue]:
-        """Add tasks. A task that waits already keeps its position unless its epoch changed.
-
-        Return the queues that tasks were moved out of, to be tidied.
-        """
+        """Return the queues that lost tasks, to be tidied. A waiting task keeps its position unless its epoch changed."""
         live, tickets = self._live, self._tickets
         since, ids, stamps = self._since, self._ids, self._stamps
         last_at, last_id = (since[-1], ids[-1]) if since else (-1, -1)
@@ -121,7 +116,6 @@ class Queue:
         return left
 
     def tidy(self) -> None:
-        """Drop dead entries from the front, and all of them once they outnumber the others."""
         live, ids, stamps, head = self._live, self._ids, self._stamps, self._head
         end = len(ids)
         while head < end:
@@ -183,7 +177,7 @@ class Queue:
         return next(e for e in self._late if e.task == task and e.stamp == ticket.stamp)
 
     def count_while(self, is_ahead: Callable[[int, QueueEntry], bool]) -> int:
-        """Number of entries before the first that is not ahead; `is_ahead(position, entry)` is monotone."""
+        """`is_ahead(position, entry)` is monotone."""
         if self._late or not self._has_no_dead():
             ahead = takewhile(lambda pair: is_ahead(*pair), enumerate(self.entries()))
             return sum(1 for _ in ahead)
@@ -202,7 +196,6 @@ class Queue:
         return ticket is not None and ticket.queue is self and ticket.stamp == entry.stamp
 
     def _in_order(self) -> Iterator[QueueEntry]:
-        """Read in chunks: a long queue at the speed of map, a single head at little cost."""
         live, start, chunk = self._live, self._head, 4
         while start < len(self._ids):
             end = start + chunk

@@ -13,7 +13,6 @@ LEAST_DATA = 256 * MIB
 
 
 def shape_of(spec: TaskSpec, user: UserId, team: int | None = None) -> Shape:
-    """Interchangeable tasks have equal shapes; `group` separates tasks with different run times."""
     group = spec.function_sha256 if spec.kind is TaskKind.FUNCTION else kind_of(spec.command)
     data, size = data_of(spec)
     return Shape(

@@ -1,7 +1,6 @@
-"""A frozen copy of the scheduling state, cheap to take and safe to use in another thread.
-
-Of a long queue only the front is copied, since a pass starts at most `policy.max_places_per_pass` tasks of a shape; of very
-many queues a shorter front.
+"""Frozen copy of the scheduling state, cheap to take and safe in another thread.
+Only the front of a long queue is copied, since a pass starts at most `policy.max_places_per_pass` tasks of a shape;
+with very many queues, a shorter front.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Snapshot:
 
 
 def take(state: State, also: Collection[TaskId] = (), front: int = FRONT) -> Snapshot:
-    """Copy the state; `also`: tasks to include however far back they are."""
+    """`also`: tasks to include at any position."""
     wanted: dict[int, list[TaskId]] = {}
     for id_ in also:
         mine = state.queue_of(id_)
@@ -102,7 +101,6 @@ def _queued(state: State, entry: QueueEntry) -> QueuedTask:
 
 
 def _even(sizes: list[int], most: int) -> int:
-    """The longest front, at least 1, with which all fronts together have at most `most` entries."""
     sizes.sort()
     for place, size in enumerate(sizes):
         left = len(sizes) - place

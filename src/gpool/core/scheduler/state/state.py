@@ -1,8 +1,8 @@
-"""The scheduling state: queues by shape, nodes with their free room, and held allocations, folded from events.
+"""Scheduling state: queues by shape, nodes with their free room, and held allocations, folded from events.
 
-The state is a cache of the store: `build` makes an equal one from the store's rows, and an impossible event raises
-`Contradiction`, upon which the owner rebuilds it. A fold costs a constant per task. Hints (`history`, `pins`, predictions,
-recent usage, attained run times) may be lost in a rebuild and are left out of equality.
+A cache of the store: `build` makes an equal one from rows; an impossible event raises `Contradiction`, and the owner
+rebuilds. A fold costs a constant per task. A rebuild may lose hints (`history`, `pins`, predictions, recent usage,
+attained run times); equality ignores them. One file because every event updates the same queues, rooms and shares.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from gpool.core.scheduler.state.waiting import ShapeState, WaitingTasks
 
 
 class Contradiction(AssertionError):
-    """An event that cannot follow the events folded before: the state must be rebuilt from the store."""
+    """Event that cannot follow the folded ones: the state must be rebuilt."""
 
 
 class State:
-    """Read freely; changed by `fold` only."""
+    """Changed by `fold` only."""
 
     __slots__ = (
         "_known",
@@ -87,7 +87,7 @@ class State:
         return None if ticket is None else self.shapes[ticket.queue.shape]
 
     def attained(self, task: TaskId, now: Instant) -> Span:
-        """Known run time of a task: in earlier leases, and in this one if it is preemptible."""
+        """Earlier leases, and the present one if it is preemptible."""
         line = self.held.get(task)
         if line is None:
             return self.queues.attained(task)
@@ -97,7 +97,6 @@ class State:
         return Span(lease.attained + max(0, now - line.since) if line.since else lease.attained)
 
     def take_hints(self, other: State) -> None:
-        """Copy the hints of `other`, so that both plan alike."""
         self.history = other.history.copy()
         self.pins = other.pins.copy()
         self.shares.usage = other.shares.usage.copy()
@@ -115,12 +114,11 @@ class State:
         self.shares.usage.steps = {who: theirs.get(who, step) for who, step in mine.items()}
 
     def pass_time(self, now: Instant) -> None:
-        """Begin a pass: shares held until now count as usage, though no event came."""
+        """Count shares held until now as usage, though no event came."""
         self.history.begin_pass()
         self.shares.pass_time(now, self.queues.shape_count)
 
     def used(self, now: Instant) -> UsageValues:
-        """Recent usage of users and teams, to be stored for `Shares.restore`."""
         return self.shares.values(now, self.queues.shape_count)
 
     def truth(self) -> tuple[object, ...]:
@@ -157,7 +155,7 @@ class State:
     __hash__ = None  # type: ignore[assignment]
 
     def fold(self, event: Event) -> None:
-        """Apply one event; `Contradiction` if it is impossible."""
+        """Raises `Contradiction` if the event is impossible."""
         match event:
             case TasksQueued(shape, tasks):
                 self._queue(shape, tasks)
@@ -371,7 +369,7 @@ def build(
     held: Iterable[tuple[NodeId, Allocation, Shape, TaskId]],
     leases: Mapping[TaskId, tuple[Instant, Leased]] | None = None,
 ) -> State:
-    """Build the state from the store's rows, in any order. `leases`: start time and lease of preemptible tasks."""
+    """Rows in any order. `leases`: start time and lease of preemptible tasks."""
     state = State()
     for node in nodes:
         state.fold(NodeChanged(node))

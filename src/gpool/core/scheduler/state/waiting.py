@@ -1,9 +1,9 @@
-"""The waiting tasks of all shapes: which shapes have some, whose they are, and which ones a pass considers.
+"""Waiting tasks of all shapes, by shape and user, and the shapes that a pass considers.
 
-**Rotation.** A pass considers a bounded number of shapes. Users come first, then each user's shapes, so that nobody is passed
-over for another's many shapes. Of both, the third that waited longest and the third that came last are considered in every
-pass, the others in rotation: the first in the order stays in view, a new task starts at once where there is room, and every
-shape is considered within a bounded number of passes.
+**Rotation.** A pass considers a bounded number of users, then of each user's shapes, so that many shapes of one user
+delay nobody. Of both, the third that waited longest and the third that came last are always considered, the others in
+rotation: the first in the order stays in view, a new task starts at once where there is room, and every shape is
+considered within a bounded number of passes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ V = TypeVar("V")
 
 
 class ShapeState:
-    """One shape: its waiting tasks and its allocations by node and number."""
-
     __slots__ = ("lines", "queue", "shape")
 
     def __init__(self, shape: Shape, tickets: dict[TaskId, QueueTicket]) -> None:
@@ -34,8 +32,6 @@ class ShapeState:
 
 
 class WaitingTasks:
-    """Shapes with waiting tasks in the order in which they began to wait, also by user."""
-
     __slots__ = ("_attained", "_by_user", "_shapes", "tickets")
 
     def __init__(self) -> None:
@@ -52,7 +48,7 @@ class WaitingTasks:
         return iter(self._shapes.values())
 
     def in_view(self, most: int, due: int, turn: int) -> list[ShapeState]:
-        """At most `most` shapes for pass number `turn`, and those of `due` users in rotation."""
+        """`turn`: number of the pass; `due`: number of users in rotation."""
         if len(self._shapes) <= most:
             return list(self._shapes.values())
         by_user = self._by_user
@@ -71,7 +67,7 @@ class WaitingTasks:
         self._attained.update((task.id, task.attained) for task in tasks if task.attained)
 
     def enter(self, entry: ShapeState) -> bool:
-        """List the shape if it has waiting tasks; whether it was not listed before."""
+        """Return whether the shape is new."""
         if not entry.queue.size or entry.queue in self._shapes:
             return False
         self._shapes[entry.queue] = entry
@@ -110,10 +106,7 @@ class WaitingTasks:
 
 
 def some(items: Mapping[K, V], most: int, turn: int, stride: int = 0) -> dict[K, int]:
-    """At most `most` items, each with the number of its rotation: a third from either end, the rest in rotation.
-
-    `stride`: items by which a turn moves on; by default as many as are in rotation.
-    """
+    """Values are rotation numbers: a third from either end, the rest in rotation. `stride`: items per turn."""
     count = len(items)
     if count <= most:
         return dict.fromkeys(items, turn)
@@ -131,7 +124,7 @@ def some(items: Mapping[K, V], most: int, turn: int, stride: int = 0) -> dict[K,
 def shared_out(
     items: Mapping[K, Mapping[V, object]], most: int, turn: int
 ) -> Iterator[tuple[K, V]]:
-    """At most `most` items of all owners: of each owner at least two, or all it has, so that the others have more."""
+    """Each owner gets at least two items, or all it has."""
     owners = list(some(items, max(1, most // 2), turn).items())
     owners.sort(key=lambda owned: len(items[owned[0]]))
     left = most

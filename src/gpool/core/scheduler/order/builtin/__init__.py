@@ -1,6 +1,5 @@
-"""The orders that come with gpool: every `Order` in a module of this folder. A new order is a new module here.
-
-Installed packages add further ones by the entry point group `gpool.orders` (`server.scheduling.orders`).
+"""Orders that come with gpool: every `Order` in a module of this folder; a new order is a new module here.
+Installed packages add orders by the entry point group `gpool.orders` (`server.scheduling.orders`).
 """
 
 from __future__ import annotations

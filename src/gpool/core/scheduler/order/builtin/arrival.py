@@ -1,4 +1,4 @@
-"""Orders by arrival: first come first served, users in turn, and priority with ageing. None starves a task."""
+"""Orders by arrival: first come first served, round robin of users, priority with ageing. None starves a task."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RoundRobinKey(NamedTuple):
 
 
 def round_robin(candidate: Candidate, now: Instant, policy: Policy) -> RoundRobinKey:  # noqa: ARG001 - an order's key
-    """The user with the fewest allocations first, then the user served least recently, then by age."""
+    """Fewest allocations first, then served least recently, then oldest."""
     return RoundRobinKey(candidate.running, candidate.served, candidate.queued_at, candidate.task)
 
 
@@ -44,10 +44,9 @@ class PriorityKey(NamedTuple):
 
 
 def priority(candidate: Candidate, now: Instant, policy: Policy) -> PriorityKey:  # noqa: ARG001 - an order's key
-    """Priority with ageing: a task gains one point for every `policy.ageing` it waits.
+    """A task gains one point for every `policy.ageing` it waits.
 
-    `priority + waited / ageing` sorts like `queued_at - priority * ageing`. A point is thus a head start in age, and every
-    task is first some day, whatever arrives after it.
+    `priority + waited / ageing` sorts like `queued_at - priority * ageing`: a point is a head start in age.
     """
     head_start = candidate.shape.priority * policy.ageing
     return PriorityKey(candidate.queued_at - head_start, candidate.task)

@@ -1,6 +1,5 @@
-"""The default order: tenants by share, then the users of a team by theirs, then a user's own tasks.
-
-`order.fair_share` explains the shares, `passes.preemption` the exchange between tenants.
+"""Default order: tenants by share, then a team's users by theirs, then a user's own tasks.
+Shares: `order.fair_share`; exchange between tenants: `passes.preemption`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class FairShareKey(NamedTuple):
 
 
 def fair_share(candidate: Candidate, now: Instant, policy: Policy) -> FairShareKey:
-    """A user's own tasks: those near their deadline first, then by level of attained run time, then by age.
+    """A user's own tasks: due first, then by level, then by age.
 
     Priority is a head start in age among a user's own tasks and between equal shares; it takes nothing from other tenants.
     """
