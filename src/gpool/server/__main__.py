@@ -1,11 +1,8 @@
-"""`python -m gpool.server`: tune the garbage collector and the thread switching, then run `main`.
+"""`python -m gpool.server`: tune the garbage collector and thread switching, then run `main`.
 
-Nearly all objects created by imports stay: collecting among them takes a fifth of the restart time, so collection is
-off during imports and the objects are frozen afterwards. While serving, thousands of short-lived objects a second are
-freed by reference counting; collecting after every 700 of them took a tenth of the time.
-
-While the event loop plans, the store's thread needs the interpreter after each statement. With a switch interval of
-1 ms instead of 5 ms, a group of writes is committed during a plan and not after it.
+Imported objects stay: collecting among them takes a fifth of the restart time, so collection is off during imports
+and they are frozen afterwards. While serving, reference counting frees short-lived objects; collecting after every
+700 took a tenth of the time. A switch interval of 1 ms, not 5 ms, lets the store's thread commit during a plan.
 """
 
 from __future__ import annotations

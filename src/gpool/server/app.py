@@ -1,4 +1,4 @@
-"""Wiring of the server: builds `Server` from settings, and the FastAPI application around it."""
+"""Wiring: builds `Server` from settings, and the FastAPI application around it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,6 @@ NO_TELEMETRY: Any = {
 
 
 async def open_server(settings: Settings, clock: Clock | None = None) -> Server:
-    """Open the store, rebuild the scheduler's state from it, and create the operator's account if missing."""
     settings.data.mkdir(parents=True, exist_ok=True, mode=0o700)
     clock = clock or SystemClock()
     server = wire(settings, await open_store(settings.store_url), clock)
@@ -77,7 +76,6 @@ async def open_server(settings: Settings, clock: Clock | None = None) -> Server:
 
 
 def wire(settings: Settings, store: Store, clock: Clock) -> Server:
-    """Build a server over an open store; no loop runs yet."""
     hub, metrics, root_key = Hub(), Metrics(), _root_key(settings.data)
     remember = span(settings.key_cache_s)
     sealer = Sealer(store, settings.master_source, clock.now)
@@ -137,7 +135,6 @@ def _sign_ins(settings: Settings, store: Store, sealer: Sealer) -> SignInService
 
 @asynccontextmanager
 async def running(server: Server) -> AsyncIterator[Server]:
-    """Run the loops; at the end, tell agents to reconnect and close the store."""
     runner = LoopRunner(server, *all_loops(server))
     runner.start()
     try:
@@ -151,7 +148,6 @@ async def running(server: Server) -> AsyncIterator[Server]:
 
 
 def make_app(server: Server) -> FastAPI:
-    """Build the application: routes, problem documents, OpenAPI. Its lifespan runs the loops."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -179,7 +175,7 @@ def make_app(server: Server) -> FastAPI:
 
 
 async def ensure_operator(server: Server) -> str:
-    """Return the operator's API key from its file of mode 0600; create account and key if missing."""
+    """Return the operator's API key from its file (mode 0600); create account and key if missing."""
     path = server.settings.data / OPERATOR_KEY_FILE
     user = await server.store.read(people.user_by_name(OPERATOR))
     if user is None:

@@ -1,7 +1,7 @@
-"""Artifact files in a directory, named by their SHA-256. Knows files only: authorization is decided elsewhere.
+"""Artifact files in a directory, named by SHA-256. Authorization is decided elsewhere.
 
 A file gets its name after its bytes are on disk and match the hash. Parts of a resumable upload are kept per uploader,
-so nobody can corrupt another's. An artifact is pinned during its upload, until its reference is written.
+so nobody can corrupt another's. An upload pins its artifact until its reference is written.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ CHUNK_BYTES = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class UploadPart:
-    """Range of a partial upload: bytes `first..last` of `total`."""
-
     first: int
     last: int
     total: int
@@ -50,7 +48,6 @@ class Blobs:
 
     @contextmanager
     def pinned(self, sha256: str) -> Iterator[None]:
-        """Keep `remove` from deleting this artifact meanwhile."""
         self._pins[sha256] += 1
         try:
             yield
@@ -60,7 +57,6 @@ class Blobs:
                 del self._pins[sha256]
 
     async def store(self, sha256: str, body: AsyncIterator[bytes]) -> int:
-        """Store a whole artifact and return its size; `Invalid` if the hash does not match."""
         temporary = self._incoming / f"{secrets.token_hex(8)}.tmp"
         digest = hashlib.sha256()
         try:
@@ -107,14 +103,12 @@ class Blobs:
             self._busy.discard(partial)
 
     def offset(self, sha256: str, uploader: str) -> int | None:
-        """Stored bytes of an unfinished upload; None if there is none."""
         try:
             return self._partial(sha256, uploader).stat().st_size
         except FileNotFoundError:
             return None
 
     async def read(self, sha256: str, first: int, length: int) -> AsyncIterator[bytes]:
-        """Yield `length` bytes from `first` on in chunks."""
         try:
             descriptor = os.open(self.path(sha256), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -141,7 +135,6 @@ class Blobs:
         return sha256
 
     def remove(self, sha256: str) -> bool:
-        """Delete; False if the artifact is pinned by an upload."""
         if sha256 in self._pins:
             return False
         self.path(sha256).unlink(missing_ok=True)
@@ -199,7 +192,8 @@ class Blobs:
 
 async def _uncancelled(work: Callable[..., None], *args: object) -> None:
     """Run in a thread and wait even if cancelled: the caller then closes the descriptor, and a thread still writing
-    would write into whichever file gets the same number next."""
+    would write into whichever file gets the same number next.
+    """
     running = asyncio.ensure_future(asyncio.to_thread(work, *args))
     try:
         await asyncio.shield(running)

@@ -19,8 +19,6 @@ class Clock(Protocol):
 
 @runtime_checkable
 class MonotonicClock(Protocol):
-    """A clock with a monotonic reading, unaffected by changes of the time of day."""
-
     def passed(self) -> Instant:
         """Elapsed time since an arbitrary start. Never runs fast, so a timeout may end late but never early."""
         ...
@@ -30,8 +28,7 @@ class SystemClock:
     """UTC that never steps back within one process, so a corrected host clock does not reorder writes.
 
     After the host clock is set back it runs at nine tenths of the speed until the host clock has caught up: standing
-    still would keep leases from expiring. Example: set back by 1 hour, it is ahead for 10 hours; leases end late,
-    never early.
+    still would keep leases from expiring. Example: set back by 1 hour, it is ahead for 10 hours; leases end late.
     """
 
     def __init__(
@@ -56,10 +53,7 @@ class SystemClock:
 
 
 class Ids:
-    """Increasing 63-bit ids: milliseconds, then a counter with a random start in each millisecond.
-
-    The random start keeps the ids of replicas apart.
-    """
+    """Increasing 63-bit ids: milliseconds, then a counter with a random start, which keeps replicas apart."""
 
     def __init__(self, clock: Clock, dice: random.Random) -> None:
         self._clock = clock
@@ -79,5 +73,5 @@ class Ids:
 
 
 def system_ids(clock: Clock) -> Ids:
-    """An id source seeded once by the system: ids are not secret."""
+    """Id source seeded once by the system: ids are not secret."""
     return Ids(clock, random.Random(random.SystemRandom().getrandbits(256)))

@@ -1,7 +1,7 @@
 """uvicorn's HTTP and WebSocket protocols with limits that apply before the application is called.
 
-An endless request head must not fill memory, and a connection must not keep the loop busy with input the application
-never sees: pings, pongs, endless fragments, or messages after our close frame.
+An endless request head must not fill memory; input that the application never sees (pings, pongs, endless
+fragments, messages after our close frame) must not keep the loop busy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs the server: uvicorn on uvloop, one process, until SIGINT or SIGTERM."""
+"""Runs the server: uvicorn on uvloop, one process."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Listener(uvicorn.Server):
 async def serve(settings: Settings, opened: Opened | None = None) -> int:
     """Serve until SIGINT or SIGTERM and return the signal. `opened` is called before the first request.
 
-    `Conflict` if another server has the store's lock; `Unreachable` after a stop because the lock was lost.
+    `Conflict` if another server has the store's lock; `Unreachable` after the lock was lost.
     """
     settings.data.mkdir(parents=True, exist_ok=True, mode=0o700)
     async with lock_for_serving(settings.store_url, settings.ttl_s / 2) as lock:
@@ -94,7 +94,6 @@ def configuration(server: Server) -> uvicorn.Config:
 
 
 def main() -> None:
-    """Entry point of `python -m gpool.server`; settings come from `GPOOL_SERVER_*` variables."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

@@ -74,7 +74,7 @@ class Metrics:
 
 
 class GpuCollector(Collector):
-    """Metrics of the GPUs of connected nodes, read at each scrape, so that removed nodes leave no series."""
+    """GPU metrics of connected nodes, read at each scrape, so that removed nodes leave no series."""
 
     def __init__(
         self,

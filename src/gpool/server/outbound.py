@@ -1,6 +1,6 @@
 """All outgoing HTTP of the server. URLs an operator configured (OIDC, chain) are used as they are.
 
-A URL from a user is resolved first and refused if any address is not public; the checked address is dialled.
+A user's URL is resolved first and refused if any address is not public; the checked address is dialled.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ class OutboundResponse:
 
 @dataclass(frozen=True, slots=True)
 class CheckedDestination:
-    """A user's URL with checked addresses: connect to `address`, send `host` as the name."""
-
     url: str
     host: str
     port: int
@@ -55,7 +53,6 @@ class Outbound:
         self._http: httpx2.AsyncClient | None = None
 
     async def get(self, url: str, headers: Mapping[str, str] | None = None) -> OutboundResponse:
-        """GET a URL the operator configured."""
         return await self._send("GET", url, headers=headers)
 
     async def post_form(
@@ -95,7 +92,6 @@ class Outbound:
 
 
 async def checked(url: str) -> CheckedDestination:
-    """Resolve a user's http(s) URL and require public addresses; `Invalid` names the fault."""
     try:
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -116,9 +112,8 @@ async def checked(url: str) -> CheckedDestination:
 
 
 def is_public(address: str) -> bool:
-    """Whether an address is public: not private, loopback, link-local (metadata services), multicast or reserved.
-
-    The same holds for an IPv4 address embedded in an IPv6 one.
+    """Whether an address, or an IPv4 address embedded in it, is public: not private, loopback, link-local (metadata
+    services), multicast or reserved.
     """
     parsed = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(parsed, ipaddress.IPv6Address):

@@ -49,15 +49,13 @@ except PackageNotFoundError:  # run from source without installation
 
 @dataclass(frozen=True, slots=True)
 class Once:
-    """Idempotency-Key of a request, with a fingerprint of its content."""
-
     key: str
     fingerprint: str
 
 
 @dataclass(frozen=True, slots=True)
 class Answered(Generic[T]):
-    """Value of an operation (None: done before under the same key) and its saved response body."""
+    """`value` None: done before under the same key."""
 
     value: T | None
     body: bytes
@@ -125,7 +123,6 @@ class Server:
     async def write_once(
         self, user: User, once: Once | None, operation: Operation[T], encode: Callable[[T], bytes]
     ) -> Answered[T]:
-        """Like `write`; for a used Idempotency-Key, return the first response without a value."""
         if once is None:
             value = await self.write(operation)
             return Answered(value, encode(value))

@@ -26,8 +26,6 @@ Registration = Literal["open", "invite", "closed"]
 
 
 class OidcProvider(BaseModel):
-    """An OpenID Connect provider whose accounts may sign in."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(
@@ -47,8 +45,6 @@ class OidcProvider(BaseModel):
 
 
 class Settings(BaseSettings):
-    """Every setting; the descriptions are the text of docs/settings.md."""
-
     model_config = SettingsConfigDict(env_prefix="GPOOL_SERVER_", frozen=True, extra="forbid")
 
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
@@ -388,7 +384,6 @@ _TABLE = ("| variable | default | unit | meaning |", "|---|---|---|---|")
 
 
 def as_markdown() -> str:
-    """Text of docs/settings.md: every setting with default, unit and meaning."""
     lines = [
         "# Settings of the server",
         "",

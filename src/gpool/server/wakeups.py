@@ -1,4 +1,4 @@
-"""In-process notifications that a task, batch or node changed. They carry no data: the waiter reads the store."""
+"""In-process notifications that a task, batch or node changed, without data: the waiter reads the store."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Self
 
 
 class Subscription:
-    """Wait for changes of some topics. Open it before the first read, so that no change is missed."""
+    """Open it before the first read, so that no change is missed."""
 
     __slots__ = ("_changed", "_hub", "_topics", "_waiter")
 
@@ -58,7 +58,7 @@ class Subscription:
 
 
 class Hub:
-    """Subscriptions by topic. A topic is an id; tasks, batches and nodes share one id source."""
+    """A topic is an id; tasks, batches and nodes share one id source."""
 
     def __init__(self) -> None:
         # in order of subscription, so that the wake-up order is deterministic
@@ -78,7 +78,7 @@ class Hub:
 
 
 class Wake:
-    """Wake-up call of one loop: calls before it waits count as one, calls while it works cause one more run."""
+    """Wake-up of one loop: calls before it waits count as one, calls while it works cause one more run."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -91,7 +91,6 @@ class Wake:
         return self._event.is_set()
 
     async def wait(self, seconds: float) -> None:
-        """Wait for a call or this long, then clear the call."""
         if not self._event.is_set():
             try:
                 async with asyncio.timeout(seconds):

@@ -1,6 +1,6 @@
-"""Authentication of REST requests: the caller behind a bearer token or a node's proof, and the check of its action.
+"""Authentication of REST requests by bearer token or node proof, and the check of their action.
 
-This check depends on caller and action alone; the action asks `permit` about its object.
+The check depends on caller and action alone; the action asks `permit` about its object.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def address_of(connection: HTTPConnection) -> str:
 async def asker(
     connection: HTTPConnection, action: Action | None = None
 ) -> Caller | NodeCredentials:
-    """The user or node behind the request, if it may do the route's action (`action`, where it declares several)."""
+    """User or node behind the request, if it may do the route's action (`action`, where it declares several)."""
     found = await caller_if_any(connection)
     check(connection, found, action)
     if found is None:
@@ -42,7 +42,6 @@ async def asker(
 
 
 async def user_of(connection: HTTPConnection, action: Action | None = None) -> Caller:
-    """Like `asker`, for actions that nodes may not do."""
     found = await asker(connection, action)
     assert isinstance(found, Caller), f"{action_of(connection, action)} is for nodes"
     return found
@@ -51,12 +50,11 @@ async def user_of(connection: HTTPConnection, action: Action | None = None) -> C
 def check(
     connection: HTTPConnection, who: Caller | NodeCredentials | None, action: Action | None = None
 ) -> None:
-    """Raise unless `who` may do this declared action to some object; the decision itself where it has no object."""
+    """Raise unless `who` may do this declared action to some object; final where it has no object."""
     gate(who, action_of(connection, action))
 
 
 async def caller(connection: HTTPConnection) -> Caller | NodeCredentials:
-    """The user or node behind the request, not yet checked; raises `NotSignedIn` if there is none."""
     found = await caller_if_any(connection)
     if found is None:
         raise NotSignedIn(SIGN_IN)
@@ -64,7 +62,6 @@ async def caller(connection: HTTPConnection) -> Caller | NodeCredentials:
 
 
 async def caller_if_any(connection: HTTPConnection) -> Caller | NodeCredentials | None:
-    """Like `caller`; None without credentials. Wrong credentials raise `NotSignedIn`."""
     header = connection.headers.get("authorization")
     if header is None:
         return None

@@ -1,6 +1,6 @@
 """The agents' WebSocket: passes frames between socket, handshake and channel, one at a time and in order.
 
-A node over its frame budget (`nodes.frame_budget`) is read slowly; a flooding node gets a refusal and is disconnected.
+A node over its frame budget (`nodes.frame_budget`) is read slowly; a flooding node is refused and disconnected.
 """
 
 from __future__ import annotations
@@ -80,8 +80,6 @@ class _Outbox:
 
 
 class _Inbox:
-    """Messages from one agent, at the rate its node may send."""
-
     def __init__(self, socket: WebSocket, pace: FrameBudget) -> None:
         self._socket, self._pace = socket, pace
         self._ahead: deque[Message] = deque()
@@ -96,18 +94,15 @@ class _Inbox:
         return message
 
     def wait_s(self, frames: float, size_bytes: int) -> float:
-        """Charge the budget; seconds until these frames may be processed."""
         return self._pace.spend(frames, size_bytes, self._time())
 
     async def throttle(self, wait_s: float) -> bool:
-        """Wait, reading ahead; False if the node floods."""
         if await self._read_ahead(self._time() + wait_s):
             return True
         self._pace.block(self._time())
         return False
 
     async def _read_ahead(self, ends_s: float) -> bool:
-        """Read ahead far enough to detect a flood, within a memory limit; False if there is one."""
         while self._ahead_bytes <= MAX_AHEAD_BYTES:
             if self._ahead and self._ahead[-1]["type"] == "websocket.disconnect":
                 return True  # the last message

@@ -1,7 +1,7 @@
 """Declaration of REST routes: one decorator names a route's actions, rate class and documents.
 
-The permission table, rate classes, OpenAPI document and test matrix are derived from the `Endpoint` values collected
-here. Depends on core.permissions and FastAPI; knows no route and no business rule.
+Permission table, rate classes, OpenAPI document and test matrix derive from the `Endpoint` values collected here.
+Depends on core.permissions and FastAPI; knows no route and no business rule.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ _RATES = {"GET": RouteClass.READ, "HEAD": RouteClass.READ}
 
 @dataclass(frozen=True, slots=True)
 class SuccessReply:
-    """A declared success response. `media_types` beside a document are alternatives to JSON."""
-
     document: Any = None
     status: int = 200
     description: str = "Success"
@@ -78,7 +76,6 @@ class Endpoint:
 
     @property
     def security(self) -> list[dict[str, list[str]]]:
-        """OpenAPI security requirements, any of which suffices: `key` names the scope that an API key needs."""
         found: list[dict[str, list[str]]] = []
         for rule in (RULES[action] for action in self.actions):
             if Relation.ANYONE in rule.may:
@@ -108,8 +105,7 @@ class Endpoint:
 class EndpointRouter:
     """Routes of one subject. Its decorators register a handler with FastAPI and return it unchanged in type.
 
-    A handler takes the request first. While it runs, the request's scope holds its `Endpoint`, so that
-    `callers.user_of(request)` knows the action to ask about.
+    A handler takes the request first; its scope holds the `Endpoint`, so `callers.user_of(request)` knows the action.
     """
 
     def __init__(self, tag: str) -> None:
@@ -155,7 +151,6 @@ class EndpointRouter:
         problems: tuple[int, ...] = (),
         include_in_schema: bool = True,
     ) -> Callable[[H], H]:
-        """`returns`: the document of a 200, or the replies declared; the first is the usual one."""
         if isinstance(returns, type):
             returns = SuccessReply(returns)
         replies = (returns,) if isinstance(returns, SuccessReply) else tuple(returns)
@@ -194,7 +189,6 @@ class EndpointRouter:
 
 
 def action_of(connection: HTTPConnection, action: Action | None = None) -> Action:
-    """The action that this request asks about: the only one declared, or the one given, which must be declared."""
     endpoint: Endpoint = connection.scope[DECLARED]
     if action is None:
         assert len(endpoint.actions) == 1, f"{endpoint.name} declares several actions"

@@ -1,7 +1,7 @@
-"""Middleware that calls two hot routes (task submission, agent channel) without FastAPI's routing. The handlers are the same.
+"""Middleware that calls two hot routes (task submission, agent channel) without FastAPI's routing; same handlers.
 
-It saves matching, dependencies and exit stacks, and answers errors as the error handlers do. A submission with a query
-string, and every alias, goes through FastAPI.
+Saves matching, dependencies and exit stacks; answers errors as the error handlers do. Submissions with a query
+string, and aliases, go through FastAPI.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""HTTP messages of routes: request bodies, parameters and headers in, JSON, tagged and streamed responses out.
+"""HTTP messages of routes: request bodies, parameters and headers in; JSON, tagged and streamed responses out.
 
 Depends on pydantic models of `wire`; decides nothing about permissions.
 """
@@ -58,7 +58,7 @@ TEAM = Annotated[str, Path(description="Team id, tm-…")]
 
 
 async def body_of(request: Request, limit: int = MAX_SMALL_BODY_BYTES) -> bytes:
-    """The whole body; raises `TooLarge` past `limit`, before reading it where Content-Length says so."""
+    """The whole body; `TooLarge` past `limit`, before reading if Content-Length says so."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise TooLarge(f"the body has {declared[:20]} bytes; at most {limit} are accepted here")
@@ -87,7 +87,6 @@ async def document_of(
 
 
 def once_of(request: Request, raw: bytes = b"") -> Once | None:
-    """The Idempotency-Key with a fingerprint of the request; None without the header."""
     key = request.headers.get("idempotency-key")
     if key is None:
         return None
@@ -105,7 +104,6 @@ def sha256_of(text: str) -> str:
 
 
 def lease_of(request: Request) -> Hold | None:
-    """`Gpool-Lease: t-…:EPOCH`, the lease under which a node uploads."""
     header = request.headers.get(LEASE_HEADER)
     if header is None:
         return None
@@ -129,7 +127,7 @@ def part_of(request: Request) -> UploadPart | None:
 
 
 def range_of(request: Request, size: int) -> tuple[int, int] | None:
-    """(first, length) of the requested range; None: all bytes. A header that is not one plain range is ignored."""
+    """(first, length) of the range; None: all bytes. A header that is not one plain range is ignored."""
     match = _RANGE.fullmatch(request.headers.get("range", ""))
     if match is None or not (match[1] or match[2]):
         return None
@@ -163,7 +161,6 @@ def uncached(document: BaseModel, status: int = 200) -> Response:
 
 
 def tagged(request: Request, document: BaseModel | bytes) -> Response:
-    """200 with an ETag, or 304 if the client has this version already."""
     body = document if isinstance(document, bytes) else document.model_dump_json().encode()
     tag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
     headers = {"ETag": tag, "Cache-Control": "private, no-cache"}

@@ -1,6 +1,5 @@
-"""The OpenAPI document at /openapi.json: FastAPI's description completed from the declared endpoints.
-
-Adds request bodies, problem responses (RFC 9457) and security requirements. Contains no per-route knowledge.
+"""OpenAPI document at /openapi.json: FastAPI's description plus request bodies, problem responses (RFC 9457) and
+security requirements of the declared endpoints. Contains no per-route knowledge.
 """
 
 from __future__ import annotations

@@ -61,7 +61,6 @@ def _document(
 
 
 def invalid(errors: Sequence[Any]) -> Invalid:
-    """pydantic's validation errors as one sentence and as a list."""
     found = [finding(error) for error in errors[:MAX_ERRORS]]
     field, message = found[0]
     subject = f"'{field}'" if field else "the body"

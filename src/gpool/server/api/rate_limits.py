@@ -1,7 +1,7 @@
-"""Rate limits, checked before every route. Anonymous requests count for their address, others for their account.
+"""Rate limits and header sizes, checked before every route.
 
-Signed-in requests do not count for the address, so that users behind one router do not slow each other and a password
-guesser there does not lock them out. Oversized headers are refused here too.
+Anonymous requests count for their address, signed-in ones only for their account: users behind one router do not
+slow each other, and a password guesser there does not lock them out.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ FREE = frozenset({"/healthz", "/readyz"})
 
 
 class RateClasses:
-    """Rate class of each endpoint, by method and path; READ for unknown paths."""
-
     def __init__(self, endpoints: Iterable[Endpoint]) -> None:
         self._plain: dict[tuple[str, str], RouteClass] = {}
         self._patterns: dict[tuple[str, int], list[tuple[list[str | None], RouteClass]]] = {}
@@ -78,13 +76,11 @@ class RateLimiter:
 
 
 def count_account(connection: HTTPConnection, guard: Guard, account: int) -> None:
-    """Count the request for its account; raises `TooMany` past the account's rate."""
     rate = connection.scope.get(CLASS)
     if rate is not None:
         guard.count_account(rate, account)
 
 
 def address_in(scope: Scope) -> str:
-    """The peer's address, as the transport or the trusted proxy reports it."""
     client = scope.get("client")
     return str(client[0]) if client else ""

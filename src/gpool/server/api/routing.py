@@ -1,4 +1,4 @@
-"""All REST routes of the server, and their installation into the application with middleware and error handlers."""
+"""All REST routes, and their installation into the application with middleware and error handlers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ ROUTERS = (
 
 
 def endpoints() -> tuple[Endpoint, ...]:
-    """The permission table: every endpoint with its actions and rate class."""
     return tuple(each for router in ROUTERS for each in router.endpoints)
 
 

@@ -1,4 +1,4 @@
-"""Texts of pydantic validation errors: the field, the allowed values, the given value. Secrets are never repeated."""
+"""Texts of pydantic validation errors: field, allowed values, given value. Secrets are never repeated."""
 
 from __future__ import annotations
 
@@ -65,7 +65,6 @@ _ALTERNATIVE = re.compile(r"str|int|float|bool|\w+Document|(?:constrained-|list\
 
 
 def finding(error: Mapping[str, Any]) -> tuple[str, str]:
-    """(field, message); the field is empty for the whole body."""
     place = [str(part) for part in error.get("loc", ())]
     if place and place[0] in _SOURCES:
         place = place[1:]
@@ -89,8 +88,6 @@ def _message(error: Mapping[str, Any], place: list[str]) -> str:
 
 
 class _ErrorLimits(dict[str, str]):
-    """Limits of an error; missing ones print as '?'."""
-
     def __missing__(self, key: str) -> str:
         return "?"
 

@@ -1,1 +1,1 @@
-"""Server side of GPU verification: batches, time limits and the check of a GPU's answer."""
+"""Server side of GPU verification: batches, time limits, checks of answers."""

@@ -1,4 +1,4 @@
-"""Checks the opened tiles of a GPU verification. Trusts no size and no order; pure functions."""
+"""Checks of the opened tiles of a GPU verification. Trusts no size and no order; pure functions."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ from gpool.server.gpu_verification.streams import Floats, SomeRows, Sums, digest
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """A node's commitment, made before tiles were chosen."""
-
     size: Size
     keys: VerificationKeys
     nonce: bytes
@@ -36,7 +34,7 @@ class Claimed:
 def check_openings(
     claimed: Claimed, asked: Sequence[int], openings: Sequence[Opening], dice: bytes
 ) -> GpuVerdict:
-    """Judge the opened tiles. `dice` is a fresh secret from which the vectors of Freivalds' check are drawn."""
+    """Judge the opened tiles. `dice`: fresh secret from which the vectors of Freivalds' check are drawn."""
     if tuple(asked) != tuple(opening.tile for opening in openings):
         return GpuVerdict.MALFORMED
     size, roots = claimed.size, (claimed.root, *claimed.answer)
@@ -64,7 +62,7 @@ def is_product(
 ) -> bool:
     """Freivalds: C·r = A·(B·r), over the integers: doubles hold every sum exactly.
 
-    `einsum` stays on one core, where the library behind `@` would wake them all for every tile.
+    `einsum` stays on one core; the library behind `@` would wake them all for every tile.
     """
     block, row, column = tile_rows(tile, size.tiles_across)
     if np.abs(product, dtype=np.int64).max(initial=0) > size.length << 14:

@@ -18,7 +18,6 @@ _BY30, _BY27, _BY31 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 def mix(words: Words, shifted: Words | None = None) -> Words:
-    """SplitMix64's finalizer, in place; `shifted` is scratch memory."""
     shifted = np.right_shift(words, _BY30, out=shifted)
     words ^= shifted
     words *= _FIRST
@@ -31,7 +30,6 @@ def mix(words: Words, shifted: Words | None = None) -> Words:
 
 
 def steps(count: int, first: int = 1) -> Words:
-    """first·GOLDEN, (first+1)·GOLDEN, …"""
     words = np.arange(first, first + count, dtype=np.uint64)
     words *= np.uint64(GOLDEN)
     return words
@@ -62,7 +60,6 @@ class SomeRows:
         self._floats = np.empty((self.AT_ONCE, length), dtype=np.float64)
 
     def floats(self, key: tuple[int, int], side: int, block: int, first: int) -> Floats:
-        """Rows from `first` on; valid until the next call."""
         keys = _row_keys(key, side, block, first, self.AT_ONCE)
         np.add(keys[:, None], self._steps, out=self._words)
         self._floats[...] = mix(self._words, self._shifted).view(np.int8)
@@ -80,7 +77,6 @@ def digest_of(words: Words, key: tuple[int, int], tile: int) -> int:
 
 
 def digests_of(tiles: Words, key: tuple[int, int], first: int) -> Words:
-    """Digests of consecutive tiles from `first` on; each is one row of words."""
     keys = mix(steps(len(tiles), first + 1) + np.uint64(key[0])) ^ np.uint64(key[1])
     places = mix(keys[:, None] + steps(TILE_BYTES // 8)[None, :])
     places ^= tiles
@@ -88,7 +84,6 @@ def digests_of(tiles: Words, key: tuple[int, int], first: int) -> Words:
 
 
 def tile_rows(tile: int, across: int) -> tuple[int, int, int]:
-    """A tile's block, and its first row in A and in B's transpose."""
     block, within = divmod(tile, across * across)
     row, column = divmod(within, across)
     return block, row * TILE, column * TILE

@@ -1,8 +1,7 @@
-"""Runs GPU verification: starts batches, keeps time limits, sends challenges, stores verdicts. Rules: `core.trust.gpu_verification`.
+"""Runs GPU verification: batches, time limits, challenges, verdicts. Rules: `core.trust.gpu_verification`.
 
-GPUs that could be one device under two names are verified in one batch, at the same time. A GPU is withheld from the
-planner until it has passed. After a timeout it may try again; after a wrong answer it stays withheld until its node
-joins again or an operator admits it.
+GPUs that could be one device under two names are verified simultaneously. A GPU is withheld until it has passed; after
+a timeout it may try again, after a wrong answer only if its node joins again or an operator admits it.
 """
 
 from __future__ import annotations
@@ -70,7 +69,6 @@ MEASURED_WITHIN = Span(60_000_000)
 
 
 def terms_of(gpu: Gpu) -> VerificationTerms | None:
-    """Size and time limits of a GPU's verification; None if this model cannot be verified."""
     makes = [name for name in MAKES if is_model(name, gpu.model)]
     if gpu.vendor != "nvidia" or not makes:
         return None
@@ -129,7 +127,6 @@ class GpuVerifier:
 
     @property
     def verifies(self) -> bool:
-        """Whether `admit` awaits anything."""
         return self._wanted.examine
 
     async def admit(self, row: NodeRow) -> NodeRow:
@@ -201,7 +198,6 @@ class GpuVerifier:
         return None
 
     async def _advance(self, now: Instant) -> None:
-        """End verifications past their time limit, send nonces, store verdicts."""
         for batch in list(self._batches):
             for run in batch.values():
                 if not run.checking:
@@ -306,7 +302,6 @@ class GpuVerifier:
             await self._write(gpu_verification.note_measured(node, frame.uuid, text))
 
     async def _withhold_some(self, records: Iterable[GpuVerificationRecord]) -> None:
-        """Withhold GPUs that passed at random instants, to verify them again."""
         chance = SELECT_EVERY / self._wanted.again_every
         for record in records:
             if record.verdict is not GpuVerdict.PASSED or self._random.random() >= chance:
@@ -364,7 +359,6 @@ class GpuVerifier:
         self._batches.append(batch)
 
     def _idle(self, record: GpuVerificationRecord) -> Gpu | None:
-        """The GPU, if its node is connected and nothing runs on it."""
         entry = self._picture.state.nodes.get(record.node)
         if entry is None or entry.node is None or not self._picture.nodes.is_connected(record.node):
             return None
@@ -385,7 +379,6 @@ def _must_wait(record: GpuVerificationRecord, now: Instant) -> bool:
 
 
 def _grouped(candidates: Sequence[_Candidate]) -> list[list[_Candidate]]:
-    """Groups of GPUs of which each could be one device with another of its group."""
     groups: list[list[_Candidate]] = []
     for candidate in candidates:
         near = [

@@ -1,1 +1,1 @@
-"""Authentication and authorization: passwords, tokens, keys, node proofs, sealed secrets, throttling, audit chain."""
+"""Authentication and authorization: credentials, node proofs, sealed secrets, throttling, audit chain."""

@@ -1,8 +1,8 @@
 """Hash chain of the audit log: every entry's hash covers the previous one, so changes and deletions show. Pure.
 
-The store appends: `sequence` is the primary key and the hash is linked in the same transaction, so of two replicas
-that append at once one fails and retries. Someone who can rewrite the whole table can also relink or truncate it;
-therefore heads are copied where that person cannot write (`AuditAnchor`: logs, notices, backups) and checked too.
+`sequence` is the primary key: of two replicas that append at once one fails and retries. An intruder with write
+access can relink or truncate the whole table; so heads are also copied outside (`AuditAnchor`: logs, notices,
+backups) and checked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GENESIS = hashlib.sha256(LABEL).digest()
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
-    """An action with actor, object, time, address and outcome. `facts` (names, ids, scopes) hold no secrets."""
+    """An action with its outcome. `facts` (names, ids, scopes) hold no secrets."""
 
     sequence: int  # 1, 2, … without a gap
     at: Instant
@@ -41,8 +41,6 @@ class AuditLink:
 
 @dataclass(frozen=True, slots=True)
 class AuditAnchor:
-    """Sequence and hash of an entry, kept outside the store."""
-
     sequence: int
     hash: bytes
 
@@ -54,8 +52,6 @@ class ChainIntact:
 
 @dataclass(frozen=True, slots=True)
 class ChainBroken:
-    """The first wrong entry; all entries before it are unchanged."""
-
     sequence: int
     why: str
 
@@ -65,7 +61,7 @@ def facts(given: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
 
 
 def canonical(entry: AuditEntry) -> bytes:
-    """Canonical bytes of an entry: a JSON array in fixed order, ASCII, no white space."""
+    """Canonical bytes: a JSON array in fixed order, ASCII, no white space."""
     fields = [
         entry.sequence,
         int(entry.at),
@@ -80,12 +76,11 @@ def canonical(entry: AuditEntry) -> bytes:
 
 
 def link(previous_hash: bytes, entry: AuditEntry) -> bytes:
-    """Hash of the entry. The fixed-length parts come first, so the input is unambiguous."""
+    """Hash of the entry. Fixed-length parts come first, so the input is unambiguous."""
     return hashlib.sha256(LABEL + previous_hash + canonical(entry)).digest()
 
 
 def appended(head: AuditAnchor | None, entry: AuditEntry) -> AuditLink:
-    """Link the next entry to the head; any other sequence is a bug."""
     sequence, previous = (head.sequence, head.hash) if head else (0, GENESIS)
     if entry.sequence != sequence + 1:
         raise AssertionError(f"entry {entry.sequence} cannot follow {sequence}")
@@ -101,7 +96,6 @@ def check(
     start: AuditAnchor | None = None,
     anchors: Iterable[AuditAnchor] = (),
 ) -> ChainIntact | ChainBroken:
-    """Check links in order, from the beginning or a trusted head, against the anchors."""
     pinned = {anchor.sequence: anchor.hash for anchor in anchors}
     sequence, previous = (start.sequence, start.hash) if start else (0, GENESIS)
     for found in links:

@@ -51,7 +51,7 @@ def actor_of(who: Who) -> Actor:
 
 
 def permit(who: Who, action: Action, thing: Thing, what: str = "") -> None:
-    """Return if `who` may take the action, else raise. `what`: the object as the caller named it."""
+    """Raise unless `who` may take the action. `what`: the object as the caller named it."""
     if isinstance(who, Caller) and who.key_team is not None and _is_beyond(who, action, thing):
         thing = missing(thing.kind)
     decision = may(actor_of(who), action, thing)
@@ -91,7 +91,6 @@ def _is_beyond(who: Caller, action: Action, thing: Thing) -> bool:
 
 
 def own(who: Caller) -> Thing:
-    """The account in whose name the caller acts."""
     return Thing(ObjectKind.ACCOUNT, owner=who.user.id)
 
 

@@ -1,7 +1,7 @@
-"""The server's TLS certificate: a configured one, or a self-signed one created at first start. Contacts no authority.
+"""The server's TLS certificate: configured, or self-signed at first start. Contacts no authority.
 
-The own certificate is ECDSA P-256, because browsers support no Ed25519, and lives ten years, because clients pin its
-fingerprint and a new one means new links for everybody.
+The own certificate is ECDSA P-256 (browsers support no Ed25519) and lives ten years: clients pin its fingerprint,
+and a new one means new links for everybody.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ CLOCK_SLACK_DAYS = 1
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """A certificate and its key in files, with the fingerprint clients pin."""
-
     file: Path
     key_file: Path
     fingerprint: str
@@ -47,7 +45,7 @@ class Certificate:
 
 
 def certificate_of(settings: Settings, now: Instant) -> Certificate | None:
-    """The configured certificate, else the server's own; None: plain HTTP. `Invalid` names the fault of a given one."""
+    """Configured certificate, else the server's own; None: plain HTTP. `Invalid` names the fault of a given one."""
     if not settings.uses_tls:
         return None
     if settings.tls_cert is not None and settings.tls_key is not None:
@@ -56,7 +54,7 @@ def certificate_of(settings: Settings, now: Instant) -> Certificate | None:
 
 
 def _names_for(settings: Settings) -> list[str]:
-    """Names for the server's own certificate. Clients pin it and check no name, but browsers do."""
+    """Names for the own certificate: clients pin it and check no name, but browsers do."""
     named = (settings.host, urlsplit(settings.public_url or "").hostname or "", platform.node())
     found = [name for name in named if name not in _EVERYWHERE and _is_name(name)]
     return list(dict.fromkeys((*found, "localhost", "127.0.0.1", "::1")))
@@ -73,7 +71,6 @@ class CertificatePem:
 
 
 def make(names: Sequence[str], now: Instant) -> CertificatePem:
-    """Create a self-signed certificate for these host names and addresses."""
     if not names:
         raise Invalid("a certificate needs at least one host name or address")
     key = ec.generate_private_key(ec.SECP256R1())
@@ -103,10 +100,7 @@ def make(names: Sequence[str], now: Instant) -> CertificatePem:
 
 
 def own(folder: Path, names: Sequence[str], now: Instant) -> Certificate:
-    """The certificate in the folder, created there if missing.
-
-    Key and certificate share one file, so a crash never leaves half a pair.
-    """
+    """Certificate in the folder, created if missing. Key and certificate share one file, so a crash leaves no half pair."""
     both = folder / "server.pem"
     if not both.exists():
         made = make(names, now)
@@ -116,7 +110,6 @@ def own(folder: Path, names: Sequence[str], now: Instant) -> Certificate:
 
 
 def load(file: Path, key_file: Path) -> Certificate:
-    """Load a certificate chain, the server's first, and its key; `Invalid` names the fault."""
     try:
         pem, key_pem = file.read_bytes(), key_file.read_bytes()
     except OSError as error:

@@ -54,7 +54,6 @@ class Credentials:
         self._used: dict[int, Instant] = {}
 
     async def who(self, secret: str) -> Caller | None:
-        """Owner of an API key or access token; None if it is not valid."""
         if not secret.startswith(USER_PREFIX):
             return await self._by_token(secret)
         digest = hashed(secret)
@@ -70,7 +69,7 @@ class Credentials:
         return found
 
     async def _by_token(self, token: str) -> Caller | None:
-        """The token names its session; the store tells, every few seconds, whether the session has ended."""
+        """Caller of a token; every few seconds the store is asked whether its session has ended."""
         if self._signing is None:
             return None
         now = self._now()
@@ -105,11 +104,10 @@ class Credentials:
         return known is not None and known.until > self._now()
 
     def forget(self) -> None:
-        """Drop the cache, after an account, a key or a permission changed."""
         self._known.clear()
 
     def derived(self, prefix: str, *context: str) -> str:
-        """Derive a secret from the root key: the same for the same context, so it need not be stored."""
+        """Secret derived from the root key: the same for the same context, so it need not be stored."""
         message = "\0".join(context).encode()
         digest = hmac.new(self._root_key, message, hashlib.sha256).digest()
         return prefix + base64.urlsafe_b64encode(digest).decode().rstrip("=")

@@ -1,7 +1,7 @@
 """OpenID Connect without I/O: discovery documents, provider keys, ID tokens (read by joserfc, claims checked here).
 
-A token does not choose how it is checked: the key comes from the provider's published set and the key's type
-determines the only accepted algorithm (RSA: RS256, P-256: ES256, Ed25519: EdDSA).
+A token does not choose how it is checked: the key comes from the provider's published set, and its type determines
+the only accepted algorithm (RSA: RS256, P-256: ES256, Ed25519: EdDSA).
 """
 
 from __future__ import annotations
@@ -45,8 +45,6 @@ class ExpectedClaims:
 
 @dataclass(frozen=True, slots=True)
 class ProviderIdentity:
-    """An account at a provider: `subject` is unique within `issuer`."""
-
     issuer: str
     subject: str
 
@@ -59,9 +57,8 @@ def discovery_url(issuer: str) -> str:
 
 
 def read_discovery(document: object, issuer: str) -> ProviderEndpoints:
-    """Check the discovery document; `Unreachable` if it names another issuer or lacks an endpoint.
-
-    An `https` issuer must have `https` endpoints.
+    """Check the discovery document; `Unreachable` if it names another issuer, lacks an endpoint, or an `https` issuer has
+    a plain `http` endpoint.
     """
     if not isinstance(document, dict) or document.get("issuer") != issuer:
         raise Unreachable(f"the discovery document of {issuer} names another issuer")
@@ -80,7 +77,6 @@ def _is_as_safe(url: str, issuer: str) -> bool:
 
 
 def challenge_of(verifier: str) -> str:
-    """PKCE code challenge of a verifier (RFC 7636, method S256)."""
     digest = hashlib.sha256(verifier.encode()).digest()
     return base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
@@ -94,7 +90,7 @@ def authorization_url(provider: ProviderEndpoints, parameters: Mapping[str, str]
 
 
 class _StrictJson(json.JSONDecoder):
-    """JSON without repeated names: joserfc would take the last of them."""
+    """JSON without repeated names: joserfc would take the last."""
 
     def __init__(self) -> None:
         super().__init__(object_pairs_hook=_unique)
@@ -115,7 +111,7 @@ _ALGORITHMS = _ProviderAlgorithms(strict_check_header=False)
 
 
 def verify(token: object, keys: object, expected: ExpectedClaims, now: Instant) -> ProviderIdentity:
-    """Return the account an ID token names; `keys` is the provider's JWKS. `NotSignedIn` names the failed check."""
+    """Account named by an ID token; `keys`: the provider's JWKS. `NotSignedIn` names the failed check."""
     if not isinstance(token, str) or len(token) > MAX_TOKEN_LETTERS or token.count(".") != 2:
         raise _refused("the provider sent no ID token")
     try:
@@ -167,7 +163,6 @@ def _checked(claims: Mapping[str, Any], expected: ExpectedClaims, seconds: int) 
 
 
 def _keys(document: object, header: Mapping[str, Any]) -> Iterator[jwk.Key]:
-    """Public signature keys the header's `kid` and `alg` select; without `kid`, the set's only key."""
     found = document.get("keys") if isinstance(document, dict) else None
     listed: Sequence[Any] = found if isinstance(found, list) else []
     usable = [

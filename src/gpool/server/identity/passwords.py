@@ -1,4 +1,4 @@
-"""Password hashing with Argon2id in a few low-priority threads, never on the event loop; `TooMany` when they are full.
+"""Argon2id password hashing in a few low-priority threads, never on the event loop; `TooMany` when they are full.
 
 An unknown name costs the same time as a known one: its password is checked against a decoy hash.
 """
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PasswordCost:
-    """Argon2id parameters. Three passes over 64 MiB: RFC 9106's second recommended option.
+    """Argon2id parameters: three passes over 64 MiB, RFC 9106's second recommended option.
 
     One lane instead of four: four would occupy every core of a small server for one sign-in.
     """
@@ -47,7 +47,7 @@ DEFAULT_COST = PasswordCost()
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The right password. `rehash`: the hash to store instead if the parameters have changed."""
+    """`rehash`: the hash to store instead if the parameters have changed."""
 
     rehash: str | None = None
 
@@ -58,7 +58,6 @@ class NoMatch:
 
 
 def acceptable(name: str, password: str) -> str:
-    """Return the password in NFKC as it is hashed; `Invalid` names the rule it breaks."""
     text = _normal(password)
     if text is None:
         raise Invalid(f"a password has at most {MAX_BYTES} bytes of proper Unicode")
@@ -81,7 +80,7 @@ def _normal(text: str) -> str | None:
 
 
 class Passwords:
-    """Hashes and verifies in `threads` threads; at most `waiting` more requests queue, others get `TooMany`."""
+    """Hashes in `threads` threads; at most `waiting` more requests queue, others get `TooMany`."""
 
     def __init__(
         self, cost: PasswordCost = DEFAULT_COST, threads: int | None = None, waiting: int = 8
@@ -103,14 +102,13 @@ class Passwords:
         self._decoy = self._hasher.hash(secrets.token_bytes(32))
 
     async def hash(self, name: str, password: str) -> str:
-        """Hash to store; `Invalid` for an unacceptable password, `TooMany` if the queue is full."""
         text = acceptable(name, password)
         return await self._run(lambda: self._hasher.hash(text))
 
     async def verify(
         self, stored: str | None, password: str, *, trusted: bool = False
     ) -> Match | NoMatch:
-        """Check a password. `stored` None: no account or no password; takes equally long.
+        """Check a password. `stored` None (no account or password) takes equally long.
 
         `trusted`: the address signed in with this name before; such attempts have their own queue.
         """

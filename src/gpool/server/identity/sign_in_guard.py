@@ -1,4 +1,4 @@
-"""Throttles of one replica with their errors: sign-in attempts, routes, unknown keys. The rules are in `throttle`."""
+"""Throttles of one replica with their errors: sign-in attempts, routes, unknown keys. Rules: `throttle`."""
 
 from __future__ import annotations
 
@@ -31,11 +31,9 @@ class GuardedSignIn:
 
     @property
     def trusted(self) -> bool:
-        """Whether the address signed in with this name before."""
         return self.admitted.trusted
 
     def succeeded(self) -> None:
-        """Record that the password or signature was right."""
         self.right = True
 
 
@@ -69,19 +67,17 @@ class Guard:
             self._sign_ins.succeeded(admitted, self._now())
 
     def count_account(self, route: RouteClass, account: int) -> None:
-        """Count an authenticated request; `TooMany` above the account's rate."""
         wait = self._routes.take_account(route, account, self._now())
         if wait is not None:
             raise _slow_down(f"too many '{route}' requests from your account", wait)
 
     def count_address(self, route: RouteClass, address: str) -> None:
-        """Count an anonymous request; `TooMany` above the address's rate."""
         wait = self._routes.take_address(route, address, self._now())
         if wait is not None:
             raise _slow_down(f"too many '{route}' requests from your address", wait)
 
     def count_unknown_key(self, address: str) -> None:
-        """Count a key before it is looked up in the store; `key_was_known` takes the count back."""
+        """Count a key before its lookup in the store; `key_was_known` takes the count back."""
         wait = self._unknown.spend([(network_of(address), UNKNOWN_KEYS)], self._now())
         if wait is not None:
             raise _slow_down("too many unknown keys from your address", wait)

@@ -1,19 +1,18 @@
-"""Throttling of sign-in attempts and of each class of routes, in memory. Reads no clock.
+"""Throttling of sign-in attempts and of route classes, in memory. Reads no clock.
 
-Token buckets (GCRA). A bucket is one integer: the instant at which it is full again. Each request moves that instant
-`every` ahead, and is refused if it would lie more than `burst * every` ahead of now. Example `pair = Rate(5, 20 s)`:
-five wrong passwords at once move it to now + 100 s; the sixth is refused with `Retry-After: 20`. A full bucket need not
-be stored. Our own code because libraries read the clock themselves, sweep from their own threads, and cannot ask
-several buckets at once without draining the first.
+Token buckets (GCRA). A bucket is one integer: the instant at which it is full again. A request moves it `every`
+ahead, and is refused if it would lie more than `burst * every` ahead of now. Example `pair = Rate(5, 20 s)`: five
+wrong passwords at once move it to now + 100 s; the sixth is refused with `Retry-After: 20`. A full bucket need not be
+stored. Libraries read the clock, sweep from their own threads, and cannot ask several buckets at once without
+draining the first.
 
-Sign-in. An attempt takes tokens before its password is checked; a right password returns them. An account's owner is
-not slowed down by strangers:
+Sign-in. An attempt takes tokens before its password is checked; a right password returns them. Strangers do not slow
+an account's owner:
 - from an address that signed in with this name in the last 30 days, only that address's failures at the name count;
 - any other attempt takes from three buckets: the address over all names, the pair of name and address, and the name
   over all addresses. The last one is large (300, then one per 6 s) for the first two attempts of an address at the
-  name, small (20, then one per 10 s) for later ones. So all addresses together
-  get at most 16 sustained guesses a minute at one name, and an owner at a new address competes only with guessers at
-  fresh addresses.
+  name, small (20, then one per 10 s) for later ones: all addresses together get at most 16 sustained guesses a
+  minute at one name, and an owner at a new address competes only with guessers at fresh addresses.
 Nothing locks an account: every wait is bounded, and waiting is always enough.
 
 Each replica has its own buckets, so n replicas allow n times the rate. Quotas are rows in the store instead.
@@ -36,8 +35,6 @@ DAY = Span(86_400 * SECOND)
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """A bucket of `burst` tokens that regains one per `every`."""
-
     burst: int
     every: Span
 
@@ -48,13 +45,12 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Refused; the same request passes after `span` if no other request drains the bucket."""
+    """Refusal; the same request passes after `span` if no other drains the bucket."""
 
     span: Span
 
     @property
     def seconds(self) -> int:
-        """Whole seconds for `Retry-After`, rounded up."""
         return -(-self.span // SECOND)
 
 
@@ -62,8 +58,6 @@ Spending = tuple[Hashable, Rate]
 
 
 class Buckets:
-    """GCRA buckets by key, all full at first; at most `most` are kept."""
-
     def __init__(self, most: int = MAX_BUCKETS) -> None:
         self._empty_at: dict[Hashable, int] = {}
         self._most = most
@@ -141,8 +135,6 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """An attempt and the tokens it took; `succeeded` and `not_tried` return them."""
-
     attempt: Attempt
     spent: tuple[Spending, ...] = field(repr=False)
     trusted: bool = False  # the address signed in with this name before
@@ -186,12 +178,10 @@ class SignInThrottle:
         return wait or Admitted(attempt, spending, trusted=buckets is self._trusted)
 
     def not_tried(self, admitted: Admitted) -> None:
-        """Return the tokens of an attempt whose password was not checked."""
         self._trusted.give_back(admitted.spent)
         self._strangers.give_back(admitted.spent)
 
     def succeeded(self, admitted: Admitted, now: Instant) -> None:
-        """Return the tokens and remember the address as known for this name."""
         self.not_tried(admitted)
         key = (admitted.attempt.name.casefold(), network_of(admitted.attempt.address))
         self._known.pop(key, None)  # moves it to the end: the least recently used goes first
@@ -217,8 +207,7 @@ class RouteClass(StrEnum):
 class ClassRates:
     """Rates per account for authenticated requests, per address for anonymous ones.
 
-    Account rates only stop harm to others: a batch of 10,000 tasks is one request. An anonymous client needs little
-    but the sign-in.
+    Account rates only stop harm to others: a batch of 10,000 tasks is one request.
     """
 
     account: Rate
@@ -248,7 +237,6 @@ class RouteLimits:
         self._buckets = Buckets(most)
 
     def take_account(self, route: RouteClass, account: int, now: Instant) -> Wait | None:
-        """Count an authenticated request; users behind one address do not slow one another."""
         return self._buckets.spend([((route, account), self._rates[route].account)], now)
 
     def take_address(self, route: RouteClass, address: str, now: Instant) -> Wait | None:

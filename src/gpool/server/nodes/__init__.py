@@ -1,1 +1,1 @@
-"""Nodes on the server: connection, handshake, registry, report validation, offers, reliability and telemetry."""
+"""Nodes: connection, handshake, registry, report validation, offers, reliability, telemetry."""

@@ -1,8 +1,7 @@
-"""One agent's connection, without a transport: frames in by `receive`, frames out by `send`.
+"""One agent's connection, without a transport: frames in by `receive`, one at a time in order, frames out by `send`.
 
-At `Hello` the agent states its leases, and the server reconciles them with the store (`reconciliation`). Each answer is
-sent after the commit that covers it. The caller passes frames one at a time, in order. A newer connection of the node
-replaces the older one. `Refused` is the last frame of a channel; the transport closes after it.
+At `Hello` the agent's leases are reconciled with the store (`reconciliation`). An answer follows the commit that
+covers it. A newer connection of the node replaces the older one. The transport closes after `Refused`.
 """
 
 from __future__ import annotations
@@ -71,7 +70,6 @@ class NodeChannel:
         self._compared_at = Instant(0)  # last comparison of a heartbeat with the picture
 
     async def receive(self, frame: AgentFrame) -> None:
-        """Process one frame completely, commit and answer included."""
         if self.closed:
             return
         if isinstance(frame, Hello):
@@ -122,7 +120,7 @@ class NodeChannel:
         await self._reconcile(hello, stored)
 
     async def _reconcile(self, hello: Hello, stored: StoredLeases) -> None:
-        """Send what the agent must drop, stop and start; end leases it cannot run.
+        """Send the leases the agent must drop, stop and start; end leases it cannot run.
 
         All frames are sent before the first await: a cancellation must not overtake the grant it stops.
         """
@@ -176,9 +174,8 @@ class NodeChannel:
         return [lease for lease in unstarted if lease.task in bad]
 
     def _is_overtaken(self, hello: Hello) -> bool:
-        """Refuse a delayed Hello: a later heartbeat of the agent, or of its next start, was received before.
-
-        Its list of leases is out of date, whether or not the later connection is still open.
+        """Refuse a delayed Hello: a later heartbeat of the agent or its next start came before, so its leases are out of date,
+        whether or not the later connection is still open.
         """
         newest = self._server.nodes.newest_heartbeat(self.node)
         if newest is None or HeartbeatNumber(hello.boot, hello.beat) > newest:
@@ -223,7 +220,6 @@ class NodeChannel:
     def grant(
         self, lines: Iterable[Line], spec_of: Callable[[int], TaskSpec | None], secrets: OpenSecrets
     ) -> None:
-        """Send committed leases, in as few frames as their payloads allow."""
         if self.closed:
             return
         batch: list[Line] = []
@@ -321,7 +317,6 @@ class NodeChannel:
         return offers.at_own_site(offer, self._owner, self._server.settings.sites)
 
     async def _took_time(self, row: NodeRow) -> bool:
-        """Withhold GPUs that must be verified first; whether leases may have changed meanwhile."""
         verifier = self._server.examiner
         if verifier is None:
             return False
@@ -333,11 +328,11 @@ class NodeChannel:
             self._send(frame)
 
     def _forgotten(self, stated: Iterable[Hold], now: Instant) -> set[TaskId]:
-        """Leases that two consecutive heartbeats lack: the agent does not know of them.
+        """Leases missing from two consecutive heartbeats: the agent does not know of them.
 
-        A connection loses no frames, so this should not happen; nothing else would notice it. Heartbeats in quick
-        succession were delayed: both may be older than a lease granted meanwhile, so they are not compared. Nor are
-        gangs: a member may have released what its gang still holds.
+        Should not happen, as a connection loses no frames; nothing else would notice it. Heartbeats in quick succession
+        were delayed and may be older than a new lease, so they are not compared; nor are gangs, whose members may have
+        released what the gang still holds.
         """
         if now - self._compared_at < self._server.settings.beat_every // 2:
             return set()
@@ -351,7 +346,6 @@ class NodeChannel:
 
 
 def _held_by(picture: StatePicture, node: NodeId) -> set[TaskId]:
-    """Tasks whose leases the node holds; empty while the picture is stale."""
     entry = picture.state.nodes.get(node)
     if picture.is_stale or entry is None or not entry.lines:
         return set()

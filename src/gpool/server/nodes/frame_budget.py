@@ -1,8 +1,7 @@
-"""Rate limit of one node's frames: a token bucket of their cost and one of their bytes. Reads no clock, refuses nothing.
+"""Rate limit of one node's frames: token buckets of their cost and bytes. Reads no clock, refuses nothing.
 
-A node over its budget is delayed: its next frame is processed when the bucket allows. An honest agent uses a fraction of
-the budget and waits for answers, so a delayed one has a few frames under way. One that keeps sending is flooding, and its
-connection ends. The budget belongs to the node, not to the connection: connecting again does not renew it.
+A node over its budget is delayed. An honest agent uses a fraction of the budget and waits for answers; one that keeps
+sending is flooding and is disconnected. The budget belongs to the node: reconnecting does not renew it.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def cost_of(frame: FromAgent) -> float:
 
 
 class FrameBudget:
-    """One node's budget. `frames_per_s`: frames of reports, or others of the same cost; 0: no limit."""
+    """`frames_per_s`: frames of reports, or others of the same cost; 0: no limit."""
 
     __slots__ = ("_at", "_blocked_until_s", "_bytes", "_frames", "_frames_per_s")
 
@@ -65,7 +64,6 @@ class FrameBudget:
         return max(0.0, self._blocked_until_s - now_s)
 
     def spend(self, frames: float, size_bytes: int, now_s: float) -> float:
-        """Spend a frame's cost; return the seconds to wait before processing it."""
         if not self._frames_per_s:
             return 0.0
         if frames <= self._frames and size_bytes <= self._bytes:  # without refilling the bucket
@@ -79,7 +77,6 @@ class FrameBudget:
         return max(0.0, -self._frames / self._frames_per_s, -self._bytes / BYTES_PER_S)
 
     def is_full(self, now_s: float) -> bool:
-        """Whether the budget is as if the node had never sent anything."""
         self._refill(now_s)
         if self.blocked_for_s(now_s):
             return False

@@ -1,6 +1,6 @@
-"""Proof of a node's key on a connection: no frame passes before it, and no report without a valid token. No transport.
+"""Proof of a node's key on a connection: no frame passes before it, no report without a valid token. No transport.
 
-The transport passes each frame through `take` first; the channel never sees the frames of the handshake.
+The transport passes each frame through `take` first; the channel never sees frames of the handshake.
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ class Handshake:
         return frame
 
     def _is_valid(self, token: str, now: Instant) -> bool:
-        """Verify a token when it first comes; later compare it and check its expiry only."""
         if token != self._token:
             until = self._gate.good_until(token, self._who.node, self._key)
             if until is None:

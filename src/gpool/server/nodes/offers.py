@@ -1,7 +1,7 @@
 """A node's offer: its GPUs are bound to its owner and the owner's payout wallet.
 
-A GPU bound to another owner is flagged on this node only. Simulated GPUs and those of nodes without a key are not bound.
-A site is a claim of its owner, so it groups that owner's nodes only: a gang never mixes owners by a claim.
+A GPU bound to another owner is flagged on this node only; simulated GPUs are not bound. A site is a claim of its
+owner, so it groups that owner's nodes only: a gang never mixes owners by a claim.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gpool.server.store.values import NodeRow
 
 
 def at_own_site(offer: Offer, owner: UserId, shared: Collection[str]) -> Offer:
-    """The offer with its site prefixed by the owner, unless the operator shares a site of that name (`shared`)."""
+    """Prefix the site with the owner, unless the operator shares a site of that name (`shared`)."""
     if not offer.site or offer.site in shared:
         return offer
     return replace(offer, site=f"{owner}/{offer.site}")
@@ -38,7 +38,7 @@ def take(node: NodeId, offer: Offer, gpu_ids: Sequence[int], at: Instant) -> Ope
 
 @operation
 def bind(node: NodeId, offer: Offer, at: Instant) -> Operation[NodeRow]:
-    """Bind the GPUs of an offer that is written already and return the node's row.
+    """Bind the GPUs of a written offer; return the node's row.
 
     A node without a key is a listing that anybody can create, so it neither binds nor flags anything.
     """

@@ -1,6 +1,6 @@
-"""The leases a connecting node should hold, read from the store in one operation together with its new offer.
+"""Leases a connecting node should hold, read in one operation with its new offer.
 
-The agent states what it holds, and the server answers with the difference: nothing is replayed.
+The agent states what it holds, the server answers with the difference: nothing is replayed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ Checkpoints = Mapping[TaskId, tuple[InputFile, ...]]
 
 @dataclass(frozen=True, slots=True)
 class StoredLeases:
-    """A node's row and open leases, with everything needed to grant them again."""
-
     row: NodeRow
     held: tuple[HeldLease, ...]
     specs: Mapping[int, TaskSpec]
@@ -42,7 +40,6 @@ class StoredLeases:
 def register(
     node: NodeId, offer: Offer, gpu_ids: Sequence[int], at: Instant
 ) -> Operation[StoredLeases | None]:
-    """Write a node's offer and read its leases; None if the node was removed."""
     if (yield from nodes.node(node)) is None:
         return None
     row = yield from offers.take(node, offer, gpu_ids, at)
@@ -85,7 +82,7 @@ def wire_lines(
     checkpoints: Checkpoints,
     meeting: Mapping[TaskId, Rendezvous],
 ) -> Iterable[Line]:
-    """One wire line for each allocation and spec; its leases are queued in the order of their tasks."""
+    """One wire line per allocation and spec; its leases are queued in the order of their tasks."""
     grouped: dict[tuple[int, int], list[HeldLease]] = {}
     for lease in sorted(held, key=lambda lease: (lease.allocation.number, lease.task)):
         grouped.setdefault((lease.allocation.number, lease.spec), []).append(lease)

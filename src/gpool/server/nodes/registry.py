@@ -1,9 +1,9 @@
 """Registry of nodes: connections, heartbeats, lease deadlines, losses, backoff. In memory; it writes and plans nothing.
 
 **Lease expiry.** All leases of a node end at its deadline: the last heartbeat the server received plus `ttl_s`. The
-agent has an earlier deadline, by its own clock: the time it *sent* the last confirmed heartbeat plus `ttl_s` minus
-`margin_s`. Then it kills its tasks. So the agent stops before the server reassigns, whatever the network delay, if
-both clocks run at about the same rate.
+agent's own deadline is earlier: the time it *sent* the last confirmed heartbeat plus `ttl_s` minus `margin_s`; then it
+kills its tasks. So the agent stops before the server reassigns, whatever the network delay, if both clocks run at
+about the same rate.
 
 Example with the default `ttl_s` = 30, `margin_s` = 5 and `beat_s` = 8; the network breaks at 12:00:10:
 
@@ -13,20 +13,20 @@ Example with the default `ttl_s` = 30, `margin_s` = 5 and `beat_s` = 8; the netw
     12:00:33   agent kills its tasks
     12:00:39   server expires the node: its tasks are queued again (`scheduling.loops.ExpireNodes`)
 
-A heartbeat that is late, but in time, only moves the deadline. One received after the expiry is answered with the leases
-the agent must drop. Three rules keep a lease from ending early:
+A heartbeat received after the expiry is answered with the leases the agent must drop. Three rules keep a lease from
+ending early:
 
 - Deadlines count elapsed time (`elapsed`), not the time of day: setting the clock forward expires nobody.
 - A server that starts, or rebuilds its picture, gives each node that holds leases a full `ttl_s` from then.
 - The deadline moves before the heartbeat is committed. If the commit fails, leases end late, not early.
 
-**Blocked nodes.** A gang's slots are released together, by its last member. A member that does not release them within
-15 minutes of the gang's end (`scheduling.loops.BlockOverdueNodes`) would keep all of them. Leases of a node that sends
-heartbeats are never taken away, so the server blocks it: it closes the connection and refuses new ones. The deadline
-then passes as for any silent node, and after the expiry the node may connect again.
+**Blocked nodes.** A gang's slots are released together, by its last member. A member that has not released them 15
+minutes after the gang's end (`scheduling.loops.BlockOverdueNodes`) would keep all of them. Leases of a node that sends
+heartbeats are never taken away, so the server blocks it: closes the connection and refuses new ones until its deadline
+has passed as for any silent node.
 
-**Connections.** A node has one; a newer one replaces the older one. `boot` (one start of the agent) and the heartbeat's
-number order the frames of a node, so that a delayed `Hello` never overrides a newer one.
+**Connections.** A newer one replaces the older one. `boot` (one start of the agent) and the heartbeat's number order
+the frames of a node, so that a delayed `Hello` never overrides a newer one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ OpenSecrets = Mapping[int, tuple[Secret, ...]]
 
 
 class NodeConnection(Protocol):
-    """A node's connection, as far as scheduling uses it. Nothing is sent once it is closed."""
+    """A node's connection as scheduling uses it. Nothing is sent once it is closed."""
 
     node: NodeId
 
@@ -103,7 +103,6 @@ class NodeRegistry:
         self._metrics.nodes.set(len(self._connections))
 
     def detach(self, connection: NodeConnection) -> bool:
-        """Remove a closed connection; False if a newer one has replaced it."""
         if self._connections.get(connection.node) is not connection:
             return False
         del self._connections[connection.node]
@@ -131,11 +130,9 @@ class NodeRegistry:
         self._heartbeats[node] = HeartbeatNumber(boot, number)
 
     def extend_deadline(self, node: NodeId, now: Instant) -> None:
-        """Set the node's deadline to a full lease time from now: a frame of it was received."""
         self._deadlines[node] = Instant(self._lease_time(now) + self._ttl)
 
     def ensure_deadline(self, node: NodeId, now: Instant) -> None:
-        """Give a node that holds leases a deadline, if it has none."""
         self._deadlines.setdefault(node, Instant(self._lease_time(now) + self._ttl))
 
     def _lease_time(self, now: Instant) -> Instant:
@@ -155,13 +152,11 @@ class NodeRegistry:
             del self._deadlines[node]
 
     def block(self, node: NodeId) -> bool:
-        """Refuse connections of the node until it has expired; False if it is blocked already."""
         is_new = node not in self._blocked
         self._blocked.add(node)
         return is_new
 
     def is_blocked(self, node: NodeId) -> bool:
-        """Whether the node is blocked; the block ends when its deadline was dropped."""
         if node in self._blocked and node not in self._deadlines:
             self._blocked.discard(node)
         return node in self._blocked
@@ -181,10 +176,7 @@ class NodeRegistry:
     def count(
         self, recording: Recording, held: Mapping[TaskId, HeldAllocation], now: Instant | None
     ) -> Iterable[NodeId]:
-        """Count a recording for and against nodes, before it is folded; return nodes whose backoff begins.
-
-        Without an instant no backoff begins.
-        """
+        """Count a recording for and against nodes, before it is folded; return nodes whose backoff begins (none without `now`)."""
         begins: list[NodeId] = []
         if now is not None and (recording.requeued or (recording.ended and self.backoff.is_any)):
             begins += self.backoff.count(recording, held, now)
@@ -193,7 +185,6 @@ class NodeRegistry:
         return begins
 
     def annotated(self, node: Node) -> Node:
-        """The node with the fields that the store does not have: connection, reliability, backoff."""
         connected = node.id in self._connections
         merit = self._reliability.get(node.id, node.merit)
         resting = self.backoff.reason(node.id)

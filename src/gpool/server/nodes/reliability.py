@@ -1,6 +1,6 @@
 """Updates each node's reliability: time connected, losses while it held leases, verified GPU speed. It places nothing.
 
-Records are written when a node was lost, else every ten minutes; a server that stops in between loses so much.
+Records are written when a node was lost, else every ten minutes, which a stopping server may lose.
 """
 
 from __future__ import annotations
@@ -85,7 +85,6 @@ class UpdateReliability:
 def _verified(
     found: Iterable[gpu_verification.GpuVerificationRecord],
 ) -> dict[NodeId, tuple[bool, int]]:
-    """By node: whether all its GPUs passed verification, and if so the speed of the slowest in gigaflops."""
     by_node: dict[NodeId, list[gpu_verification.GpuVerificationRecord]] = {}
     for each in found:
         by_node.setdefault(each.node, []).append(each)

@@ -38,7 +38,6 @@ class ReportBatches:
         self._beats = WriteBatcher(self._beat, lambda _, drops: drops)
 
     async def beat(self, node: NodeId, holds: Sequence[Hold], now: Instant) -> tuple[Hold, ...]:
-        """Commit a heartbeat; return the stated leases that the node does not hold."""
         return await self._beats.take((node, holds, now))
 
     async def _beat(self, group: Sequence[leases.Heartbeat]) -> list[tuple[Hold, ...]]:
@@ -47,7 +46,6 @@ class ReportBatches:
     async def record(
         self, node: NodeId, items: Sequence[ReportItem], now: Instant
     ) -> tuple[Hold, ...]:
-        """Commit and fold reports; return those under an old lease."""
         frame = _ReportFrame(node, items, now)
         take = self._frames.take if _is_light(items) else self._frames.take_alone
         return await take(frame)

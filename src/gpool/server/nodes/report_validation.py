@@ -43,7 +43,7 @@ SERVER_REASONS = frozenset({EndReason.CANCELLED, EndReason.LOSES_NODES, EndReaso
 
 
 def offer_problem(offer: Offer, *, is_local: bool = False) -> str | None:
-    """What is wrong with an offer; None if it is valid. `is_local`: the whole pool is one machine."""
+    """Problem of an offer; None if valid. `is_local`: the whole pool is one machine."""
     if not (0 <= offer.cpu_milli <= 10_000_000 and 0 <= offer.memory_bytes <= 1 << 60):
         return f"an offer of {offer.cpu_milli} milli-CPUs and {offer.memory_bytes} bytes of memory"
     if not 0 <= offer.disk_bytes <= 1 << 60:
@@ -93,7 +93,7 @@ def offer_problem(offer: Offer, *, is_local: bool = False) -> str | None:
 
 
 def _site_problem(offer: Offer, *, is_local: bool) -> str | None:
-    """Check the address: agents of other owners at a shared site connect to it, so it must be a machine's own."""
+    """Check the address: other owners' agents at a shared site connect to it, so it must be a machine's own."""
     if offer.site and not SITE.fullmatch(offer.site):
         return f"a site that is not a word of letters, digits and . _ -: {offer.site[:100]!r}"
     if offer.gang_port and not GANG_PORTS[0] <= offer.gang_port <= GANG_PORTS[1]:
@@ -138,9 +138,9 @@ def _has_valid_profiles(profiles: tuple[SliceProfile, ...]) -> bool:
 
 
 def checked_report(item: ReportItem) -> ReportItem | None:
-    """The report as it may be stored: an invalid end becomes a failed attempt that names the problem.
+    """The report to store: an invalid end becomes a failed attempt that names the problem.
 
-    None for an invalid checkpoint: it is dropped, and the one before it stays.
+    None for an invalid checkpoint: the previous one stays.
     """
     if isinstance(item, Checkpointed):
         return item if _is_valid_checkpoint(item) else None
@@ -185,7 +185,7 @@ def _failed(item: Finished, why: str) -> Finished:
 
 
 def _is_valid_checkpoint(item: Checkpointed) -> bool:
-    """Whether its names are valid, distinct on every file system, no file is a folder of another, and all fit a frame."""
+    """Whether names are valid and distinct on every file system, no file is a folder of another, and all fit a frame."""
     size = sum(len(file.path.encode()) + FILE_BYTES for file in item.files)
     if size > MAX_SPEC_BYTES or any(not _is_file(file) for file in item.files):
         return False

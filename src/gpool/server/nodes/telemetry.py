@@ -1,4 +1,4 @@
-"""Recent utilisation of GPUs and tasks, in memory: a short ring of readings for each. Lost with the process.
+"""Recent utilisation of GPUs and tasks, in memory: a short ring of readings for each.
 
 Readings of GPUs the node does not lend, of tasks it does not hold, or outside plausible ranges are dropped.
 """
@@ -25,8 +25,6 @@ _NO_VALUE = -1
 
 
 class Point(NamedTuple):
-    """One reading. None: the GPU does not report this value."""
-
     at: Instant
     utilisation_percent: int | None
     memory_bytes: int | None
@@ -41,8 +39,6 @@ class GpuKey:
 
 
 class _Rings:
-    """Rings by key; past `MAX_RINGS` the least recently used one is dropped."""
-
     def __init__(self) -> None:
         self._rings: OrderedDict[GpuKey | TaskId, deque[bytes]] = OrderedDict()
 
@@ -78,7 +74,6 @@ class Telemetry:
         tasks: tuple[TaskReading, ...],
         at: Instant,
     ) -> None:
-        """Add a heartbeat's readings; `indexes` are the GPUs the node lends, `held` the tasks it holds."""
         for reading in readings[: len(indexes)]:
             if reading.gpu in indexes and _is_plausible(reading):
                 self._gpus.add(GpuKey(node, reading.gpu), at, reading)

@@ -1,1 +1,1 @@
-"""Scheduling on the server: the picture of the state, the passes, backoff, forecasts, explanations and the loops."""
+"""Scheduling on the server: state picture, passes, backoff, forecasts, explanations, loops."""

@@ -1,20 +1,20 @@
-"""Backoff: nodes and tasks that are left out of planning for a while. In memory only; a restart forgets all of it.
+"""Backoff: nodes and tasks left out of planning for a while. In memory only; a restart forgets it.
 
-**A node that returns leases** (`NodeBackoff`). A counter goes up by 1 when a node returns a whole allocation unasked, and
-down by 1 when an attempt ends there. Above 8 the node gets no leases for 1, 2, 4 ... 600 s (`core.trust.reliability`).
-Nobody is at fault, so the task's own retry count stays. Example: a node returns each lease at once. The first 8 times
-nothing happens; after the 9th it is out for 1 s, after the 10th for 2 s, after the 11th for 4 s.
+**A node that returns leases** (`NodeBackoff`). A counter goes up by 1 when a node returns a whole allocation unasked,
+and down by 1 when an attempt ends there. Above 8 the node gets no leases for 1, 2, 4 ... 600 s
+(`core.trust.reliability`). Nobody is at fault, so the task's retry count stays. Example: a node returns each lease at
+once. After the 9th it is out for 1 s, after the 10th for 2 s, after the 11th for 4 s.
 
-**A node that cannot start tasks** (`FailedStarts`, decision 0017, `core.retries`). The node is at fault if it says so
-itself, or if tasks of two different users failed to start there and began elsewhere: ran for 10 s or succeeded. One
-user's tasks never count alone, because a consumer can submit tasks that start nowhere. Backoff is 2, 4, 8 ... 600 s; an
-attempt that succeeds lowers the count by 1. Example: a task of user A and one of user B fail on node 7 at 12:00:00, both
-begin on node 8 at 12:00:05. At 12:00:15 both have run for 10 s, and node 7 is out until 12:00:17. Independently of
-blame, a task that failed to start on a node goes to other nodes first (`Shape.avoids`).
+**A node that cannot start tasks** (`FailedStarts`, decision 0017, `core.retries`). The node is at fault if it says so,
+or if tasks of two users failed to start there and began elsewhere: ran for 10 s or succeeded. One user's tasks never
+count alone, because a consumer can submit tasks that start nowhere. Backoff is 2, 4, 8 ... 600 s; a successful attempt
+lowers the count by 1. Example: tasks of users A and B fail on node 7 at 12:00:00 and begin on node 8 at 12:00:05. At
+12:00:15 both have run for 10 s, and node 7 is out until 12:00:17. In any case a task that failed to start on a node
+goes to other nodes first (`Shape.avoids`).
 
-**A task whose plan the store rejects** (`RejectedPlans`). One rejection is normal: something was committed between plan
-and write. At the second in a row the picture is rebuilt. From the third on the task leaves the queue for 1, 2, 4 ... 60 s,
-so that passes are not spent on it. Example: a task rejected at 0 s, 1 s and 2 s is planned again at 3 s, then at 5 s.
+**A task whose plan the store rejects** (`RejectedPlans`). One rejection is normal: something was committed between
+plan and write. At the second in a row the picture is rebuilt. From the third on the task leaves the queue for 1, 2,
+4 ... 60 s, so that passes are not spent on it. Example: rejected at 0 s, 1 s and 2 s, it is planned at 3 s, then 5 s.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class NodeBackoff:
     ) -> Sequence[NodeId]:
         """Count returned allocations and ended attempts; return nodes whose backoff begins.
 
-        Only a whole allocation counts as returned: leases queued behind a long or failed one are returned rightly.
+        Only whole allocations count: leases queued behind a long or failed one are returned rightly.
         """
         again = {task.task for task in recording.requeued if task.fault is None}
         returned = set()
@@ -100,7 +100,6 @@ class NodeBackoff:
         return begins
 
     def blame(self, nodes: Collection[NodeId], now: Instant, why: str) -> None:
-        """Count a failed start against each node that is not in backoff already, and begin its backoff."""
         for node in nodes:
             if node not in self._until:
                 times = self._faults[node] = self._faults.get(node, 0) + 1
@@ -134,10 +133,7 @@ def _decrement(counts: dict[NodeId, int], nodes: Collection[NodeId]) -> None:
 
 
 class FailedStarts:
-    """Tasks that failed to start, the nodes on which they did, and the nodes to blame.
-
-    The store has the nodes of each open task; the evidence against nodes is lost with the process.
-    """
+    """The store has the tried nodes of each open task; the evidence against nodes is lost with the process."""
 
     def __init__(self, backoff: NodeBackoff) -> None:
         self._backoff = backoff
@@ -153,12 +149,10 @@ class FailedStarts:
         return self._tried.get(task, ())
 
     def shape_for(self, task: TaskId, shape: Shape) -> Shape:
-        """The shape under which the task is queued: it avoids the nodes on which it failed to start."""
         tried = self._tried.get(task)
         return shape if tried is None else replace(shape, avoids=tried)
 
     def rebuild(self, tried: Iterable[tuple[TaskId, NodeId]]) -> None:
-        """Replace the tried nodes by the stored ones; drop evidence of tasks that ended unseen."""
         before, self._tried, self._started = self._tried, {}, {}
         for task, node in tried:
             self._add(task, node)
@@ -171,7 +165,7 @@ class FailedStarts:
     def count(
         self, recording: Recording, held: Mapping[TaskId, HeldAllocation], now: Instant | None
     ) -> Iterable[NodeId]:
-        """Count a recording before it is folded; return nodes whose backoff begins (none without an instant)."""
+        """Count a recording before it is folded; return nodes whose backoff begins (none without `now`)."""
         own: list[NodeId] = []
         others: list[NodeId] = []
         for task in recording.requeued:
@@ -239,7 +233,6 @@ class _PausedTask:
 
 
 def pause_after(rejections: int) -> Span:
-    """Pause of a task by its rejections in a row: none up to `REBUILD_AFTER`, then 1 s, 2 s, 4 s, at most 60 s."""
     beyond = rejections - REBUILD_AFTER
     return Span(0) if beyond <= 0 else Span(min(LONGEST_PAUSE, SECOND << min(beyond - 1, 10)))
 
@@ -275,7 +268,6 @@ class RejectedPlans:
                 self._paused.pop(task, None)
 
     def count(self, places: Sequence[Placement], granted: Collection[TaskId]) -> list[TaskId]:
-        """Compare a plan with the tasks granted of it; return the rejected tasks."""
         self.forget(granted)
         asked = dict.fromkeys(grant.task for place in places for grant in place.grants)
         rejected = [task for task in asked if task not in granted]
@@ -285,7 +277,6 @@ class RejectedPlans:
         return rejected
 
     def needs_rebuild(self, rejected: Collection[TaskId]) -> bool:
-        """Whether one of these was rejected `REBUILD_AFTER` times in a row, so that the picture may be wrong."""
         return any(self._counts[task] == REBUILD_AFTER for task in rejected)
 
     def pause(self, state: State, rejected: Collection[TaskId], now: Instant) -> None:

@@ -1,7 +1,7 @@
-"""Committed grants as the nodes receive them: wire lines, gang secrets, grants that cannot be delivered.
+"""Committed grants as nodes receive them: wire lines, gang secrets, undeliverable grants. Writes and sends nothing.
 
-Functions over values; writes and sends nothing. A gang's secret is drawn with its grant and stored encrypted beside it,
-so a member that connects later, to this server or the next, receives the same one.
+A gang's secret is drawn with its grant and stored encrypted beside it, so a member that connects later receives the
+same one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ def _secret_place(task: int) -> FieldLocation:
 async def new_gang_secrets(
     sealer: Sealer, places: Iterable[Placement]
 ) -> tuple[GangSecrets, GangSecrets]:
-    """Draw a secret for each gang of a plan; return them plain and encrypted."""
     tasks = [grant.task for place in places if place.members for grant in place.grants]
     if not tasks:
         return {}, {}
@@ -54,7 +53,6 @@ async def new_gang_secrets(
 def opened_gang_secrets(
     sealer: Sealer, held: Sequence[HeldLease], keys: Sequence[DataKey]
 ) -> tuple[Mapping[TaskId, Rendezvous], set[TaskId]]:
-    """Rendezvous data of the gangs among a node's leases, and the tasks whose secret cannot be decrypted."""
     found: dict[TaskId, Rendezvous] = {}
     undecryptable: set[TaskId] = set()
     members = [lease for lease in held if lease.gang is not None]
@@ -81,7 +79,6 @@ def undecryptable_secret(task: int, epoch: int) -> Finished:
 def deliverable(
     lines: Sequence[GrantedLine], undecryptable: Collection[SpecId]
 ) -> tuple[Sequence[GrantedLine], list[tuple[NodeId, list[Finished]]]]:
-    """Lines without the leases of these specs, and the ends of those leases by node."""
     if not undecryptable:
         return lines, []
     kept, ended = [], []
@@ -106,7 +103,6 @@ def nodes_of(line: GrantedLine) -> Iterator[NodeId]:
 def wire_lines(
     granted: Iterable[GrantedLine], node: NodeId, owner: UserId | None, shared: GangSecrets
 ) -> Iterable[Line]:
-    """Granted lines as this node receives them: one wire line for each allocation and spec."""
     for line in granted:
         if line.place.members:
             yield _member_line(line, node, owner, shared)
@@ -145,7 +141,6 @@ def _lease_weight(lease: Lease) -> int:
 
 
 def split_lines(lines: Iterable[Line]) -> Iterable[Line]:
-    """Split lines whose payloads exceed a frame."""
     for line in lines:
         if weight(line) <= FRAME_PAYLOAD_BYTES:
             yield line
@@ -162,7 +157,6 @@ def split_lines(lines: Iterable[Line]) -> Iterable[Line]:
 
 
 def lines_on(state: State, node: NodeId) -> Iterator[tuple[TaskId, HeldAllocation]]:
-    """Tasks held on a node, gangs included, each with its line there."""
     for task, line in state.held.items():
         for part in (line, *line.members):
             if part.node == node:

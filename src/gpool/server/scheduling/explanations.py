@@ -1,9 +1,8 @@
-"""Explains why tasks wait and what would start them, for many requests at once. It decides and changes nothing.
+"""Explains why tasks wait and what would start them, for many requests at once. It changes nothing.
 
-Why a task waits is computed on the live state, in the event loop, in small steps and for one request at a time. What
-would start it is tried out in one thread, on a snapshot. Tasks asked for while the thread is busy form the next batch:
-one snapshot and one budget of processor time, shared equally. Past `MAX_TASKS` in a batch nothing is tried for a task,
-and its answer says that it is incomplete.
+Reasons are computed on the live state, in the event loop, in small steps. Changes that would start a task are tried in
+one thread, on a snapshot; tasks asked for meanwhile form the next batch and share one budget of processor time.
+Answers past `MAX_TASKS` in a batch are marked incomplete.
 """
 
 from __future__ import annotations
@@ -108,7 +107,6 @@ def try_all(
     policy: Policy,
     orders: Mapping[str, Order],
 ) -> Mapping[TaskId, Suggested]:
-    """Suggestions for each task, within `BUDGET_S` of processor time for all of them."""
     ends = thread_time() + BUDGET_S
     asking = Asking(snapshot, now, policy, orders)
     found = {}

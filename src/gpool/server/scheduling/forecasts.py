@@ -1,6 +1,6 @@
-"""Start-time forecasts of waiting tasks, from observed run times and arrivals. In memory only; learnt again after a restart.
+"""Start-time forecasts of waiting tasks, from observed run times and arrivals. In memory; learnt again after a restart.
 
-Simulated schedules are computed in a thread on a snapshot, one computation at a time, and reused for some seconds.
+Simulated schedules are computed in a thread on a snapshot, one at a time, and reused for some seconds.
 """
 
 from __future__ import annotations
@@ -36,15 +36,13 @@ _MAX_OPEN = 10_000  # forecasts whose outcome is awaited
 
 
 class PlannerInputs(Protocol):
-    """State and policy of the next pass (`picture.StatePicture`)."""
-
     state: State
     policy: ActivePolicy
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Forecast start of a task, and the range that holds the start of eight tasks in ten."""
+    """Forecast start, and the range that holds the start of eight tasks in ten."""
 
     at: Instant
     first: Instant
@@ -93,7 +91,6 @@ class Forecasts:
     # ---- forecasts
 
     async def question(self, inputs: PlannerInputs, now: Instant) -> ForecastQuestion:
-        """A snapshot of everything a simulated schedule needs, safe to use in another thread."""
         since = await self._store.read(rules_operations.held_since())
         snapshot = take(inputs.state)
         return ForecastQuestion(snapshot, now, self.times.copy(), since, tuple(self._arrived))
@@ -101,7 +98,6 @@ class Forecasts:
     async def estimate(
         self, inputs: PlannerInputs, now: Instant, task: TaskId, ahead: int
     ) -> Estimate | None:
-        """Forecast a task's start; None without observations, or if the task never starts."""
         if self.times.is_empty:
             return None
         simulated = await self._schedules(inputs, now)

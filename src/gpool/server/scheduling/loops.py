@@ -1,6 +1,6 @@
 """The server's periodic loops and their runner. Only the runner catches a loop's exceptions.
 
-A loop does its work in `run_once(now)`; the runner calls it every `every_s` seconds, and sooner when `wake` is called.
+The runner calls a loop's `run_once(now)` every `every_s` seconds, and sooner when `wake` is called.
 """
 
 from __future__ import annotations
@@ -65,8 +65,6 @@ class SchedulePasses:
 
 
 class ExpireNodes:
-    """Releases the leases of nodes whose deadline has passed (`nodes.registry`), and pauses drained nodes."""
-
     name = "expire"
 
     def __init__(self, server: Server) -> None:
@@ -106,8 +104,6 @@ class ExpireNodes:
 
 
 class BlockOverdueNodes:
-    """Blocks nodes that do not release a gang that has ended (`nodes.registry`, blocked nodes)."""
-
     name = "overdue"
 
     def __init__(self, server: Server) -> None:
@@ -124,8 +120,6 @@ class BlockOverdueNodes:
 
 
 class PruneStore:
-    """Deletes idempotency keys, log rows, checkpoints, artifacts and partial uploads that are no longer needed."""
-
     name = "prune"
 
     def __init__(self, server: Server) -> None:
@@ -176,8 +170,6 @@ class PruneStore:
 
 
 class RotateKeys:
-    """Loads changed master keys and encrypts fields of retired keys again; woken by a rotation."""
-
     name = "keys"
 
     def __init__(self, server: Server) -> None:
@@ -217,8 +209,6 @@ class MaintainIdentity:
 
 
 class TrainPricing:
-    """Trains the slot pricing (`pricing_training`) when the known one is `learn_every_s` old, or on request."""
-
     name = "learn"
 
     def __init__(self, server: Server) -> None:
@@ -259,7 +249,7 @@ class VerifyGpus:
 
 
 class LoopRunner:
-    """Runs loops. An exception of a loop is logged and counted, and the loop goes on at its next tick."""
+    """An exception of a loop is logged and counted; the loop goes on at its next tick."""
 
     def __init__(self, server: Server, *loops: Loop) -> None:
         self._server = server

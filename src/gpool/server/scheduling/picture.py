@@ -1,9 +1,8 @@
 """In-memory picture of the scheduling state: the fold of all committed events. The store is the source of truth.
 
-A caller that commits something folds it here before its next await. The store answers in commit order, so events are
-folded in that order. A rebuild reads through the writer too: the rows it reads contain all earlier commits, and later
-ones are folded onto them. When the outcome of a commit is unknown (failed, or its caller cancelled) or an event
-contradicts the state, the picture is stale: folding stops, and the next pass rebuilds it.
+A caller folds what it commits before its next await; the store answers in commit order, so events are folded in that
+order. A rebuild reads through the writer: its rows contain all earlier commits. When a commit's outcome is unknown
+(failed or cancelled) or an event contradicts the state, the picture is stale until the next pass rebuilds it.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ T = TypeVar("T")
 
 
 class _Validity:
-    """Whether the picture is stale. An invalidation during a rebuild keeps it stale."""
+    """An invalidation during a rebuild keeps the picture stale."""
 
     def __init__(self) -> None:
         self.invalidations = 1
@@ -111,7 +110,6 @@ class StatePicture:
 
     @contextmanager
     def commit(self) -> Iterator[None]:
-        """Invalidate the picture if the commit inside fails or is cancelled: its outcome is unknown."""
         try:
             yield
         except GpoolError as error:
@@ -123,12 +121,10 @@ class StatePicture:
             raise
 
     async def write(self, op: Operation[T]) -> T:
-        """Commit; returns in commit order, so fold the result before the next await."""
         with self.commit():
             return await self._store.write(op)
 
     def drop_unused_specs(self) -> None:
-        """Rebuild at the next pass if too many specs are kept."""
         if self.specs.is_oversized(len(self.state.shapes)):
             self.invalidate()
 
@@ -190,7 +186,6 @@ class StatePicture:
             self.invalidate()
 
     def add_submission(self, submitted: SubmittedTasks, submission: Submission) -> None:
-        """Fold a committed submission."""
         shape = self.specs.add(submitted.spec_id, submission)
         at = submission.at
         self.fold(
@@ -201,7 +196,6 @@ class StatePicture:
         self.changed.call()
 
     def absorb(self, recording: Recording) -> None:
-        """Fold committed reports, an expiry or a cancellation; wake subscribers; send the stops that follow."""
         if recording.withdrawn:
             self.fold(TasksWithdrawn(recording.withdrawn))
             self.forecasts.gone(recording.withdrawn)
@@ -260,7 +254,6 @@ class StatePicture:
         self.changed.call()
 
     def refresh_node(self, id_: NodeId) -> None:
-        """Fold a known node again: its connection, backoff or rules changed."""
         entry = self.state.nodes.get(id_)
         if entry is not None and entry.node is not None:
             self.node_changed(entry.node)
@@ -271,11 +264,9 @@ class StatePicture:
         self.fold(NodeRemoved(node))
 
     def effective_node(self, node: Node) -> Node:
-        """The node as the planner sees it: with rules, connection, reliability and backoff."""
         return self.nodes.annotated(self.policy.ruled(node))
 
     def add_loss(self, node: NodeId) -> None:
-        """Count a lost node against its reliability, if it held leases."""
         entry = self.state.nodes.get(node)
         if entry is not None and entry.lines:
             self.nodes.add_loss(node)
@@ -307,7 +298,6 @@ class StatePicture:
         self.changed.call()
 
     def advance(self, now: Instant) -> None:
-        """Fold changes due by `now`: backoffs that end, reservations that begin or end, paused tasks that return."""
         for node in self.nodes.backoff.end_expired(now):
             self.refresh_node(node)
         if self.policy.has_due_changes(now):

@@ -16,10 +16,7 @@ ORDERS_GROUP = "gpool.orders"
 
 
 def known_orders() -> Mapping[str, Order]:
-    """Return the built-in orders and those of installed packages, which cannot replace a built-in one.
-
-    An entry point is an `Order` or a key function.
-    """
+    """Built-in orders and those of installed packages (an `Order` or a key function), which cannot replace a built-in one."""
     entries = entry_points(group=ORDERS_GROUP)
     return {**{entry.name: _order(entry.name, entry.load()) for entry in entries}, **ORDERS}
 
@@ -43,14 +40,12 @@ class ActivePolicy:
         self._applied_at = Instant(0)
 
     def use_limits(self, limits: GpuLimits) -> bool:
-        """Set the GPU limits of users and teams; whether they differ from the current ones."""
         if limits == self.current.limits:
             return False
         self.current = replace(self.current, limits=limits)
         return True
 
     def use_rules(self, rules: OperatorRules, now: Instant) -> bool:
-        """Set the operators' rules; whether they or the policy differ from the current ones."""
         configured = replace(self.configured, limits=self.current.limits)
         policy = rules.policy_upon(configured, self.orders)
         if rules == self.rules and policy == self.current:

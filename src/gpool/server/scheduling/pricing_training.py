@@ -1,7 +1,7 @@
 """Trains the slot pricing from recently submitted tasks (`core.scheduler.place.portfolio` decides which is best).
 
-Replays take minutes of processor time. They run in a separate process, `python -m` of this module, at the lowest priority
-and under a limit of processor time. It reads the training set from standard input and writes the pricing to its output.
+Replays take minutes, so they run in a separate process (`python -m` of this module, training set on standard input,
+pricing on its output), at the lowest priority and under a limit of processor time.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ async def trained(state: State, store: Store, now: Instant) -> Learnt | None:
 
 
 async def train_in_process(asked: TrainingSet) -> Learnt | None:
-    """Train in a separate process; None if it has too little to train on, or fails (the loop tries again later)."""
+    """None if there is too little to train on, or the process fails (the loop tries again later)."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

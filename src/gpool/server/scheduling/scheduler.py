@@ -1,7 +1,7 @@
 """Scheduling passes: plan on the picture, write the plan, fold the grants, deliver them to the nodes.
 
-A plan is a proposal: the store checks each start again when it is written (`leases.apply_plan`), so a plan that was
-overtaken by a commit grants less, never wrongly. Only `_plan` calls the planner.
+A plan is a proposal: the store checks each start again (`leases.apply_plan`), so a plan overtaken by a commit grants
+less, never wrongly. Only `_plan` calls the planner.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ class Scheduler:
         self._index = PlacementIndex()
 
     async def run_once(self, now: Instant) -> int:
-        """Run one pass; return the number of leases granted."""
         picture = self._picture
         if picture.is_stale:
             await picture.rebuild(now)
@@ -105,7 +104,7 @@ class Scheduler:
             picture.rejected.pause(picture.state, rejected, now)
 
     async def _preempt(self, preemptions: Sequence[Preempt], term: int, now: Instant) -> None:
-        """Ask victims to stop, if they still are as planned. They hold their slots until their nodes report the end."""
+        """Ask unchanged victims to stop. They hold their slots until their nodes report the end."""
         picture = self._picture
         holds = [Hold(each.task, each.epoch) for each in preemptions]
         recording = await picture.write(preemption.preempt_if_current(holds, term, now))

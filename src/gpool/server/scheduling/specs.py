@@ -1,4 +1,4 @@
-"""Specs of open tasks, kept in memory for planning and for grants. A rebuilt picture drops those no longer in use."""
+"""Specs of open tasks in memory, for planning and grants. A rebuilt picture drops unused ones."""
 
 from __future__ import annotations
 

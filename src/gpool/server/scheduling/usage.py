@@ -1,7 +1,7 @@
-"""Stores the recent usage of users and teams, so that fair share survives a restart. Written behind; nothing waits for it.
+"""Stores the recent usage of users and teams, so that fair share survives a restart. Nothing waits for the write.
 
-Stored values decay by half each half-life, and a reader computes that. So a value is written only if it differs from
-its decayed stored value by more than 2 %: a few rows each time, however many tenants there are.
+Stored values decay by half each half-life, which readers compute. So only values that differ from their decayed
+stored value by more than 2 % are written: a few rows each time, however many tenants there are.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ def changed(
     written: Mapping[tuple[str, int], tuple[int, Instant]],
     now: Instant,
 ) -> UsageValues:
-    """Entries whose value differs from the decayed written value by more than 2 % and by more than `_LEAST`."""
     found: UsageValues = {}
     for key, value in used.items():
         before, at = written.get(key, (0, now))

@@ -1,4 +1,4 @@
-"""The store: durable state of the server in SQLite or PostgreSQL, with operations that are written once for both."""
+"""Durable state of the server in SQLite or PostgreSQL, with operations written once for both."""
 
 from __future__ import annotations
 

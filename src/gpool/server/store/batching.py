@@ -1,15 +1,15 @@
-"""Batching of small writes: while one write is in progress, further items wait and are then written together.
+"""Batching of small writes: items that arrive during a write wait and are then written together.
 
-Each server batches submissions, reports and heartbeats, each kind by itself, before they reach the store. Group commit
-(`drivers.group_commit`) saves waits for the disk; batching saves statements as well.
+Each server batches submissions, reports and heartbeats, each kind by itself. Group commit (`drivers.group_commit`)
+saves waits for the disk; batching saves statements as well.
 
     time 0 ms    item a arrives and is written alone
     time 1-4 ms  items b to k arrive while a is committed
     time 4 ms    a is answered; b to k are written with one set of statements
     time 9 ms    b to k are answered                          2 writes instead of 11
 
-An item is answered after the commit that includes it. If a write of several items fails, its halves are written again,
-until the faulty item fails alone. An item whose caller is cancelled before its write begins is dropped.
+An item is answered after its commit. If a write of several items fails, its halves are written again, until the
+faulty item fails alone. An item whose caller is cancelled before its write begins is dropped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_TOGETHER = 1000
 
 
 class WriteBatcher(Generic[I, W, A]):
-    """Batches items. `write` commits one or many; `settle` then applies the result and returns an answer for each.
+    """`write` commits one or many items; `settle` then applies the result and returns an answer for each.
 
     `settle` is not called again for the same items, whatever it raises.
     """

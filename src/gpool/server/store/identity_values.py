@@ -1,4 +1,4 @@
-"""Values that the identity operations take and return. Fields that are stored sealed stay sealed."""
+"""Values of the identity operations. Fields that are stored sealed stay sealed."""
 
 from __future__ import annotations
 
@@ -37,8 +37,6 @@ class LinkedWallet:
 
 @dataclass(frozen=True, slots=True)
 class UserInvite:
-    """An invite to register with these permissions and, with a team, to join it."""
-
     hashed: str
     made_by: UserId
     permissions: frozenset[Permission]
@@ -53,7 +51,7 @@ class UserInvite:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The authenticated caller of a request: not disabled, the key neither ended nor expired."""
+    """Authenticated caller: not disabled, the key neither ended nor expired."""
 
     user: User
     teams: Mapping[TeamId, Role]
@@ -82,8 +80,6 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class SignInSession:
-    """A sign-in and its refresh tokens; `identity.refresh` explains the fields."""
-
     id: str
     user: UserId
     seed_sealed: bytes = field(repr=False)
@@ -99,7 +95,7 @@ class SignInSession:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """`won`: this call created the new generation. `session`: the row after the call, whichever call changed it."""
+    """`won`: this call created the new generation. `session`: the row after the call, whoever changed it."""
 
     won: bool
     session: SignInSession | None
@@ -136,9 +132,9 @@ class TeamMember:
 
 @dataclass(frozen=True, slots=True)
 class GivenQuota:
-    """Limits that an operator set for a user or a team; None: the default. `core.quotas.Quota` is the effective quota.
+    """Limits that an operator set; None: the default. `core.quotas.Quota` is the effective quota.
 
-    `guaranteed_gpu_milli` is no limit but a guarantee (`core.scheduler.order.limits`); by default there is none.
+    `guaranteed_gpu_milli` is a guarantee, not a limit (`core.scheduler.order.limits`); by default none.
     """
 
     running_gpu_milli: int | None = None

@@ -1,4 +1,4 @@
-"""Operations that can be run again: when a group is rolled back, each of its operations starts over from its first step."""
+"""Operations that can be run again: after a rollback of its group, an operation starts over from its first step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Replayable(Generator[Statement, object, T], Generic[T]):
 
 
 def operation(function: Callable[P, Operation[T]]) -> Callable[P, Operation[T]]:
-    """Mark a generator function as an operation: it has no effect but its statements, so it may run more than once."""
+    """Mark a generator function as an operation: its only effects are its statements, so it may run more than once."""
 
     @wraps(function)
     def made(*args: P.args, **kwargs: P.kwargs) -> Operation[T]:
@@ -57,7 +57,7 @@ def operation(function: Callable[P, Operation[T]]) -> Callable[P, Operation[T]]:
 def brief(op: Operation[T], rows: int = 1) -> Operation[T]:
     """Mark an operation that finds its few `rows` by key. A store may then run it in the event loop's thread.
 
-    For up to `BRIEF_ROWS` rows, passing the operation to a thread and back takes longer than running it.
+    Up to `BRIEF_ROWS` rows, passing it to a thread and back takes longer than running it.
     """
     if rows <= BRIEF_ROWS and isinstance(op, Replayable):
         op.is_brief = True
@@ -69,7 +69,7 @@ def is_brief(op: Operation[T]) -> bool:
 
 
 def again(op: Operation[T]) -> Operation[T]:
-    """Return a fresh run of the operation. A bare generator that has run raises: it would look as if it were done."""
+    """Fresh run of the operation. A bare generator that has run raises: it would look done."""
     if isinstance(op, Replayable):
         return op.fresh()
     if isgenerator(op) and getgeneratorstate(op) != GEN_CREATED:

@@ -1,7 +1,7 @@
 """Interface of the store: statements, operations and the `Store` protocol. Depends on no database driver.
 
-An operation is a generator that yields statements and is sent their rows. It is written once and driven by a thread
-over SQLite, by asyncpg over PostgreSQL and step by step in the World. All statements of an operation are in one transaction.
+An operation is a generator that yields statements and is sent their rows, all in one transaction. Written once, it is
+driven by a thread over SQLite, by asyncpg over PostgreSQL, step by step in the World.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Parameters = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """Rows bound as a table, named in the statement as `{name}`: one statement writes or looks up many rows."""
+    """Rows bound as a table, `{name}` in the statement: one statement writes or looks up many rows."""
 
     columns: tuple[tuple[str, str], ...]  # (name, "int" | "text" | "blob")
     rows: Sequence[Row]
@@ -30,7 +30,7 @@ Relations = Mapping[str, Relation]
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """SQL that both databases understand, with `:name` parameters and relations as `{name}`."""
+    """SQL for both databases, with `:name` parameters and relations as `{name}`."""
 
     sql: str
     parameters: Parameters = field(default_factory=dict)
@@ -43,7 +43,7 @@ Operation = Generator[Statement, object, T]
 
 class Store(Protocol):
     async def write(self, operation: Operation[T]) -> T:
-        """Run the operation in the next group and return after its commit. An exception fails this operation only."""
+        """Run the operation in the next group; return after its commit. An exception fails this operation only."""
         ...
 
     async def read(self, operation: Operation[T]) -> T:

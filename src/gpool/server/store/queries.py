@@ -1,6 +1,6 @@
-"""Typed results of statements. Every operation reads its rows through these functions, never by position.
+"""Typed results of statements. Operations read rows through these functions, never by position.
 
-A row type is a NamedTuple: a record generated from the schema (`generated_rows`), or one that stands beside its query.
+A row type is a NamedTuple: generated from the schema (`generated_rows`), or beside its query.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ _new = cast("Any", tuple.__new__)
 def select(
     row: type[R], sql: str, parameters: Parameters = NONE, relations: Relations = NONE
 ) -> Operation[list[R]]:
-    """Run a statement whose columns are the fields of `row`, in their order."""
     rows = yield Statement(sql, parameters, relations)
     assert isinstance(rows, list)
     if rows and len(rows[0]) != len(row._fields):
@@ -39,7 +38,6 @@ def select_pairs(
     parameters: Parameters = NONE,
     relations: Relations = NONE,
 ) -> Operation[list[tuple[R, S]]]:
-    """Run a statement whose columns are the fields of `first`, followed by those of `second`."""
     rows = yield Statement(sql, parameters, relations)
     assert isinstance(rows, list)
     width = len(first._fields)
@@ -55,7 +53,6 @@ def values(
     parameters: Parameters = NONE,
     relations: Relations = NONE,
 ) -> Operation[list[V]]:
-    """Run a statement of one column that is never NULL."""
     rows = yield Statement(sql, parameters, relations)
     assert isinstance(rows, list)
     return [value for (value,) in rows]
@@ -66,7 +63,7 @@ def exists(sql: str, parameters: Parameters = NONE, relations: Relations = NONE)
 
 
 def columns(row: type[NamedTuple], record: type[NamedTuple], alias: str) -> str:
-    """Return the columns of one table as SQL, for a row type that has some or all of its columns.
+    """Columns of one table as SQL, for a row type with some or all of them.
 
     Raises at import where a field is not a column of that type, so a row type cannot differ from the schema. A field may
     leave out `| None` where the query selects no NULL.

@@ -1,6 +1,6 @@
 """Generator of `generated_rows`: one NamedTuple per table of `schema`. `make docs` writes it, `make check` compares it.
 
-Depends on SQLAlchemy, which a running server does not import: hence a generated file and not a class made at import.
+A running server does not import SQLAlchemy, hence a generated file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Encoding of values in columns. Texts that repeat (specs, offers, allocations) are decoded once and cached."""
+"""Encoding of values in columns. Repeating texts (specs, offers, allocations) are decoded once and cached."""
 
 from __future__ import annotations
 
@@ -84,7 +84,6 @@ def outputs_from(text: str | None) -> tuple[OutputFile, ...]:
 
 
 def manifest_text(files: tuple[OutputFile, ...]) -> str:
-    """Encode the files of a checkpoint, sorted by path: equal checkpoints have equal texts."""
     return _encode(sorted(files, key=lambda file: file.path)).decode()
 
 
@@ -114,7 +113,7 @@ def storable(text: str) -> str:
 
 
 def of_ids(numbers: Iterable[int]) -> Relation:
-    """Return a relation of one column, `id`, sorted so that all operations lock rows in one order."""
+    """Relation of one column, `id`, sorted so that all operations lock rows in one order."""
     return Relation((("id", "int"),), [(number,) for number in sorted(set(numbers))])
 
 
@@ -164,7 +163,7 @@ def task_row(record: TasksRecord) -> TaskRow:
 
 
 class OpenLease(NamedTuple):
-    """A lease: columns of the task; of a gang's member, the allocation is the member's."""
+    """Columns of the task; of a gang's member, the allocation is the member's."""
 
     id: TaskId
     epoch: int

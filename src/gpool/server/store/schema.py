@@ -1,8 +1,8 @@
 """The tables, as SQLAlchemy metadata for migrations, their test and `row_generator`. Operations use SQL text.
 
-A task's row is written three times: submitted, leased, ended. Listings use (user, id). Partial indexes hold the queued and
-the held tasks, so that a million ended rows cost the scheduler nothing; those of teams are separate. Results of a batch
-use (batch, sequence). There are no foreign keys: the operations guard their writes. One file because it is the whole schema.
+A task's row is written three times: submitted, leased, ended. Listings use (user, id). Partial indexes hold queued and
+held tasks, so that a million ended rows cost the scheduler nothing; those of teams are separate. Batch results use
+(batch, sequence). No foreign keys: operations guard their writes. One file because it is the whole schema.
 """
 
 from __future__ import annotations

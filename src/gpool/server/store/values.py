@@ -1,4 +1,4 @@
-"""Values that the operations on tasks, leases and nodes take and return. Depends on no operation."""
+"""Values of the operations on tasks, leases and nodes. Depends on no operation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """One finished task of a batch. `sequence` numbers the ends of a batch: 1, 2, … without gaps."""
+    """Finished task of a batch. `sequence` numbers the ends of a batch: 1, 2, … without gaps."""
 
     sequence: int
     position: int
@@ -84,8 +84,6 @@ class DataKey:
 
 @dataclass(frozen=True, slots=True)
 class SealedField:
-    """One sealed value and its place. `row` is the primary key as text, its parts joined by `/`."""
-
     table: str
     row: str
     column: str
@@ -94,8 +92,6 @@ class SealedField:
 
 @dataclass(frozen=True, slots=True)
 class SealedSecrets:
-    """(name, sealed) by spec, and the data keys they may be sealed with."""
-
     fields: Mapping[SpecId, tuple[tuple[str, bytes], ...]] = field(default_factory=dict, repr=False)
     keys: tuple[DataKey, ...] = ()
 
@@ -110,7 +106,7 @@ Peers = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class GrantedLine:
-    """The leases of a `Place` that could be granted: some or all of them, of a gang all."""
+    """The leases of a `Place` that could be granted: some or all, of a gang all."""
 
     place: Placement
     leases: tuple[tuple[SpecId, Lease], ...]
@@ -140,8 +136,6 @@ class HeldLease:
 
 @dataclass(frozen=True, slots=True)
 class HeldMember:
-    """A gang as its member needs it; `call`: the instruction to all its members, if there is one."""
-
     rank: int
     peers: Peers
     secret_sealed: bytes = field(repr=False)
@@ -150,7 +144,7 @@ class HeldMember:
 
 @dataclass(frozen=True, slots=True)
 class HeldGang:
-    """A gang that holds allocations: the lease of rank 0, then the other members by rank."""
+    """Gang that holds allocations: the lease of rank 0, then the other members by rank."""
 
     node: NodeId
     lease: HeldLease
@@ -161,7 +155,6 @@ class HeldGang:
         return (self.node, *(part.node for part in self.members))
 
     def leased(self, shape: Shape, known: tuple[Instant, Leased] | None) -> TasksLeased:
-        """Return the event that it was leased; `known`: the time of the lease, and the lease for predictions."""
         at, leases = (Instant(0), ()) if known is None else (known[0], (known[1],))
         lease = self.lease
         return TasksLeased(
@@ -196,8 +189,6 @@ class EndedTask:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Changes made by a batch of reports, an expiry or a cancellation."""
-
     started: tuple[TaskId, ...] = ()
     ended: tuple[EndedTask, ...] = ()
     requeued: tuple[Requeued, ...] = ()
@@ -226,8 +217,6 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class AttemptNote:
-    """An event of a running attempt: a phase that it reached, or `PREEMPTING`."""
-
     epoch: int
     note: str
     at: Instant
@@ -238,7 +227,7 @@ PREEMPTING = "preempting"
 
 @dataclass(frozen=True, slots=True)
 class MemberView:
-    """One member of a gang's last lease; `status` is leased, running, or the reason of its end."""
+    """Member of a gang's last lease; `status`: leased, running, or the reason of its end."""
 
     rank: int
     node: NodeId
@@ -273,14 +262,11 @@ class TaskView:
 
     @property
     def sequence(self) -> int:
-        """Number of its end within the batch; 0 until it has ended."""
         return self.record.sequence or 0
 
 
 @dataclass(frozen=True, slots=True)
 class TaskStory:
-    """A task with all its attempts, for `/events` and `explain`."""
-
     row: TaskRow
     attempts: tuple[AttemptRow, ...]
     notes: tuple[AttemptNote, ...] = ()
@@ -289,7 +275,7 @@ class TaskStory:
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """A stored chunk of output. `cursor` grows with time and identifies the next page."""
+    """Stored chunk of output. `cursor` grows with time and identifies the next page."""
 
     cursor: int
     epoch: int

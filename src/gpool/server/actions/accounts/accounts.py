@@ -1,4 +1,4 @@
-"""Accounts: registration, the caller's own account, password changes. A setting and invites decide who may register."""
+"""Accounts: registration (by setting or invite), the caller's own account, password changes."""
 
 from __future__ import annotations
 
@@ -31,15 +31,12 @@ USER_INVITE_PREFIX = "gpv_"
 
 @dataclass(frozen=True, slots=True)
 class FirstCredential:
-    """The credential of a new account: exactly one of these."""
-
     password_hash: str | None = None
     wallet: str | None = None  # lower-case hex
     identity: tuple[str, str] | None = None  # issuer, subject
 
 
 def may_register(server: Server, invite: str | None) -> None:
-    """Raise `Forbidden` where the registration setting refuses; the invite itself is checked when it is redeemed."""
     policy = server.settings.registers
     if invite is not None and not invite.startswith(USER_INVITE_PREFIX):
         raise Forbidden("this invite does not create accounts; ask an operator for one that does")
@@ -116,7 +113,6 @@ def _everything_of(user: UserId) -> Operation[_OwnAccount]:
 async def change_password(
     server: Server, who: Caller, old: str | None, new: str, once: Once | None
 ) -> None:
-    """Change the password, which needs the old one if there is one; all other sessions of the account end."""
     permit(who, Action.PASSWORD_CHANGE, own(who))
     account = await server.store.read(operations.account(who.user.id))
     stored = None if account is None else account.password_hash
@@ -148,7 +144,6 @@ def _change_password(who: Caller, before: str | None, after: str, at: Instant) -
 
 
 def checksummed(address: str) -> str:
-    """The address with an EIP-55 checksum; the store keeps it in lower case."""
     return from_bytes(bytes.fromhex(address.removeprefix("0x")))
 
 

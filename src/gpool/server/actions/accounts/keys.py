@@ -25,7 +25,7 @@ USUAL_SCOPES = frozenset(Scope) - {Scope.ADMIN}
 
 
 class _SavedKey(msgspec.Struct, frozen=True):
-    """Answer stored under its Idempotency-Key: without the key itself, which is derived again."""
+    """Answer stored under its Idempotency-Key, without the key, which is derived again."""
 
     id: int
 
@@ -38,7 +38,6 @@ async def list_keys(server: Server, who: Caller) -> list[KeyDocument]:
 async def create_key(
     server: Server, who: Caller, request: KeyRequest, once: Once | None
 ) -> KeyMade:
-    """Create a key; only the answer contains it, the store keeps a hash."""
     permit(who, Action.KEY_MAKE, own(who))
     scopes = (
         USUAL_SCOPES

@@ -1,7 +1,7 @@
 """Sign-in with an OpenID Connect provider: code flow with PKCE, providers by discovery.
 
-The flow's state travels sealed in `state`, so that any replica can finish it; its nonce is stored and works once. The
-redirect may lead only to this server or to a loopback address (the command line).
+`state` carries the sealed flow state, so any replica can finish it; its nonce is stored and works once. Redirects
+lead only to this server or to a loopback address (the command line).
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class _OidcFlow:
 
 
 async def start(server: Server, provider: str, redirect_uri: str) -> OidcStarted:
-    """The authorization URL for the browser. An empty `provider` selects the only one configured."""
     configured = _configured(server, provider)
     if not _may_redirect_to(server, redirect_uri):
         raise Invalid(
@@ -78,7 +77,6 @@ async def start(server: Server, provider: str, redirect_uri: str) -> OidcStarted
 async def finish(
     server: Server, request: OidcFinish, label: str, address: str = ""
 ) -> TokensDocument:
-    """Open a session for the provider's identity; the first sign-in creates the account, where registration allows it."""
     flow = await _opened(server, request.state)
     configured = _configured(server, flow.provider)
     if not await server.write(operations.take_nonce(flow.nonce, server.now)):

@@ -1,4 +1,4 @@
-"""Sign-in, token refresh, sign-out. `identity.tokens.refresh` decides about refresh tokens; this module carries it out."""
+"""Sign-in, token refresh, sign-out. Carries out the decisions of `identity.tokens.refresh`."""
 
 from __future__ import annotations
 
@@ -113,14 +113,12 @@ def _label(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _StoredSession:
-    """A stored session and its user; None where missing or disabled."""
-
     session: SignInSession | None
     user: User | None
 
 
 async def refresh_tokens(server: Server, token: str) -> TokensDocument:
-    """The next pair of tokens, or the same pair for a client that lost the answer. Reuse of an older token ends the session."""
+    """Next pair of tokens, or the same pair again if the answer was lost. Reuse of an older token ends the session."""
     presented = refresh.parse(token)
     if presented is None:
         raise NotSignedIn(SIGN_IN_AGAIN)
@@ -192,10 +190,7 @@ def _place(session: str) -> FieldLocation:
 
 
 async def sign_out(server: Server, who: Caller | None, token: str | None, everywhere: bool) -> None:
-    """End the session of `token` or of the caller, or all of them; an ended session stays so.
-
-    Without a caller the token is the credential.
-    """
+    """End the session of `token` or of the caller, or all. Without a caller the token is the credential."""
     session: SignInSession | None = None
     if token is not None:
         session = await _of_token(server, token)

@@ -41,7 +41,7 @@ class _SavedTeam(msgspec.Struct, frozen=True):
 
 
 class SavedInvite(msgspec.Struct, frozen=True):
-    """Answer stored under its Idempotency-Key: without the token, which is derived again."""
+    """Answer stored under its Idempotency-Key, without the token, which is derived again."""
 
     expires_at: int
 
@@ -58,7 +58,7 @@ async def list_teams(server: Server, who: Caller) -> list[TeamDocument]:
 async def list_all_teams(
     server: Server, who: Caller, after: TeamId, limit: int
 ) -> list[TeamDocument]:
-    """All teams past `after`, the oldest first. The route has checked USERS_LIST."""
+    """The route has checked USERS_LIST."""
     found = await server.store.read(operations.teams(after, limit))
     return [document(team, who.teams.get(team.id)) for team in found]
 
@@ -171,7 +171,6 @@ def _delete(id_: TeamId, who: Caller) -> Operation[bool]:
 async def set_member(
     server: Server, who: Caller, id_: TeamId, user: str, role: Role, once: Once | None
 ) -> TeamMemberDocument:
-    """Add a member or change its role. `user` is a name or an id."""
     now = server.now
     change = audited(
         _set_member(id_, who, user, role, now),
@@ -235,7 +234,6 @@ def _change_role(
 async def remove_member(
     server: Server, who: Caller, id_: TeamId, user: UserId, once: Once | None
 ) -> None:
-    """Remove a member (owners), or leave the team (the member)."""
     facts = {"user": encode("user", user), "role": "none"}
     audit_entry = entry(server.now, who, "team.role", encode("team", id_), **facts)
     change = audited(_remove_member(id_, who, user), [audit_entry])

@@ -1,6 +1,6 @@
 """Wallets: nonces, sign-in, linking and unlinking. A signature is valid once, for this server and its chain.
 
-Signatures of contract wallets (EIP-1271) are verified on the configured chain, through `server.outbound`.
+Contract wallets (EIP-1271) are verified on the configured chain, through `server.outbound`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ async def nonce(server: Server) -> NonceDocument:
 async def sign_in(
     server: Server, request: WalletSignIn, label: str, origin: str = ""
 ) -> TokensDocument:
-    """Open a session for the wallet's account; the first sign-in creates it. `origin` is the client's address."""
     try:
         address = (await verified_wallet(server, request)).lower()
     except NotSignedIn:
@@ -77,7 +76,7 @@ async def sign_in(
 
 
 async def _first(server: Server, address: str, invite: str | None) -> Account:
-    """Create the account, named by the address, or with a suffix if an account the wallet left has that name."""
+    """Create the account, named by the address, with a suffix if an account that the wallet left has that name."""
     for name in (address, f"{address}-{secrets.token_hex(4)}"):
         try:
             user = await accounts.create(server, name, FirstCredential(wallet=address), invite)
@@ -96,7 +95,6 @@ async def _first(server: Server, address: str, invite: str | None) -> Account:
 
 
 async def verified_wallet(server: Server, signed: SignedMessage) -> Address:
-    """Verify a signed sign-in message and return its wallet. The nonce is used up."""
     message = signin.parse(signed.message)
     settings = server.settings
     problem = signin.check(
@@ -148,7 +146,6 @@ async def _contract_accepts(server: Server, at: Address, text: bytes, signature:
 async def _prove_account(
     server: Server, who: Caller, request: WalletLink | WalletUnlink, other_than: str
 ) -> None:
-    """Verify a credential other than the wallet in question: the password, or another linked wallet."""
     if request.password is not None:
         account = await server.store.read(operations.account(who.user.id))
         stored = None if account is None else account.password_hash
@@ -187,7 +184,6 @@ def _document(wallet: LinkedWallet) -> WalletDocument:
 async def link(
     server: Server, who: Caller, request: WalletLink, once: Once | None
 ) -> WalletDocument:
-    """Link a wallet. Verifies the wallet by its signature and the account by a credential it already has."""
     permit(who, Action.WALLET_LINK, own(who))
     address = (await verified_wallet(server, request)).lower()
     await _prove_account(server, who, request, address)
@@ -209,7 +205,7 @@ def _link(who: Caller, address: str, at: Instant) -> Operation[bool]:
 async def unlink(
     server: Server, who: Caller, address: str, request: WalletUnlink, once: Once | None
 ) -> None:
-    """Unlink a wallet. Verifies two credentials, so that neither a stolen wallet nor a stolen password can remove the other."""
+    """Unlink a wallet. Takes two credentials, so that neither a stolen wallet nor a stolen password removes the other."""
     permit(who, Action.WALLET_UNLINK, own(who))
     wanted = _parsed(address)
     if (await verified_wallet(server, request)).lower() != wanted:

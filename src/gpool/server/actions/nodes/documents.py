@@ -1,4 +1,4 @@
-"""REST documents of nodes, GPUs and their readings, built from stored rows and the scheduling state."""
+"""REST documents of nodes, GPUs and readings, built from stored rows and the scheduling state."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _Status = Literal["free", "shared", "busy", "paused", "quarantined", "offline"]
 
 
 def node_document(server: Server, who: Caller, gpus: GpuRows, row: NodeRow) -> NodeDocument:
-    """The node as `who` sees it: allowed users and problems are shown to its owner and to operators only."""
+    """The node as `who` sees it; allowed users and problems only for its owner and operators."""
     here = row.node
     inside = who.user.id == here.owner or Permission.OPERATOR in who.user.permissions
     entry = _entry(server, here.id)

@@ -31,7 +31,7 @@ from gpool.wire.frames import Hold, StopReason
 async def quarantine(
     server: Server, who: Caller, id_: GpuId, why: str | None, once: Once | None
 ) -> GpuDocument:
-    """Quarantine a GPU, or with None end its quarantine; raises `Conflict` while its agent reports it unhealthy."""
+    """Quarantine a GPU, or with None end its quarantine; `Conflict` while its agent reports it unhealthy."""
     action = "gpu.quarantine" if why else "gpu.clear"
     audit_entries = [
         entry(server.now, who, action, encode("gpu", id_), **({"why": why} if why else {}))
@@ -46,7 +46,7 @@ async def quarantine(
 
 
 async def reclaim(server: Server, id_: GpuId) -> None:
-    """Preempt every task that runs or is queued on the GPU. The caller has checked the permission."""
+    """The caller has checked the permission."""
     row = await server.store.read(gpu_bindings.gpu(id_))
     tasks = [] if row is None else tasks_on(server, row.node, row.position)
     if row is None or not tasks:
@@ -91,7 +91,6 @@ async def telemetry(server: Server, id_: GpuId) -> TelemetryDocument:
 
 
 async def task_telemetry(server: Server, who: Caller, id_: TaskId) -> TelemetryDocument:
-    """GPU usage of a task, recorded while it has its GPUs exclusively."""
     found = await server.store.read(task_operations.task(id_, None))
     permit(who, Action.TASK_READ, task_thing(found), named(id_))
     return TelemetryDocument(

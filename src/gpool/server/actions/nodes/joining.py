@@ -1,4 +1,4 @@
-"""Joining of nodes: with their owner's key or with an invite, and registration of machines without an agent.
+"""Joining of nodes: by their owner's key, by invite, or as machines without an agent.
 
 Registering by REST writes the same offer as an agent's hello frame.
 """
@@ -49,7 +49,6 @@ class _SavedNodeInvite(msgspec.Struct, frozen=True):
 async def join(
     server: Server, who: Caller | None, request: NodeRequest, once: Once | None
 ) -> NodeJoined:
-    """Create a node for its owner or for the inviter; an agent must prove possession of the key it sends."""
     if not request.token:
         assert who is not None, "checked by the route"
         permit(who, Action.NODE_JOIN, own(who))
@@ -113,7 +112,6 @@ def challenge(server: Server) -> NodeChallenge:
 
 
 def _proved_key(server: Server, request: NodeRequest) -> str | None:
-    """The node's public key after its proof was verified; None if the request has no key."""
     if request.public_key is None:
         if request.token:
             raise Invalid(
@@ -151,7 +149,6 @@ async def invite(
 
 
 def _pin(server: Server) -> str:
-    """Fragment of the join link: the fingerprint of a self-signed certificate, or `tls` for one of a public CA."""
     if server.certificate is not None and server.certificate.own:
         return f"#sha256={server.certificate.fingerprint}"
     return "#tls" if server.settings.is_reached_by_tls else ""
@@ -213,7 +210,6 @@ def _create(
 def _existing(
     name: str, owner: UserId | None, invite_hash: str | None, public_key: str | None
 ) -> Operation[NodeId | None]:
-    """The node of an earlier join whose answer was lost; without a key, the machine registered under this name."""
     if public_key is not None:
         known = yield from operations.node_by_key(public_key)
         if known is None:

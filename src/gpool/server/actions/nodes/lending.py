@@ -1,4 +1,4 @@
-"""Lending of nodes and GPUs by their owners: availability, withdrawal, removal; ownership flags by operators."""
+"""Lending by owners: availability, withdrawal, removal; ownership flags by operators."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ async def set_gpu_available(
 
 
 async def unflag(server: Server, who: Caller, id_: GpuId, once: Once | None) -> GpuDocument:
-    """Bind a GPU to its node's owner, by an operator's decision, and clear its flag."""
     answered = await server.write_once(who.user, once, _unflag(id_, who, server.now), lambda _: b"")
     for row in answered.value or ():
         server.picture.node_changed(row.node)

@@ -1,4 +1,4 @@
-"""Reading of nodes and resources: pages filtered by the store, or one object without reading the pool."""
+"""Reading of nodes and resources: pages filtered by the store, or single objects."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CPU_INDEX = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class ResourceCursor:
-    """Position in the list of resources: the last one listed, as `n-….INDEX`; `n-…`: all of that node."""
+    """The last resource listed, as `n-….INDEX`; `n-…`: all of that node."""
 
     node: NodeId
     index: int = CPU_INDEX
@@ -61,7 +61,6 @@ async def nodes(
 async def resources(
     server: Server, wanted: NodeFilter, kind: str | None, after: ResourceCursor | None, limit: int
 ) -> GpuPage:
-    """GPUs by node and index, each node's CPUs last. With a search, GPUs whose model or node name matches."""
     before = None
     if after is not None:  # a node with resources behind the cursor is read again
         before = after.node if after.index == CPU_INDEX else NodeId(after.node - 1)
@@ -94,7 +93,6 @@ def _resources(
 
 
 def matches(row: NodeRow, search: str) -> bool:
-    """Whether the node's name or a GPU model contains the text; the store compares more of the offer."""
     text, offer = search.lower(), row.node.offer
     return text in row.node.name.lower() or any(text in gpu.model.lower() for gpu in offer.gpus)
 

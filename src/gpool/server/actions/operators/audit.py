@@ -1,6 +1,6 @@
-"""Audit log: entries written in the transaction of their effect, pages of it, verification of its hash chain.
+"""Audit log: entries written in the transaction of their effect, pages, verification of the hash chain.
 
-An entry names actor, action, object, address and outcome. It contains names, ids and scopes, never secrets.
+An entry names actor, action, object, address and outcome: names, ids and scopes, never secrets.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def named(actor: AuditActor) -> str:
 def audited(
     op: Operation[T], entries: Sequence[AuditEntry] | Callable[[T], Iterable[AuditEntry]]
 ) -> Operation[T]:
-    """The operation and its audit entries in one transaction. `entries` may be a function of the operation's value.
+    """Operation and audit entries in one transaction. `entries` may be a function of the operation's value.
 
     Appending locks the head of the log until the commit, so it comes last.
     """
@@ -90,7 +90,6 @@ class _UsedKey(NamedTuple):
 
 @operation
 def keys_used(used: Sequence[tuple[int, Instant]]) -> Operation[None]:
-    """Store when API keys were last used; each key's first use of a day is logged."""
     rows = yield from select(
         _UsedKey,
         "SELECT k.id, k.user_id, k.name, k.last_used_at FROM {used} AS u JOIN api_keys k ON k.id = u.id",
@@ -118,17 +117,14 @@ def keys_used(used: Sequence[tuple[int, Instant]]) -> Operation[None]:
 
 
 async def note(server: Server, *entries: AuditEntry) -> None:
-    """Append entries of events without another effect, such as a refused sign-in."""
     await server.store.write(operations.append(entries))
 
 
 async def page(server: Server, before: int | None, limit: int) -> tuple[AuditLink, ...]:
-    """Newest first."""
     return await server.store.read(operations.newest(before, limit))
 
 
 async def verify(server: Server, anchors: Iterable[AuditAnchor] = ()) -> ChainIntact | ChainBroken:
-    """Verify the hash chain page by page, up to its head at the start, and against the anchors."""
     head = await server.store.read(operations.head())
     pinned = [*anchors, *([head] if head else [])]
     start: AuditAnchor | None = None

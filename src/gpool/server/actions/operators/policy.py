@@ -1,7 +1,6 @@
-"""Operator changes to the running pool: policy, cordons, reservations, key rotation. Routes check the permission.
+"""Operator changes: policy, cordons, reservations, key rotation. Routes check the permission.
 
-A change is stored and audited in one transaction and then applied to the scheduler; other replicas apply it at their
-next refresh.
+A change is stored and audited in one transaction, then applied; other replicas apply it at their next refresh.
 """
 
 from __future__ import annotations
@@ -65,7 +64,6 @@ def policy(server: Server) -> PolicyState:
 
 
 async def try_policy(server: Server, changes: dict[str, object]) -> PolicyState:
-    """Compare the waiting tasks' starts under the current and the changed policy; changes nothing."""
     picture = server.picture
     change = _merged(picture.policy.rules.policy, changes)
     configured = replace(picture.policy.configured, limits=picture.policy.current.limits)
@@ -95,7 +93,6 @@ async def change_policy(
 
 
 async def learn(server: Server, who: Caller, once: Once | None) -> None:
-    """Start a training of the placement prices in the background; `policy` reports its result."""
     audit_entry = entry(server.now, who, "policy.learn")
     await server.write_once(who.user, once, audited(_nothing(), [audit_entry]), lambda _: b"")
     server.learning.ask()
@@ -107,7 +104,6 @@ def _nothing() -> Operation[None]:
 
 
 def weights_with(server: Server, given: Mapping[Holder, float | None]) -> dict[Holder, int]:
-    """The stored weights with these changes; None removes a weight."""
     found = dict(server.picture.policy.rules.policy.weights)
     for holder, weight in given.items():
         if weight is None:
@@ -141,7 +137,6 @@ class CordonState:
 
 
 async def cordon(server: Server, who: Caller, wanted: NewCordon, once: Once | None) -> CordonState:
-    """Cordon a node; with `drain`, preempt its preemptible tasks. The others finish."""
     node, why = wanted.node, wanted.why
     action = "node.drain" if wanted.drain else "node.cordon"
     audit_entry = entry(server.now, who, action, encode("node", node), why=why)
@@ -270,7 +265,7 @@ def _reserve(one: Reservation, at: Instant) -> Operation[None]:
 async def rotate_keys(
     server: Server, actor: AuditActor, *, master: bool, address: str = ""
 ) -> KeyStatus:
-    """Retire every data key; sealed fields move to a new one in the background. `master` rotates the master key first."""
+    """Retire every data key; the background moves sealed fields to a new one. `master` rotates the master key first."""
     if master:
         wrapped = await server.sealer.rotate_master()
         rotated = {"address": address, "wrapped": str(wrapped)}

@@ -1,7 +1,5 @@
-"""Quotas of users and teams, set by operators and enforced at submission, upload and planning.
-
-The planner enforces running and guaranteed GPUs (`core.scheduler.order.limits`): tasks over the quota wait. Queued tasks
-and storage are compared with the stored amounts in the transaction that adds to them, under a lock on the account.
+"""Quotas of users and teams, set by operators. Tasks over the GPU quota wait (`core.scheduler.order.limits`); queued tasks
+and storage are compared with the stored amounts in the adding transaction, under a lock on the account.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ def _usual(settings: Settings, holder: Holder) -> Quota:
 async def set_quota(
     server: Server, actor: AuditActor, holder: Holder, quota: GivenQuota, address: str = ""
 ) -> None:
-    """Set a quota; raises `NotFound` without such a user or team. The caller has checked the permission."""
+    """The caller has checked the permission."""
     kind, number = holder
     check(quota, _usual(server.settings, holder))
     thing = encode(kind, number)
@@ -108,7 +106,6 @@ def limits_of(settings: Settings, given: dict[Holder, GivenQuota]) -> GpuLimits:
 
 
 def check(quota: GivenQuota, usual: Quota) -> GivenQuota:
-    """Raise `Invalid` if more is guaranteed than may run at once; `usual` holds the defaults."""
     most = (
         quota.running_gpu_milli if quota.running_gpu_milli is not None else usual.running_gpu_milli
     )
@@ -127,8 +124,8 @@ def check(quota: GivenQuota, usual: Quota) -> GivenQuota:
 def most_queued(server: Server) -> int | None:
     """Upper bound of the tasks any user or team has queued when the next write commits; None: unknown.
 
-    Must be called on the event loop right before the write is passed to the store: every earlier write is then folded
-    (waiting, or held and able to return) or still arriving. Writes of other servers to the same database are not seen.
+    Call on the event loop right before passing the write to the store: every earlier write is then folded (waiting, or
+    held and able to return) or still arriving. Writes of other servers are not seen.
     """
     picture = server.picture
     if picture.is_stale or server.settings.is_shared:
@@ -193,7 +190,6 @@ class StoredUpload:
 async def body_within_quota(
     server: Server, upload: StoredUpload, declared_bytes: int, body: AsyncIterator[bytes]
 ) -> AsyncIterator[bytes]:
-    """The body, limited to the owner's free storage; a declared size is refused before the first byte is read."""
     room = await server.store.read(free_storage(server.settings, upload))
     if room is None:
         return body
@@ -213,7 +209,6 @@ async def _counted(body: AsyncIterator[bytes], holder: Holder, room: int) -> Asy
 
 @operation
 def free_storage(settings: Settings, upload: StoredUpload) -> Operation[tuple[Holder, int] | None]:
-    """Account charged for the upload and its free bytes; None: no limit, or stored for that account already."""
     holder = yield from _charged_account(upload)
     if holder is None:
         return None
@@ -234,7 +229,7 @@ def free_storage(settings: Settings, upload: StoredUpload) -> Operation[tuple[Ho
 def add_within_quota(
     settings: Settings, upload: StoredUpload, size: int, at: Instant
 ) -> Operation[bool | Forbidden]:
-    """`artifacts.add_artifact` within the quota; otherwise the artifact stays without a reference and is pruned later."""
+    """`artifacts.add_artifact` within the quota; otherwise the artifact gets no reference and is pruned later."""
     lease = upload.lease
     if upload.user is not None:
         yield from teams.hold_account("user", upload.user)

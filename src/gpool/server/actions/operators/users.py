@@ -26,7 +26,7 @@ from gpool.wire.identity import UserDocument, UserInviteDocument, UserInviteRequ
 
 
 async def list_users(server: Server, after: UserId, limit: int) -> list[UserDocument]:
-    """Users past `after`, the oldest account first. The route has checked USERS_LIST."""
+    """The route has checked USERS_LIST."""
     found = await server.store.read(operations.users(after, limit))
     return [user_document(account) for account in found]
 
@@ -54,7 +54,6 @@ def named(id_: UserId) -> str:
 async def change(
     server: Server, who: Caller, id_: UserId, wanted: UserPatch, once: Once | None
 ) -> UserDocument:
-    """Change several things in one commit; the last enabled operator stays one."""
     actions = asked_for(wanted)
     if not actions:
         raise Invalid("nothing to change; send 'permissions', 'disabled' or 'quota'")
@@ -104,7 +103,7 @@ def _change(
 async def invite(
     server: Server, who: Caller, wanted: UserInviteRequest, once: Once | None
 ) -> UserInviteDocument:
-    """Create an invite to register. The route has checked USER_INVITE."""
+    """The route has checked USER_INVITE."""
     if (wanted.team is None) != (wanted.role is None):
         raise Invalid("'team' and 'role' must be sent together")
     granted = (

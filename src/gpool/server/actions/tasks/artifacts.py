@@ -33,7 +33,6 @@ async def put(
     upload: ArtifactUpload,
     body: AsyncIterator[bytes],
 ) -> int | None:
-    """Store the bytes, then the reference to them. Returns the size, or None while parts are missing."""
     if isinstance(who, Caller):
         permit(who, Action.ARTIFACT_UPLOAD, own(who))
     else:
@@ -85,7 +84,7 @@ async def size_of(
 ) -> int:
     """Size of an artifact that `who` may read; a node reads under the lease it names.
 
-    `to_name`: only if `who` may name it in a task. Operators read artifacts of others, but may not name them.
+    `to_name`: only if `who` may name it in a task. Operators read artifacts of others but may not name them.
     """
     size, thing = await _seen(server, who, sha256, lease)
     if to_name and isinstance(who, Caller) and thing.owner is None and thing.team is None:
@@ -104,7 +103,6 @@ async def size_of(
 async def _seen(
     server: Server, who: Caller | NodeCredentials, sha256: str, lease: Hold | None
 ) -> tuple[int | None, Thing]:
-    """Size, and the artifact as an object of permissions, owned as the reference through which `who` sees it."""
     if isinstance(who, NodeCredentials):
         task = None if lease is None else TaskId(lease.task)
         size = await server.store.read(operations.visible_to_node(sha256, who.node, task))

@@ -42,7 +42,7 @@ from gpool.wire.documents import (
 
 
 class ResultLine(msgspec.Struct, frozen=True):
-    """`wire.documents.ResultDocument` without pydantic, for thousands of results a second. Bytes are encoded as base64."""
+    """`wire.documents.ResultDocument` without pydantic, for thousands of results a second. Bytes as base64."""
 
     id: str
     position: int
@@ -93,7 +93,6 @@ LAST = len(_ORDER)
 
 
 def encode_many(kind: str, numbers: Iterable[int]) -> list[str]:
-    """Like `core.ids.encode` for many numbers; neighbours share all but the last two letters."""
     encoded = []
     stem, stem_of = "", -1
     for number in numbers:
@@ -226,7 +225,6 @@ def _member(view: MemberView) -> MemberDocument:
 
 
 def phase_of(view: TaskView) -> str | None:
-    """Phase of the current attempt; None while the task is in a queue, of the server or of its node."""
     if view.row.status is TaskStatus.RUNNING:
         return Phase.COLLECT.value if view.note == Phase.COLLECT else Phase.RUN.value
     return view.note if view.row.status is TaskStatus.LEASED else None

@@ -1,6 +1,6 @@
-"""Explanation of one task: why it waits or how it ended, its expected start, and changes that would start it now.
+"""Explanation of a task: why it waits or how it ended, expected start, changes that would start it now.
 
-Only reads. The search for changes runs in `scheduling.explaining`.
+Only reads; `scheduling.explanations` searches for the changes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ _UNTRIED = " Not all changes that might start it now were tried, because of many
 
 
 async def explain(server: Server, who: Caller, id_: TaskId) -> ExplainDocument:
-    """Explain a task to `who`; raises `TooMany` past the limit of concurrent explanations."""
     view = await query.task(server, who, id_)
     row = view.row
     if row.status.is_final:

@@ -1,4 +1,4 @@
-"""Output of a task: read from rows, or from the artifact they were sealed into; as pages or as a stream to the end."""
+"""Output of a task, from rows or the artifact they were sealed into; as pages or as a stream to the end."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ class OutputPage:
 
 
 class _ChunkDecoder:
-    """Decoder of chunks: joins characters that were split at the end of a chunk."""
-
     def __init__(self) -> None:
         self._decoders: dict[tuple[int, int], codecs.IncrementalDecoder] = {}
 
@@ -68,7 +66,7 @@ async def page(server: Server, who: Caller, id_: TaskId, after: int) -> OutputPa
 async def follow(
     server: Server, who: Caller, id_: TaskId, after: int
 ) -> AsyncIterator[list[LogDocument] | ProgressDocument]:
-    """Output so far and as it comes, until the task has ended, with progress documents whenever the phase changes.
+    """Output as it comes until the task has ended, and a progress document whenever the phase changes.
 
     An empty list is a sign of life after `SILENCE_S` without output.
     """

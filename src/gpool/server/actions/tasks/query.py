@@ -1,4 +1,4 @@
-"""Reading of tasks and batches, and waiting for their ends. An object the caller may not see is reported as missing."""
+"""Reading of tasks and batches, waiting for their ends. Objects the caller may not see are reported as missing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def task(
 
 
 async def task_again(server: Server, id_: TaskId) -> TaskView:
-    """The task as it is now, for a caller whose permission was asked before in the same request."""
+    """The caller's permission was checked earlier in the request."""
     view = await server.store.read(brief(operations.task(id_, None)))
     if view is None:
         raise NotFound(f"no {named(id_)} of yours")
@@ -53,7 +53,7 @@ async def task_again(server: Server, id_: TaskId) -> TaskView:
 
 
 async def list_tasks(server: Server, who: Caller, listing: Listing) -> tuple[TaskView, ...]:
-    """Tasks of the caller, of a team or (the route has checked TASKS_LIST_ALL) of everybody, newest first."""
+    """Newest first; for everybody's tasks the route has checked TASKS_LIST_ALL."""
     user, team = await listed_account(server, who, listing.everybody, listing.team)
     teams = () if team is None else (team,)
     return await server.store.read(
@@ -64,7 +64,6 @@ async def list_tasks(server: Server, who: Caller, listing: Listing) -> tuple[Tas
 async def listed_account(
     server: Server, who: Caller, everybody: bool, team: TeamId | None
 ) -> tuple[UserId | None, TeamId | None]:
-    """User or team whose tasks are listed, after asking whether `who` may; neither: everybody's."""
     if everybody:
         return None, None
     thing = await acting_account(server, who, team)
@@ -73,7 +72,7 @@ async def listed_account(
 
 
 async def acting_account(server: Server, who: Caller, team: TeamId | None) -> Thing:
-    """The caller's own account, or the team's; a team the caller is not in is looked up, as it may not exist."""
+    """The caller's account, or the team's; a team the caller is not in is looked up, as it may not exist."""
     if team is None:
         return own(who)
     if team not in who.teams and await server.store.read(teams_operations.team(team)) is None:
@@ -98,7 +97,7 @@ async def wait_for_task(server: Server, who: Caller, id_: TaskId, seconds: float
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """Tasks of one batch whose results are awaited; `fresh`: just committed, so none can have ended yet."""
+    """Tasks of one batch whose results are awaited; `fresh`: just committed, so none has ended."""
 
     batch: BatchId
     tasks: Sequence[TaskId]
@@ -108,7 +107,6 @@ class Awaited:
 async def wait_for_results(
     server: Server, awaited: Awaited, seconds: float
 ) -> list[BatchResult] | None:
-    """Results in the order of the tasks; None if some have not ended after `seconds`."""
     clock = asyncio.get_running_loop().time
     ends = clock() + seconds
     found: dict[TaskId, BatchResult] = {}
@@ -150,7 +148,6 @@ async def batch_again(server: Server, id_: BatchId) -> Batch:
 async def batch_results(
     server: Server, who: Caller, id_: BatchId, after: int
 ) -> AsyncIterator[bytes]:
-    """Results past `after` as NDJSON, as tasks end, until the batch is closed and done."""
     await batch(server, who, id_)
     return _results(server, who, id_, after)
 

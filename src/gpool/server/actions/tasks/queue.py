@@ -1,9 +1,8 @@
-"""The queue as a page: waiting tasks with position, expected start and reason, and the running tasks beside them.
+"""Queue page: waiting tasks with position, expected start (from the forecasts) and reason, and the running tasks.
 
-Reasons and positions are computed once per shape on the page, not per task: for the first and the last listed task of
-each shape. Tasks of a shape wait in order, so a position between these two is interpolated. Example: of the 100 tasks of
-one shape, the first has 4 tasks ahead of it and the last 202; then the 51st has 4 + 50/99 * 198 = 104. Expected starts
-come from the forecasts, which are simulated once for all requests within seconds.
+Reasons and positions are computed for the first and last listed task of each shape; positions between are
+interpolated, because tasks of a shape wait in order. Example: of 100 tasks of one shape the first has 4 tasks ahead
+and the last 202; the 51st has 4 + 50/99 * 198 = 104.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class _StoredQueue:
 
 
 async def queue_page(server: Server, who: Caller, wanted: QueueQuery) -> QueuePage:
-    """Waiting tasks, oldest first. The first page also lists running tasks. Raises `TooMany` as `explain` does."""
+    """Waiting tasks, oldest first; the first page adds running tasks. Raises `TooMany` as `explain` does."""
     user, team = await query.listed_account(server, who, wanted.everybody, wanted.team)
     found = await server.store.read(_stored(user, team, wanted))
     with server.explaining.admitted():

@@ -1,4 +1,4 @@
-"""Conversion of a submitted request into a task spec. Refuses specs that no node could ever run, whatever joins later."""
+"""Conversion of a submitted request into a task spec. Refuses specs that no node could ever run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ MAX_BYTES = 1 << 50
 
 
 def spec_of(request: TaskRequest) -> TaskSpec:
-    """The spec of a request, without a look at its artifacts; raises `Invalid` or `Unprocessable`."""
     if (request.command is None) == (request.function is None):
         raise Invalid("give exactly one of 'command' and 'function'")
     kind = TaskKind.COMMAND if request.function is None else TaskKind.FUNCTION
@@ -113,7 +112,7 @@ def _check_gang(request: TaskRequest, command: tuple[str, ...]) -> None:
 
 
 def _check_weight(spec: TaskSpec) -> None:
-    """Refuse a spec too large for a frame: the frame would disconnect every node it is granted to."""
+    """Refuse a spec too large for a frame: it would disconnect every node it is granted to."""
     try:
         weight = weight_of(spec)
     except UnicodeEncodeError:
@@ -261,7 +260,7 @@ def _check_env(field: str, env: Mapping[str, str]) -> None:
 
 
 def _check_secrets(request: TaskRequest) -> None:
-    """Errors name the secrets and never contain their values."""
+    """Errors name the secrets, never their values."""
     for name in request.secrets:
         if name in request.env:
             raise Invalid(f"'{name[:40]}' is in 'env' and in 'secrets'; leave it out of one")

@@ -1,8 +1,7 @@
-"""Cancellation and preemption of tasks and batches.
+"""Cancellation and preemption of tasks and batches; requests are stored before they are sent, so they survive a restart.
 
-Cancelling ends a waiting task at once and marks a running one, which its node then stops. Preempting makes the node warn
-the task, save its checkpoint and return the lease; the task is queued again, unbilled and without a failed try. Both
-orders are stored before they are sent, so they survive a restart.
+Cancelling ends a waiting task and marks a running one, which its node stops. Preempting makes the node warn the task,
+save its checkpoint and return the lease; the task is queued again, unbilled, without a failed try.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from gpool.server.store.values import Recording
 
 
 async def cancel_task(server: Server, who: Caller, id_: TaskId, once: Once | None) -> bool:
-    """Cancel a task; an ended one stays as it is. False: a repetition, for which no permission was asked."""
+    """Cancel a task; an ended one stays. False: a repetition, without a permission check."""
     answered = await server.write_once(who.user, once, _cancel_task(id_, who, server.now), _nothing)
     if answered.value is not None:
         server.picture.absorb(answered.value)
@@ -66,14 +65,14 @@ def _cancel_batch(id_: BatchId, who: Caller, at: Instant) -> Operation[Recording
 
 
 async def preempt_tasks(server: Server, tasks: Sequence[TaskId]) -> Recording:
-    """Preempt those of the tasks that hold a lease. The caller has checked the permission."""
+    """The caller has checked the permission."""
     recording = await server.write(preemption.preempt(tasks, server.now))
     _fold(server, recording)
     return recording
 
 
 async def preempt_task(server: Server, who: Caller, id_: TaskId, once: Once | None) -> bool:
-    """Preempt a task for an operator; raises `Conflict` if it has no lease. False: a repetition."""
+    """Preempt a task for an operator; `Conflict` if it has no lease. False: a repetition."""
     order = entry(server.now, who, "task.preempt", encode("task", id_))
     preempting = audited(_preempt(id_, who, server.now), [order])
     answered = await server.write_once(who.user, once, preempting, _nothing)
@@ -83,7 +82,7 @@ async def preempt_task(server: Server, who: Caller, id_: TaskId, once: Once | No
 
 
 def _fold(server: Server, recording: Recording) -> None:
-    """Tell the scheduler, so that it preempts nothing else for the same capacity."""
+    """Inform the scheduler, so that it preempts nothing else for the same capacity."""
     asked = dict.fromkeys(TaskId(hold.task) for _, hold in recording.to_preempt)
     if asked:
         server.picture.fold(TasksPreempted(tuple(asked)))

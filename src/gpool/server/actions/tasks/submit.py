@@ -56,7 +56,7 @@ GATHERED_BYTES = 128 * KIB
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A submission before its commit. Its tasks count as arriving until the scheduler has folded or refused them."""
+    """Submission before its commit. Its tasks count as arriving until the scheduler has folded or refused them."""
 
     server: Server
     who: Caller
@@ -82,8 +82,6 @@ class _Pending:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A committed submission. `body` is the encoded answer; `fresh` is false for a repetition."""
-
     body: bytes
     batch: BatchId
     tasks: tuple[TaskId, ...]
@@ -121,7 +119,6 @@ async def submit(server: Server, who: Caller, request: TaskRequest, once: Once |
 
 
 def _let_in(entry: _Pending) -> None:
-    """No more than the queue takes, with all that is on its way into it."""
     picture, most = entry.server.picture, entry.server.settings.max_queued
     waiting = picture.waiting + picture.arriving
     if waiting + len(entry.submission.tasks) > most:
@@ -142,7 +139,6 @@ _Outcome = Answered[SubmittedTasks] | GpoolError
 
 
 def batching() -> WriteBatcher[_Pending, list[_Outcome], _Outcome]:
-    """Return the batcher of a server's submissions."""
     return WriteBatcher(_write, _fold)
 
 
@@ -261,7 +257,6 @@ def _tasks(server: Server, request: TaskRequest) -> list[NewTask]:
 
 @operation
 def _submit(group: Sequence[_Pending], most: int | None) -> Operation[list[_Outcome]]:
-    """Submit those that nothing stands against; the others are answered with the reason, or with an earlier answer."""
     outcomes: dict[int, _Outcome] = {}
     saved = yield from idempotency.saved({entry.key for entry in group if entry.key is not None})
     first: dict[tuple[UserId, str], int] = {}
@@ -312,7 +307,6 @@ def _repeated(
     first: Mapping[tuple[UserId, str], int],
     outcomes: Mapping[int, _Outcome],
 ) -> _Outcome:
-    """Return the answer to a request that has the key of another one of its group."""
     assert entry.key is not None
     assert entry.once is not None
     place = first[entry.key]

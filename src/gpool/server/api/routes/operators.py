@@ -311,7 +311,6 @@ def _learnt(found: Learnt) -> LearntDocument:
 
 
 def _holder(text: str) -> Holder:
-    """A user or a team, by its id."""
     if text.startswith("tm-"):
         return "team", decode("team", text)
     return "user", decode("user", text)

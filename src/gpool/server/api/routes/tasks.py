@@ -162,7 +162,7 @@ async def preempt_task(request: Request, id: TASK) -> Response:
 
 
 async def _changed(request: Request, who: Caller, id_: TaskId, is_asked: bool) -> Response:
-    """The task after a change; the permission is asked here if the change was a repetition."""
+    """The task after a change; checks the permission if the change was a repetition."""
     server = server_of(request)
     view = (
         await query.task_again(server, id_)

@@ -4,17 +4,16 @@ Challenge. To join, to open the channel or to renew its token, a node signs a no
 
     nonce = 16 random bytes | expiry (8 bytes, µs) | first 16 bytes of HMAC(secret, nonce so far, purpose, server, node)
 
-The server keeps no list of challenges: the tag shows that the nonce is its own, for this node and purpose, and the
-expiry is inside, 30 s after creation. A million unanswered challenges cost no memory. Only nonces of accepted answers
-are remembered, until they expire, so the memory grows with what holders of real keys do: a node that proves itself
-once a minute keeps half an entry on average.
+No list of challenges is kept: the tag shows that the nonce is the server's, for this node and purpose, and expires
+30 s after creation. A million unanswered challenges cost no memory. Only nonces of accepted answers are remembered,
+until they expire: a node that proves itself once a minute keeps half an entry on average.
 
 Request. A request carries the node's token and a signature of method, path, token, lease, time and a random nonce by
-the key the token is bound to. It is accepted within 60 s of its time and once. A stolen token is useless without the
-key; a recorded request is useless because its nonce is used.
+the key the token is bound to; it is accepted once, within 60 s of its time. A stolen token is useless without the
+key, a recorded request because its nonce is used.
 
-On the channel, challenge and answer travel over one connection, so one process sees both. If an answer could reach
-another replica, the memory would have to be a table with the nonce as primary key.
+Challenge and answer travel over one connection, so one process sees both. If an answer could reach another replica,
+the memory would have to be a table with the nonce as primary key.
 """
 
 from __future__ import annotations
@@ -74,8 +73,6 @@ class NotProven(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Proven:
-    """Proof that the peer holds the private half of this key."""
-
     thumbprint: str
 
 
@@ -91,7 +88,6 @@ class UsedNonces:
         return len(self._used)
 
     def take(self, key: tuple[str, str], expires: Instant, now: Instant) -> NotProven | None:
-        """Record a nonce; None the first time."""
         while self._order and self._order[0][0] <= now:
             self._used.discard(self._order.popleft()[1])
         if key in self._used:
@@ -104,14 +100,12 @@ class UsedNonces:
 
 
 class Proofs:
-    """Creates and checks proofs; `server` is the pool's name, `secret` is shared by all replicas."""
-
     def __init__(self, secret: bytes, server: str, memory: UsedNonces | None = None) -> None:
         self._secret, self._server = secret, server
         self._memory = memory if memory is not None else UsedNonces()
 
     def challenge(self, purpose: str, node: str, entropy: bytes, now: Instant) -> str:
-        """Nonce for one node and purpose, valid for `LIFE`; `entropy` is 16 random bytes."""
+        """Nonce for one node and purpose, valid for `LIFE`; `entropy`: 16 random bytes."""
         if len(entropy) != _RANDOM_BYTES:
             raise ValueError(f"entropy must have {_RANDOM_BYTES} bytes, not {len(entropy)}")
         body = entropy + (now + LIFE).to_bytes(_TIME_BYTES, "big")
@@ -121,7 +115,7 @@ class Proofs:
     def answered(
         self, statement: ChallengeStatement, signature: str, now: Instant
     ) -> Proven | NotProven:
-        """Whether the answer proves possession of `statement.public`, here, for this, and for the first time.
+        """Whether the answer proves possession of `statement.public`, for this purpose and for the first time.
 
         The caller builds the statement from its store (node, key) and route (purpose); only the nonce is the peer's.
         """
@@ -146,10 +140,7 @@ class Proofs:
     def request(
         self, statement: RequestStatement, header: str, public: bytes, claims: Claims, now: Instant
     ) -> Proven | NotProven:
-        """Check the proof header of a request against the key its token is bound to.
-
-        The header supplies time and nonce of the statement, the caller everything else.
-        """
+        """Check the proof header of a request, which supplies time and nonce, against the key its token is bound to."""
         proof = parse_request_proof(header)
         raw = signature_from(proof.signature) if proof else None
         if proof is None or raw is None:

@@ -1,7 +1,7 @@
-"""Authentication of nodes: join, channel, token renewal and requests. Authorization is not decided here.
+"""Authentication of nodes: join, channel, token renewal, requests. Authorization is not decided here.
 
-A node's token is signed by the server and bound to the node's key; it is valid only on a connection that proved the
-key, or beside a signature of the request. `proofs` explains the scheme.
+A node's token is signed by the server and bound to the node's key: valid only on a connection that proved the key,
+or beside a signature of the request (`proofs`).
 """
 
 from __future__ import annotations
@@ -45,12 +45,11 @@ MAX_REMEMBERED = 10_000
 
 
 def pool_name(root_key: bytes) -> str:
-    """Name of the pool in proofs: derived from the root key, so it is equal on every replica and unique."""
+    """Name of the pool in proofs: derived from the root key, so unique and equal on every replica."""
     return "pool-" + hmac.new(root_key, b"gpool server name", hashlib.sha256).hexdigest()[:32]
 
 
 def pool_keys(root_key: bytes) -> KeySet:
-    """The one signing key of node tokens, derived from the root key."""
     seed = hmac.new(root_key, b"gpool node tokens", hashlib.sha256).digest()
     return KeySet((new_key(seed, Instant(0)),))
 
@@ -69,7 +68,7 @@ class _CachedNode:
 
 
 class NodeAuthenticator:
-    """`root_key` is shared by all replicas; `remember`: how long a removed node may still be accepted."""
+    """`root_key`: shared by all replicas; `remember`: how long a removed node may still be accepted."""
 
     def __init__(
         self,
@@ -89,11 +88,9 @@ class NodeAuthenticator:
         self._known: dict[NodeId, _CachedNode] = {}
 
     def forget(self) -> None:
-        """Drop cached nodes, after one was removed."""
         self._known.clear()
 
     async def node(self, id_: NodeId) -> NodeCredentials | None:
-        """Credentials of a node that has a public key, else None."""
         now = self._now()
         known = self._known.get(id_)
         if known is not None and known.until > now:
@@ -112,7 +109,6 @@ class NodeAuthenticator:
         return self._proofs.challenge(purpose, _encoded(node), secrets.token_bytes(16), self._now())
 
     def joins(self, public_key: str, nonce: str, signature: str) -> Proven | NotProven:
-        """Check that a joining node holds the private half of `public_key`."""
         return self._answered(Purpose.JOIN, None, public_key, nonce, signature)
 
     def proves(
@@ -132,7 +128,7 @@ class NodeAuthenticator:
     # ---- tokens
 
     def token(self, who: NodeCredentials) -> IssuedToken:
-        """Issue a token to a node that has just proved its key."""
+        """The node has just proved its key."""
         public = public_from(who.public_key or "")
         assert public is not None, "the node has just signed with this key"
         now = self._now()
@@ -141,7 +137,7 @@ class NodeAuthenticator:
         return IssuedToken(made, now, LIFE)
 
     def good_until(self, token: str, node: NodeId, key: str) -> Instant | None:
-        """Expiry of the token for frames of this node on a connection that proved `key`; None if it is not valid there."""
+        """Expiry of the token for this node's frames on a connection that proved `key`; None if invalid there."""
         claims = self._claims(token)
         if claims is None or claims.key != key or claims.subject != _encoded(node):
             return None
@@ -156,7 +152,7 @@ class NodeAuthenticator:
     async def requests(
         self, method: str, path: str, lease: str, token: str, proof: str
     ) -> NodeCredentials:
-        """Authenticate a request by token and proof; `NotSignedIn` without a reason otherwise."""
+        """Authenticate a request by token and proof; else `NotSignedIn` without a reason."""
         claims = self._claims(token)
         if claims is None or parse_request_proof(proof) is None:
             raise _not_proven()
@@ -172,7 +168,6 @@ class NodeAuthenticator:
 
 
 def checked_public_key(text: str) -> str:
-    """Return a usable public key as stored; `Invalid` otherwise."""
     public = public_from(text)
     if public is None or not is_sound(public):
         raise Invalid(

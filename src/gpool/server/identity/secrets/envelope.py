@@ -1,6 +1,6 @@
 """Envelope encryption of secrets at rest. No I/O except for the sources of master keys.
 
-A secret field is encrypted with AES-256-GCM under a data key; a data key is stored encrypted (wrapped) under a master
+A secret field is encrypted with AES-256-GCM under a data key; a data key is stored wrapped (encrypted) under a master
 key, which is kept outside the store. A copy of the database without the master key reveals nothing.
 
     field = 0x01 | data key id (8) | nonce (12) | ciphertext and tag
@@ -8,15 +8,15 @@ key, which is kept outside the store. A copy of the database without the master 
 
 A field is bound to its table, row and column (associated data): copied anywhere else it does not decrypt.
 
-Nonces are random, and two equal ones under one key would break it. With 2^32 random 96-bit nonces a repeat has
-probability 2^-33, the bound of NIST SP 800-38D; a data key seals at most `MAX_SEALS` = 2^28 fields (2^-41). The count
-is exact because each process seals with a data key of its own (`begin_key`, committed before its first use) and opens
-those of all. Master keys wrap a few keys a day.
+Nonces are random; two equal ones under one key would break it. 2^32 random 96-bit nonces repeat with probability
+2^-33, the bound of NIST SP 800-38D; a data key seals at most `MAX_SEALS` = 2^28 fields (2^-41). The count is exact:
+each process seals with its own data key (`begin_key`, committed before its first use) and opens those of all. Master
+keys wrap a few keys a day.
 
 Rotation while serving. Data key: `begin_key`, then `resealed` for every field, each UPDATE guarded by the old bytes.
-Master key: put the new one first in its source and keep the old one second, `rewrapped` for every data key, remove the
-old one. Example: 1,000,000 fields under one data key cost one wrap for a new master key, and 1,000,000 updates for a
-new data key. `sealer` runs both.
+Master key: put the new one first in its source, keep the old one second, `rewrapped` for every data key, remove the
+old one. Example: with 1,000,000 fields under one data key, a new master key costs one wrap, a new data key 1,000,000
+updates. `sealer` runs both.
 """
 
 from __future__ import annotations
@@ -48,8 +48,6 @@ COMMAND_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class FieldLocation:
-    """Table, row and column a sealed field is bound to."""
-
     table: str
     row: str
     column: str
@@ -103,14 +101,13 @@ def _master_from(word: str, source: str) -> MasterKey:
 
 
 def masters_from_file(path: Path) -> tuple[MasterKey, ...]:
-    """Read a file only its owner may read; created with a fresh key if missing."""
+    """Only the owner may read the file; created with a fresh key if missing."""
     if not path.exists():
         write_private(path, _line(secrets.token_bytes(KEY_BYTES)), replace=False)
     return masters_from_text(read_private(path).decode("ascii", errors="replace"), str(path))
 
 
 def add_master_to_file(path: Path) -> tuple[MasterKey, ...]:
-    """Start a master key rotation: put a fresh key before the present ones."""
     before = masters_from_file(path)
     lines = [_line(secrets.token_bytes(KEY_BYTES)), *(_line(each.key) for each in before)]
     write_private(path, b"".join(lines), replace=True)
@@ -124,7 +121,6 @@ def drop_old_masters_from_file(path: Path) -> tuple[MasterKey, ...]:
 
 
 def masters_from_command(command: Sequence[str]) -> tuple[MasterKey, ...]:
-    """Run a command (a KMS client) that prints the keys."""
     name = command[0] if command else "the empty command"
     try:
         done = subprocess.run(
@@ -150,8 +146,6 @@ def _line(key: bytes) -> bytes:
 
 
 class Envelope:
-    """Seals with this process's own data key, opens with every known one."""
-
     def __init__(self, masters: Sequence[MasterKey], keys: Iterable[WrappedKey] = ()) -> None:
         self._masters = tuple(masters)
         self._ciphers: dict[bytes, AESGCM] = {}
@@ -189,11 +183,10 @@ class Envelope:
         return head + nonce + self._ciphers[self._own].encrypt(nonce, plain, _bound(head, place))
 
     def knows(self, sealed: bytes) -> bool:
-        """Whether the field's data key is loaded; if not, another replica may have created it."""
         return sealed[1:HEAD_BYTES] in self._ciphers
 
     def open(self, place: FieldLocation, sealed: bytes) -> bytes:
-        """Decrypt; `InternalFault` if the field was changed, moved, or sealed with an unknown key."""
+        """Decrypt; `InternalFault` if the field was changed, moved, or its key is unknown."""
         head, nonce = sealed[:HEAD_BYTES], sealed[HEAD_BYTES : HEAD_BYTES + NONCE_BYTES]
         cipher = self._ciphers.get(head[1:])
         if len(sealed) < OVERHEAD_BYTES or head[0] != VERSION or cipher is None:
@@ -204,14 +197,12 @@ class Envelope:
             raise _cannot_open(place) from None
 
     def resealed(self, place: FieldLocation, sealed: bytes) -> bytes | None:
-        """The field sealed with this process's key; None if it is already."""
         if sealed[1:HEAD_BYTES] == self._own:
             return None
         return self.seal(place, self.open(place, sealed))
 
 
 def rewrapped(masters: Sequence[MasterKey], keys: Iterable[WrappedKey]) -> list[WrappedKey]:
-    """Data keys not wrapped by the first master key, rewrapped by it."""
     first = masters[0]
     return [
         WrappedKey(key.id, _wrapped(first, key.id, _unwrapped(masters, key)), key.made_at)

@@ -1,9 +1,8 @@
 """Seals and opens secret fields of the store, and rotates their keys while serving (`envelope` explains the scheme).
 
-Each server seals with its own data key and opens those of all servers. A rotation is a state of the store: one
-transaction retires all data keys; every server that finds a retired key, also after a crash, moves fields to its own
-key page by page. A server learns of a retirement when its `Keys` loop runs next and may seal with the old key until
-then, so a retired key is deleted only after `GRACE` and only if no field uses it.
+A rotation is a state of the store: one transaction retires all data keys; every server that finds a retired key, also
+after a crash, moves fields to its own key page by page. Until its `RotateKeys` loop runs, a server may seal with a
+retired key, so that key is deleted only after `GRACE` and only if no field uses it.
 """
 
 from __future__ import annotations
@@ -39,8 +38,6 @@ PAGE = 500
 
 @dataclass(frozen=True, slots=True)
 class MasterSource:
-    """Source of master keys: a command, else a text, else a file of the server."""
-
     file: Path
     text: str = ""
     command: str = ""
@@ -54,7 +51,6 @@ class MasterSource:
 
     @property
     def is_ours(self) -> bool:
-        """Whether the source is a file the server may write."""
         return not (self.command or self.text)
 
 
@@ -96,7 +92,6 @@ class Sealer:
         return self._envelope.seal(place, plain)
 
     async def open(self, place: FieldLocation, field: bytes) -> bytes:
-        """Decrypt; `InternalFault` if the field was changed or moved."""
         if not self._envelope.knows(field):
             self._adopt(await self._store.read(sealed_fields.data_keys()))
         return self._envelope.open(place, field)
@@ -123,7 +118,6 @@ class Sealer:
     def opened_fields(
         self, fields: Sequence[tuple[FieldLocation, bytes]], keys: Sequence[DataKey]
     ) -> list[bytes | None]:
-        """Plain bytes of each field; None if it does not decrypt."""
         if not fields:
             return []
         self._adopt(keys)
@@ -169,7 +163,6 @@ class Sealer:
         return sealed_fields.retire_data_keys(at)
 
     async def look_again(self) -> tuple[DataKey, ...]:
-        """Reload the data keys; if ours was retired, the next seal uses a new one."""
         keys = await self._store.read(sealed_fields.data_keys())
         self._adopt(keys)
         live = {key.id for key in keys if key.retired_at is None}
@@ -180,7 +173,7 @@ class Sealer:
     async def rekey(self, pause: Callable[[], Awaitable[None]]) -> int:
         """Reseal every field under a retired key, then delete those keys; return the number of fields.
 
-        `pause` is awaited after each page. The work may be interrupted and restarted at any point.
+        `pause` is awaited after each page. May be interrupted and restarted at any point.
         """
         retired = {key.id for key in await self.look_again() if key.retired_at is not None}
         moved = 0

@@ -1,14 +1,14 @@
 """Access tokens: EdDSA JWTs that only gpool servers issue and read. Any other form is rejected.
 
-Written on `cryptography` rather than on a JWT library (decision 0006). A library must read what others write: several
-algorithms, optional headers, lenient JSON and base64; each freedom is a way to forge. Here the header has three fixed
-members, `kid` selects a key of our own set, the signature is checked before the claims are parsed, and JSON with a
-repeated name or base64 with a spare bit is no token. Tests read our tokens with PyJWT as an oracle.
+Written on `cryptography`, not on a JWT library (decision 0006), which must read several algorithms, optional headers,
+lenient JSON and base64; each freedom is a way to forge. Here the header has three fixed members, `kid` selects a key
+of our own set, the signature is checked before the claims are parsed, and JSON with a repeated name or base64 with a
+spare bit is no token. Tests read our tokens with PyJWT as an oracle.
 
-Key rotation without a gap on several replicas: a new key is published some seconds before it signs (`signs_from`),
-the old key verifies until the last token it signed has expired (`verifies_until`), without its private half. With a
-lead of 60 s, a token life of 300 s and 10 s of skew, a rotation at 12:00:00 signs with the new key from 12:01:00 and
-drops the old key at 12:06:10.
+Key rotation without a gap on several replicas: a new key is published some seconds before it signs (`signs_from`);
+the old key verifies, without its private half, until its last token has expired (`verifies_until`). With a lead of
+60 s, a token life of 300 s and 10 s of skew, a rotation at 12:00:00 signs with the new key from 12:01:00 and drops
+the old key at 12:06:10.
 """
 
 from __future__ import annotations
@@ -80,7 +80,6 @@ class KeySet:
     keys: tuple[TokenKey, ...]  # oldest first
 
     def signer(self, now: Instant) -> TokenKey:
-        """The newest key that may sign at `now`."""
         for key in reversed(self.keys):
             if key.private is not None and key.signs_from <= now:
                 return key
@@ -93,7 +92,6 @@ class KeySet:
         return None
 
     def jwks(self, now: Instant) -> list[dict[str, str]]:
-        """Public halves as JWKs (RFC 7517, RFC 8037), for anyone who checks our tokens."""
         return [
             {
                 "kty": "OKP",
@@ -137,8 +135,6 @@ class Claims:
 
 @dataclass(frozen=True, slots=True)
 class TokenGrant:
-    """Subject of a token to issue: a user with a session, or a node with its key."""
-
     type: TokenType
     subject: str
     session: str | None = None
@@ -148,7 +144,6 @@ class TokenGrant:
 def issue(
     keys: KeySet, place: TokenAudience, grant: TokenGrant, token_id: str, now: Instant
 ) -> str:
-    """Sign a token with the life of its type, starting now."""
     issued = now // SECOND
     payload: dict[str, object] = {
         "iss": place.issuer,
@@ -173,7 +168,6 @@ def issue(
 
 
 def signed(header: object, payload: object, private: bytes) -> str:
-    """Compact JWS of any header and payload; their content is not checked."""
     message = f"{_b64(_json(header))}.{_b64(_json(payload))}"
     signature = Ed25519PrivateKey.from_private_bytes(private).sign(message.encode())
     return f"{message}.{_b64(signature)}"
@@ -183,7 +177,7 @@ def signed(header: object, payload: object, private: bytes) -> str:
 
 
 class RejectionReason(StrEnum):
-    """Reason for tests and metrics; the client only learns that it is not signed in."""
+    """For tests and metrics; the client only learns that it is not signed in."""
 
     FORM = "form"
     HEADER = "header"
@@ -256,7 +250,6 @@ class TokenReader:
         self._taken: dict[str, Claims] = {}
 
     def use(self, keys: KeySet) -> None:
-        """Replace the keys and drop the cache."""
         self._keys = keys
         self._taken.clear()
 
@@ -347,7 +340,7 @@ def _json(value: object) -> bytes:
 
 
 def _object(raw: bytes) -> dict[str, Any]:
-    """Parse a UTF-8 JSON object without repeated names or NaN; `ValueError` otherwise."""
+    """Parse a UTF-8 JSON object without repeated names or NaN; else `ValueError`."""
     try:
         value = json.loads(
             raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant

@@ -1,7 +1,7 @@
 """Refresh tokens: one family per sign-in session, one valid token at a time. Pure; the store does the writing.
 
 Token. `gpr_FAMILY.GENERATION.TAG` with TAG = HMAC(seed, FAMILY, GENERATION); the seed is random per family. The row
-holds the sealed seed and the valid generation, no token and no hash. From these follow:
+holds the sealed seed and the valid generation, no token and no hash. Therefore:
 - the successor is computed, so a client whose response was lost gets the same successor again;
 - reuse of any earlier token is detected, however old, while a forged token never ends a family.
 
@@ -11,7 +11,7 @@ Rules for a token of generation g, if the row is at generation n:
 - otherwise: reuse. Two parties hold copies, so the family ends for both.
 
 Example: the client sends token 4 at 12:00:00, the row moves to 5, the response is lost. It sends 4 again at 12:00:10
-and gets 5. A thief who sends 4 at 12:01:00 is 60 s late: the family ends, and owner and thief must sign in again.
+and gets 5. A thief who sends 4 at 12:01:00 is 60 s late: the family ends, owner and thief must sign in again.
 
 Concurrent writes. Read the row, call `present`, carry out the decision guarded by the generation:
 
@@ -19,12 +19,11 @@ Concurrent writes. Read the row, call `present`, carry out the decision guarded 
     EndFamily: UPDATE … SET ended_at, end_reason WHERE id AND generation = n AND ended_at IS NULL
     Repeat, Refuse: no write
 
-If no row was updated, another request was faster: read again and call `present` again, at most `MAX_TURNS` times. Of
-fifty parallel refreshes with one token, one UPDATE finds generation n; the other 49 then present generation n - 1
-within the grace and get the same successor.
+If no row was updated, another request was faster: read and call `present` again, at most `MAX_TURNS` times. Of fifty
+parallel refreshes with one token, one UPDATE finds generation n; the other 49 present n - 1 within the grace and get
+the same successor.
 
-Limit: a thief who refreshes in step with the owner, always within the grace, stays undetected while that lasts;
-therefore the grace is short.
+Limit: a thief who refreshes in step with the owner, always within the grace, stays undetected; so the grace is short.
 """
 
 from __future__ import annotations
@@ -92,23 +91,17 @@ class Presented:
 
 @dataclass(frozen=True, slots=True)
 class Rotate:
-    """Write `row`, guarded by the previous generation; then return `token`."""
-
     row: Family
     token: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """Return the current token again; write nothing."""
-
     token: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class EndFamily:
-    """Write `row`, guarded: every token of the family becomes invalid."""
-
     row: Family
 
 
@@ -132,7 +125,7 @@ Decision = Rotate | Repeat | EndFamily | Refuse
 def begin(
     user: UserId, entropy: bytes, now: Instant, terms: RefreshTerms = TERMS
 ) -> tuple[Family, str]:
-    """Create a family for a sign-in, with its first token. `entropy`: 16 random bytes for the id, 32 for the seed."""
+    """Create a family and its first token. `entropy`: 16 random bytes for the id, 32 for the seed."""
     if len(entropy) != 16 + SEED_BYTES:
         raise ValueError(f"entropy must have {16 + SEED_BYTES} bytes, not {len(entropy)}")
     family = Family(
@@ -158,7 +151,6 @@ def parse(text: str) -> Presented | None:
 def present(
     family: Family | None, presented: Presented, now: Instant, terms: RefreshTerms = TERMS
 ) -> Decision:
-    """Decide what a presented token leads to; the caller carries the decision out."""
     if family is None or family.id != presented.family:
         return Refuse(Refusal.UNKNOWN)
     if not hmac.compare_digest(_tag(family, presented.generation), presented.tag):
@@ -182,7 +174,6 @@ def present(
 
 
 def ended(family: Family, reason: FamilyEnd, now: Instant) -> Family:
-    """Row of the ended family; an earlier end stays."""
     if family.ended_at is not None:
         return family
     return replace(family, ended_at=now, end_reason=reason)

@@ -1,6 +1,5 @@
-"""Signing keys of access tokens in the store: created at first start, rotated, reloaded when another replica rotates.
-
-Private halves are open in memory only; the store holds them sealed. Rotation in time: see `tokens.access`.
+"""Signing keys of access tokens: created at first start, rotated (`tokens.access`), reloaded when another replica
+rotates. Private halves are open in memory only; the store holds them sealed.
 """
 
 from __future__ import annotations
@@ -59,14 +58,12 @@ class TokenSigner:
         return self._place
 
     async def ready(self, now: Instant) -> None:
-        """Load the keys; create the first one in an empty store."""
         await self._load(now)
         if not self._keys.keys:
             await self._store.write(sessions.put_signing_key(await self._fresh(now, now), ()))
             await self._load(now)
 
     async def look(self, now: Instant) -> None:
-        """One turn of the loop: reload, rotate when due, delete expired keys."""
         await self._load(now)
         newest = self._keys.keys[-1]
         if now - newest.signs_from >= self._rotating.every:
@@ -117,7 +114,6 @@ class TokenSigner:
         return SigningKey(key.kid, sealed, _b64(key.public), now, signs_from)
 
     def _retired(self, now: Instant) -> tuple[str, ...]:
-        """Keys older than the signer: their private halves are no longer needed."""
         signer = self._keys.signer(now)
         return tuple(
             key.kid

@@ -1,1 +1,1 @@
-"""Drivers of the store: SQLite and PostgreSQL, their group commit and the lock against a second server."""
+"""Drivers: SQLite and PostgreSQL, their group commit, the lock against a second server."""

@@ -1,17 +1,15 @@
 """Group commit: the parts that both drivers share.
 
-A durable commit waits for the disk, whatever it holds: 4 ms on an ordinary SSD. A commit per operation would allow 250
-operations a second. So each store has one writer, and while it commits, further operations wait in its queue. The writer
-takes up to `MAX_GROUP` of them, runs them one after the other in one transaction, commits once, and only then answers
-all of them: an answer always means that the write is on disk.
+A durable commit waits for the disk, whatever it holds: 4 ms on an ordinary SSD, so a commit per operation would allow
+250 operations a second. Each store has one writer; while it commits, further operations queue. It then runs up to
+`MAX_GROUP` of them in one transaction, commits once, and only then answers: an answer means that the write is on disk.
 
     queue    a b c d e f g h            (c arrives while the writer commits a, b)
     commits  [a b]  [c d e]  [f g h]    8 operations, 3 waits of 4 ms = 12 ms instead of 32 ms
 
-The operations of a group are independent. A refusal (`GpoolError`) raised before the operation's first write fails that
-operation and no other. After a write, or with any other exception, the transaction cannot be kept: the group is
-rolled back and each of its operations is run again in a transaction of its own, so only the faulty one fails. That is
-why operations must be repeatable (`operation`).
+A refusal (`GpoolError`) raised before an operation's first write fails that operation only. After a write, or with any
+other exception, the group is rolled back and each of its operations runs again in a transaction of its own, so only
+the faulty one fails. Hence operations must be repeatable (`operation`).
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ MAX_GROUP = 256
 
 
 class RefusedLate(Exception):
-    """A refusal raised by an operation after its first write: its group is rolled back."""
+    """Refusal raised after the operation's first write: its group is rolled back."""
 
     def __init__(self, refusal: GpoolError) -> None:
         super().__init__(refusal.detail)
@@ -41,8 +39,6 @@ def writes(statement: Statement) -> bool:
 
 @dataclass(slots=True)
 class Waiting:
-    """An operation in the queue of the writer or of a reader, and later its answer."""
-
     operation: Operation[Any]
     future: asyncio.Future[Any]
     value: Any = None

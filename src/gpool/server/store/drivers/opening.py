@@ -1,4 +1,4 @@
-"""Opening a store by its URL, with its schema migrated. Does not import SQLAlchemy unless there is something to migrate."""
+"""Opening a store by its URL, with its schema migrated. Imports SQLAlchemy only to migrate."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ async def open_store(url: str) -> Store:
 
 
 def lock_for_serving(url: str, reclaim_s: float) -> AbstractAsyncContextManager[ServerLock]:
-    """Hold the store's server lock while this is open; `Conflict` names the server that has it already.
+    """Hold the store's server lock; `Conflict` names the server that has it.
 
-    `reclaim_s`: how long a lock that is lost with its database session may take to be taken again.
+    `reclaim_s`: how long retaking a lock lost with its database session may take.
     """
     if url.startswith(SQLITE):
         return locked_file(Path(url.removeprefix(SQLITE)))
@@ -51,7 +51,6 @@ def _unknown_store(url: str) -> Invalid:
 
 
 def open_inline(path: Path | str, *, synchronous: str = "FULL") -> InlineStore:
-    """Open a migrated SQLite store that runs operations in the caller's thread."""
     migrate_sqlite(Path(path))
     return SqliteStore.inline(path, synchronous=synchronous)
 

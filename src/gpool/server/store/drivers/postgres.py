@@ -1,6 +1,6 @@
-"""PostgreSQL store: one writer task with its own connection and group commit, and a pool of reader connections.
+"""PostgreSQL store: one writer task with its own connection and group commit, and a pool of readers.
 
-Row locks and guarded statements isolate concurrent writers; an operation that loses a deadlock or a race is run again
+Row locks and guarded statements isolate concurrent writers; an operation that loses a deadlock or a race runs again
 in a transaction of its own.
 """
 
@@ -58,7 +58,7 @@ _PARAMETER = re.compile(r":([a-z_][a-z0-9_]*)")
 
 @lru_cache(maxsize=512)
 def compiled(sql: str, relations: tuple[tuple[str, Columns], ...]) -> tuple[str, tuple[str, ...]]:
-    """Return the SQL with numbered parameters and relations as unnested arrays, and the names of the first parameters.
+    """SQL with numbered parameters and relations as unnested arrays, and the names of the first parameters.
 
     The columns of the relations follow the named parameters, relation by relation.
     """
@@ -144,7 +144,6 @@ class PostgresStore:
             raise _translated(exc) from exc
 
     async def close(self) -> None:
-        """Write and answer all waiting operations, then close the connections."""
         if self._closing:
             return
         self._closing = True
@@ -203,7 +202,7 @@ class PostgresStore:
 
 
 def _translated(exc: Exception) -> Exception:
-    """Translate an error of asyncpg. A value that asyncpg cannot encode is a bug (ValueError), not a lost connection."""
+    """Translate an asyncpg error. A value that asyncpg cannot encode is a bug (ValueError), not a lost connection."""
     if isinstance(exc, LOST) and not isinstance(exc, ValueError):
         return Unreachable("the database does not answer; try again")
     if isinstance(exc, asyncpg.PostgresError):
@@ -224,7 +223,7 @@ async def migrate(connection: Any) -> None:
 
 
 async def _no_reset(_: Any) -> None:
-    """Skip asyncpg's reset of a connection: readers change no session state, and a reset costs a round trip per read."""
+    """Skip asyncpg's reset: readers change no session state, and it costs a round trip per read."""
 
 
 async def open_postgres(url: str) -> PostgresStore:

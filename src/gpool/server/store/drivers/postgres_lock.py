@@ -1,6 +1,6 @@
-"""The server lock of a PostgreSQL database: a session-level advisory lock on a connection of its own.
+"""Server lock of a PostgreSQL database: a session-level advisory lock on its own connection.
 
-PostgreSQL releases it with the session, so the session is watched; it must not pass a pooler that shares sessions.
+PostgreSQL releases it with the session, so the session is watched; no pooler that shares sessions may lie between.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PostgresServerLock:
         self._reclaim_s = reclaim_s
 
     async def lost(self) -> str:
-        """Wait until the lock cannot be kept, and return the reason. A lost session is replaced if that works in time."""
+        """Return the reason once the lock cannot be kept. A lost session is replaced within `reclaim_s`."""
         while True:
             await self._until_silent()
             log.warning(
@@ -92,8 +92,8 @@ class PostgresServerLock:
 async def locked_database(url: str, reclaim_s: float) -> AsyncIterator[PostgresServerLock]:
     """Hold the database's server lock; `Conflict` if another server has it.
 
-    `reclaim_s`: how long a lost session may take to be replaced. It must be shorter than a lease time: a server that
-    takes the lock meanwhile expires no lease before that.
+    `reclaim_s`: how long replacing a lost session may take; shorter than a lease time, because a server that takes the
+    lock meanwhile expires no lease before that.
     """
     lock = PostgresServerLock(url, await _locked_session(url), reclaim_s)
     try:

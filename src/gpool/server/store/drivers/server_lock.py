@@ -1,4 +1,4 @@
-"""Lock against a second server on one store. Depends on nothing of the store; opening a store does not take it.
+"""Lock against a second server on one store; opening a store does not take it.
 
 A second server would give every node a deadline, hear no heartbeat and expire leases that the first one renews.
 """
@@ -29,7 +29,7 @@ class ServerLock(Protocol):
 
 
 class FileServerLock:
-    """An flock. The kernel keeps it until the process ends, however that happens."""
+    """An flock, which the kernel keeps until the process ends."""
 
     async def lost(self) -> str:
         never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -49,7 +49,7 @@ def held_by_another(holder: str, store: str, setting: str) -> Conflict:
 
 @asynccontextmanager
 async def locked_file(database: Path) -> AsyncIterator[FileServerLock]:
-    """Hold the lock of an SQLite database, in `DATABASE.lock` beside it; `Conflict` if another server has it."""
+    """Hold the lock in `DATABASE.lock` beside an SQLite database; `Conflict` if another server has it."""
     path, file = _lock_file(database)
     try:
         ends = asyncio.get_running_loop().time() + PATIENCE_S

@@ -1,7 +1,7 @@
 """SQLite store: one writer with group commit, two reader threads; no other process may write the database.
 
-The writer is a thread, except for brief writes on a fast disk, which are committed in the event loop's thread: passing
-three of them to a thread and back is most of the latency of a short task. Every commit is synced before it is answered.
+The writer is a thread; brief writes on a fast disk are committed in the event loop's thread, because passing three of
+them to a thread and back is most of a short task's latency. Every commit is synced before it is answered.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ SLOW_DECAY = 0.98
 
 
 class SqliteStore:
-    """Created by `SqliteStore.open(path)`; `SqliteStore.inline(path)` runs operations in the caller's thread instead."""
-
     def __init__(self, path: Path, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._closed = False
@@ -70,9 +68,9 @@ class SqliteStore:
         return InlineStore(Path(path), synchronous)
 
     async def write(self, operation: Operation[T]) -> T:
-        """Commit brief writes in this thread, one commit per loop iteration, as long as the disk is fast.
+        """Commit brief writes in this thread, one commit per loop iteration, while the disk is fast.
 
-        All other writes, and any write made while the thread is busy, go to the thread in the order of the calls.
+        Other writes, and any write while the thread is busy, go to the thread in call order.
         """
         waiting = self._waiting(operation)
         if is_brief(operation) and not self._handed and self._pace_s < QUICK_COMMIT_S:
@@ -125,7 +123,6 @@ class SqliteStore:
         answer_all(group)
 
     async def close(self) -> None:
-        """Write and answer all waiting operations, then close the connections."""
         if self._closed:
             return
         self._closed = True
@@ -176,7 +173,7 @@ class SqliteStore:
 
 
 class InlineStore:
-    """Runs operations in the caller's thread, for the World and for tools; nothing runs between two calls."""
+    """For the World and tools: nothing runs between two calls."""
 
     def __init__(self, path: Path, synchronous: str) -> None:
         self._writer = Connection(str(path), synchronous=synchronous, writes=True)
@@ -184,7 +181,6 @@ class InlineStore:
         self._grouping = False
 
     def write_now(self, operation: Operation[T]) -> T:
-        """Run the operation in the open group, else in a commit of its own."""
         return (self._writer.drive if self._grouping else self._writer.alone)(operation)
 
     def read_now(self, operation: Operation[T]) -> T:
@@ -203,7 +199,7 @@ class InlineStore:
         self._grouping = False
 
     def group_now(self, operations: Iterable[Operation[Any]]) -> list[Any]:
-        """Run all in one commit; a refusal (`GpoolError`) is returned in the place of its operation's value."""
+        """Run all in one commit; a refusal (`GpoolError`) is returned in place of its operation's value."""
         self.begin_group()
         answers: list[Any] = []
         try:

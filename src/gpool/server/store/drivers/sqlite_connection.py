@@ -1,4 +1,4 @@
-"""One SQLite connection that runs statements and operations. Used by the SQLite store only."""
+"""One SQLite connection that runs statements and operations of the SQLite store."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _table(name: str, columns: Columns) -> str:
 
 @lru_cache(maxsize=512)
 def compiled(sql: str, relations: tuple[tuple[str, Columns], ...]) -> str:
-    """Return the SQL with each relation as a subquery over one JSON parameter, or as a temporary table if it has blobs."""
+    """SQL with each relation as a subquery over one JSON parameter, or a temporary table if it has blobs."""
     for name, columns in relations:
         if _has_blob(columns):
             source = f"temp.{_table(name, columns)}"
@@ -89,7 +89,7 @@ class Connection:
                 )
 
     def begins(self) -> bool:
-        """Begin a transaction; False when another process, a backup for instance, has locked the database."""
+        """Begin a transaction; False when another process, such as a backup, has locked the database."""
         try:
             self._raw.execute(self._begin)
         except sqlite3.OperationalError as exc:
@@ -175,7 +175,7 @@ class Connection:
         return value
 
     def group(self, members: Iterable[Waiting], *, begun: bool = False) -> None:
-        """Run the operations as `group_commit` describes. When no transaction can begin, all of them fail at once."""
+        """Run the operations as `group_commit` describes. If no transaction can begin, all fail at once."""
         try:
             if not begun:
                 self.begin()
@@ -201,7 +201,7 @@ class Connection:
 
 
 def _translated(error: sqlite3.Error | Unreachable) -> GpoolError:
-    """A full disk or a lock is `Unreachable`, which callers may retry; all else is a fault of the server. Nothing was written."""
+    """A full disk or a lock is `Unreachable`, which callers may retry; all else is a server fault. Nothing was written."""
     if isinstance(error, Unreachable):
         return error
     if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:

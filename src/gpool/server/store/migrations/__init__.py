@@ -1,4 +1,4 @@
-"""Schema migrations: forward only, in process, for both databases. Importing this package imports no SQLAlchemy."""
+"""Schema migrations: forward only, in process, for both databases. Imports no SQLAlchemy."""
 
 from __future__ import annotations
 
@@ -8,5 +8,4 @@ from pathlib import Path
 
 @cache
 def newest_migration() -> str:
-    """Return the revision of the newest script in `versions`; the file name of a script begins with its revision."""
     return max(path.name[:4] for path in (Path(__file__).parent / "versions").glob("[0-9]*.py"))

@@ -1,4 +1,4 @@
-"""Alembic's entry point: online over a given connection (SQLite), or offline as SQL text (PostgreSQL)."""
+"""Alembic's entry point: online over a connection (SQLite), or offline as SQL text (PostgreSQL)."""
 
 from __future__ import annotations
 

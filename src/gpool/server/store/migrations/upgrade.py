@@ -1,4 +1,4 @@
-"""Migration of a database to the newest schema: SQLite over its own connection, PostgreSQL by SQL that the driver runs."""
+"""Migration to the newest schema: SQLite over its connection, PostgreSQL by SQL that the driver runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ def upgrade_sqlite(path: Path) -> None:
 
 
 def postgres_script(current: str | None) -> str:
-    """Return the SQL from revision `current` (None: an empty database) to the newest schema."""
     made = config()
     made.output_buffer = StringIO()
     made.attributes["dialect"] = "postgresql"

@@ -1,5 +1,5 @@
-"""All operations of the store, one package per subject. An operation is a generator of guarded statements on sets of rows.
+"""All operations of the store, by subject: generators of guarded statements on sets of rows.
 
-An operation that refuses (raises a `GpoolError`) does so before its first write. `/*postgresql …*/` in a statement is
-a comment to SQLite, whose single writer needs no row locks.
+An operation refuses (raises a `GpoolError`) before its first write. `/*postgresql …*/` in a statement is a comment to
+SQLite, whose single writer needs no row locks.
 """

@@ -1,6 +1,6 @@
-"""Who may do what: ways in, sessions, teams, quotas, the audit record, secrets, node keys and GPU bindings.
+"""Login methods, sessions, teams, quotas, audit log, secrets, node keys and GPU bindings.
 
-What is there stays: old rows get empty new columns, old artifacts are counted to whoever refers to them.
+Old rows get empty new columns; old artifacts count for the accounts that refer to them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What is noted while an attempt runs (its phases, that it is to make room) and each task's newest checkpoint.
+"""Notes of running attempts (phases, preemption requests) and each task's newest checkpoint.
 
-Tables of their own: a task that says nothing of the kind costs not a byte more than before.
+Separate tables: a task without notes costs no extra bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Why a GPU is in quarantine: set when its agent finds it sick, or by hand; cleared by its owner or an operator."""
+"""Reason of a GPU's quarantine: set by its agent or by hand, cleared by its owner or an operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each GPU measured and proved, and why it is kept back if it did not."""
+"""Measurements and verification results of GPUs, and the reason for withholding one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operators lay upon the pool: the policy, cordoned nodes, reservations. One row each, the value as JSON."""
+"""Operators' rules: policy, cordons, reservations. One row each, the value as JSON."""
 
 from __future__ import annotations
 

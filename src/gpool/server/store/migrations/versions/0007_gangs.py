@@ -1,4 +1,4 @@
-"""Gangs with their members; what people have used lately and are guaranteed; how reliable nodes were."""
+"""Gangs and members; recent usage and guarantees of accounts; reliability of nodes."""
 
 from __future__ import annotations
 

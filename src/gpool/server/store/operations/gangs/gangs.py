@@ -1,8 +1,6 @@
-"""Reports about members of gangs, and the end of a gang. `core.gangs` decides what the members' ends amount to.
-
-All that decides on a gang is read under the lock of its task's row. The allocations of a gang are released together, when
-the last node has released its member; until then the task has not ended. The outputs are those of rank 0. One file because
-a report about a member may end its gang.
+"""Reports about members of gangs, and the end of a gang, as `core.gangs` decides. Gang state is read under the lock of
+its task's row. Allocations are released together, when the last node has released its member; until then the task has
+not ended. Outputs are those of rank 0. One file because a report about a member may end its gang.
 """
 
 from __future__ import annotations
@@ -153,7 +151,7 @@ class MemberReports:
 def record_members(
     node: NodeId, items: Sequence[ReportItem], at: Instant
 ) -> Operation[MemberReports]:
-    """Record the reports that are about a member on this node. A repeated report has no effect."""
+    """Record the reports about members on this node. A repeated report has no effect."""
     leases = sorted({(item.task, item.epoch) for item in items})
     rows = yield from select_pairs(
         HeldTask,
@@ -234,7 +232,6 @@ def _add(one: _Reported, item: ReportItem, at: Instant, reports: MemberReports) 
 
 
 def _number_chunks(members: Sequence[_Reported], reports: MemberReports) -> Operation[None]:
-    """Give new chunks of all members the next sequences of the task's log, and mark their lines with the rank."""
     new: dict[TaskId, list[tuple[_Reported, LogChunk]]] = {}
     for one in members:
         for chunk in sorted(one.chunks, key=lambda chunk: chunk.sequence):
@@ -262,7 +259,6 @@ def _number_chunks(members: Sequence[_Reported], reports: MemberReports) -> Oper
 
 
 def _settle(members: Sequence[_Reported], at: Instant, reports: MemberReports) -> Operation[None]:
-    """Write these members, call off gangs that cannot go on, and end the gangs that all nodes have released."""
     ending = [one for one in members if one.ended]
     found = yield from gangs(one.task.id for one in ending)
     closing: list[tuple[_Reported, GangStatus]] = []

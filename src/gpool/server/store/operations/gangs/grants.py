@@ -1,4 +1,4 @@
-"""Grants of gangs: all members or none. The members' rows are written with the lease of their task."""
+"""Grants of gangs: all members or none, written with the lease of their task."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def members_of(place: Placement) -> tuple[GangPart, ...]:
 
 
 def is_whole(place: Placement) -> bool:
-    """Tell whether a place has as many different nodes as its task asks for; of a gang, for one task only."""
+    """Whether a place has as many different nodes as its task asks for; of a gang, for one task only."""
     if not place.members:
         return place.shape.requirements.nodes <= 1
     nodes = {member.node for member in members_of(place)}
@@ -60,7 +60,6 @@ def offers_for(places: Sequence[Placement]) -> Operation[dict[NodeId, Offer]]:
 
 
 def can_connect(place: Placement, offers: Mapping[NodeId, Offer]) -> bool:
-    """Tell whether the members' nodes offer addresses at one site. Always true for a task of one node."""
     if not place.members:
         return True
     found = [offers[member.node] for member in members_of(place)]
@@ -73,7 +72,6 @@ def can_connect(place: Placement, offers: Mapping[NodeId, Offer]) -> bool:
 def write_granted(
     granted: Sequence[Placement], offers: Mapping[NodeId, Offer], secrets: Mapping[TaskId, bytes]
 ) -> Operation[dict[TaskId, Peers]]:
-    """Write the members of gangs whose tasks were leased in this transaction; return their peers by task."""
     peers: dict[TaskId, Peers] = {}
     rows: list[Row] = []
     shared: list[Row] = []

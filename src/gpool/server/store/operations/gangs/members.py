@@ -1,7 +1,7 @@
-"""State of gangs and their members, read for reports, connecting nodes and users. Writes nothing.
+"""State of gangs and members, read for reports, connecting nodes and users. Writes nothing.
 
-While a gang holds allocations, its task's row has no node; each member's row has one, and `holding` until that node has
-released it. (task, epoch, node) identifies a member: a node has at most one of a gang.
+While a gang holds allocations, its task's row has no node; each member's row has one, and `holding` until that node
+has released it. (task, epoch, node) identifies a member: a node has at most one of a gang.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OPEN_MEMBER = "t.id, t.epoch, t.user_id, t.status, t.spec_id, m.allocation_numbe
 
 
 class MemberStatus(NamedTuple):
-    """The columns of a member that decide on the gang. `place`: order of its end among the members' ends."""
+    """Columns of a member that decide on the gang. `place`: order of its end among the members."""
 
     task_id: TaskId
     rank: int
@@ -142,7 +142,7 @@ class _MemberOfView(NamedTuple):
 
 
 def gangs(tasks: Iterable[TaskId]) -> Operation[dict[TaskId, GangStatus]]:
-    """Read gangs by task. A caller that decides on them has locked their tasks' rows before."""
+    """Read gangs by task. A caller that decides on them has locked their tasks' rows."""
     wanted = of_ids(tasks)
     if not wanted.rows:
         return {}
@@ -194,7 +194,7 @@ def preemptible(tasks: Iterable[TaskId]) -> Operation[dict[TaskId, list[NodeId]]
 
 
 def held_by(node: NodeId) -> Operation[tuple[HeldLease, ...]]:
-    """Return the node's members of gangs; those of a gang that is over are cancelled."""
+    """The node's members of gangs; those of a gang that is over are cancelled."""
     rows = yield from select_pairs(
         OpenLease,
         _MemberLease,
@@ -222,7 +222,7 @@ def _held(row: OpenLease, member: _MemberLease, gang: GangStatus) -> HeldLease:
 
 @operation
 def overdue(before: Instant) -> Operation[tuple[NodeId, ...]]:
-    """Return nodes that still hold a member of a gang that was cancelled, or failed and was called off, before then."""
+    """Nodes that still hold a member of a gang that was cancelled, or called off after a failure, before then."""
     rows = yield from select(
         _HeldByNode,
         "SELECT m.task_id, m.node_id, t.finished_at IS NOT NULL FROM members m JOIN tasks t ON t.id = m.task_id "
@@ -249,7 +249,6 @@ def _is_over(task: TaskId, gang: GangStanding, by_then: set[_MemberKey]) -> bool
 
 
 def pictured() -> Operation[tuple[tuple[HeldGang, LeaseTimes], ...]]:
-    """Return all gangs that hold allocations, each with the row of rank 0."""
     rows = yield from select_pairs(
         OpenLease,
         LeaseTimes,

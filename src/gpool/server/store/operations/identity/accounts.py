@@ -1,7 +1,7 @@
-"""Accounts and their login methods: a password, wallets, OpenID Connect identities. The last method cannot be removed.
+"""Accounts and login methods: a password, wallets, OpenID Connect identities. The last method cannot be removed.
 
-An operation that changes login methods locks the user's row first: two concurrent removals would else each find the
-other's method still there. One file past 400 lines: registration, login methods and operators' changes share this lock.
+Changes of login methods lock the user's row first: two concurrent removals would else each find the other's method.
+One file past 400 lines: registration, login methods and operators' changes share this lock.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def create_user_invite(invite: UserInvite) -> Operation[None]:
 
 @operation
 def join_team(invite_hash: str, user: UserId, at: Instant) -> Operation[tuple[TeamId, Role]]:
-    """Redeem an invite to a team for an existing account. A higher role that the user has stays."""
+    """Redeem a team invite for an existing account. A higher role stays."""
     invite = yield from _open_invite(invite_hash, at)
     if invite.team is None or invite.role is None:
         raise Forbidden("this invite is for a new account, not for a team")
@@ -223,7 +223,7 @@ def identities_of(user: UserId) -> Operation[tuple[tuple[str, str], ...]]:
 
 @operation
 def link_wallet(user: UserId, address: str, at: Instant) -> Operation[bool]:
-    """Link a wallet; False if it is this user's already. The first wallet is the payout wallet."""
+    """False if it is this user's already. The first one is the payout wallet."""
     yield from _locked(user)
     owners = yield from values(
         UserId, "SELECT user_id FROM wallets WHERE address = :address", {"address": address}
@@ -241,7 +241,7 @@ def link_wallet(user: UserId, address: str, at: Instant) -> Operation[bool]:
 
 @operation
 def unlink_wallet(user: UserId, address: str) -> Operation[bool]:
-    """Unlink a wallet; False if it is not this user's. After the payout wallet there is none until one is set."""
+    """False if it is not this user's. A removed payout wallet is not replaced."""
     yield from _locked(user)
     if not (yield from _has_wallet(user, address)):
         return False
@@ -255,7 +255,6 @@ def unlink_wallet(user: UserId, address: str) -> Operation[bool]:
 
 @operation
 def set_payout_wallet(user: UserId, address: str | None) -> Operation[bool]:
-    """Set the payout wallet (None: no payouts); False, and no write, if the wallet is not this user's."""
     yield from _locked(user)
     if address is not None and not (yield from _has_wallet(user, address)):
         return False
@@ -304,7 +303,7 @@ def unlink_oidc(user: UserId, issuer: str, subject: str) -> Operation[bool]:
 
 @operation
 def set_password(user: UserId, password_hash: str | None) -> Operation[None]:
-    """Set the password; None removes it, if there is another login method. Sessions stay: the caller may end them."""
+    """Set the password; None removes it, if there is another login method. The caller may end sessions."""
     had = yield from _locked(user)
     if password_hash is None and had is not None:
         yield from _another_login(user)
@@ -316,7 +315,7 @@ def set_password(user: UserId, password_hash: str | None) -> Operation[None]:
 
 @operation
 def rehash_password(user: UserId, old: str, new: str) -> Operation[bool]:
-    """Replace the hash by one of the same password with newer parameters, unless it was changed meanwhile."""
+    """No effect if the password was changed meanwhile."""
     return (
         yield from exists(
             "UPDATE users SET password_hash = :new WHERE id = :user AND password_hash = :old RETURNING id",
@@ -326,7 +325,6 @@ def rehash_password(user: UserId, old: str, new: str) -> Operation[bool]:
 
 
 def _locked(user: UserId) -> Operation[str | None]:
-    """Lock the user's login methods until the commit; return the password's hash."""
     rows = yield from select(
         _PasswordHash,
         "SELECT password_hash FROM users WHERE id = :user /*postgresql FOR UPDATE*/",
@@ -392,7 +390,7 @@ def _put_identity(user: UserId, issuer: str, subject: str) -> Operation[None]:
 
 @operation
 def set_permissions(user: UserId, permissions: frozenset[Permission]) -> Operation[bool]:
-    """Set a user's permissions; False: no such user. `Conflict` for the last operator who is not disabled."""
+    """False: no such user. `Conflict` for the last enabled operator."""
     if Permission.OPERATOR not in permissions:
         yield from _another_operator(user)
     return (
@@ -405,7 +403,7 @@ def set_permissions(user: UserId, permissions: frozenset[Permission]) -> Operati
 
 @operation
 def set_disabled(user: UserId, disabled: bool, at: Instant) -> Operation[bool]:
-    """Disable or enable a user; False: no such user. Disabling ends all sessions; keys work again once enabled."""
+    """False: no such user. Disabling ends all sessions; keys work again once enabled."""
     if disabled:
         yield from _another_operator(user)
     found = yield from exists(
@@ -441,7 +439,6 @@ def put_nonce(nonce: str, expires_at: Instant) -> Operation[None]:
 
 @operation
 def take_nonce(nonce: str, at: Instant) -> Operation[bool]:
-    """Consume a nonce; True once, and only before it expires."""
     expiries = yield from values(
         Instant,
         "DELETE FROM sign_in_nonces WHERE nonce = :nonce RETURNING expires_at",

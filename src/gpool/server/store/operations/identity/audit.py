@@ -1,4 +1,4 @@
-"""The audit log: entries are appended and read, never changed. Numbers have no gaps; `identity.audit` chains the hashes.
+"""The audit log: append-only, numbers without gaps; `identity.audit` chains the hashes.
 
 Appending locks the head until the commit (on PostgreSQL its row), so it comes last in an operation.
 """
@@ -21,7 +21,7 @@ COLUMNS = ", ".join(AuditRecord._fields)
 
 
 def _plain(text: str) -> str:
-    """Return the text as both databases can store it; this text is hashed."""
+    """The text as both databases can store it; this text is hashed."""
     return storable(text.encode("utf-8", "replace").decode())
 
 
@@ -39,7 +39,7 @@ def _storable(entry: AuditEntry, sequence: int) -> AuditEntry:
 
 
 def append_all(entries: Sequence[AuditEntry]) -> Operation[int]:
-    """Append entries as the last step of another operation; return the last number. Sequences are assigned here."""
+    """Append as the last step of another operation; assigns sequences, returns the last."""
     head = yield from _head("/*postgresql FOR UPDATE*/")
     if not entries:
         return head.sequence if head else 0
@@ -88,7 +88,6 @@ def newest(before: int | None, limit: int) -> Operation[tuple[AuditLink, ...]]:
 
 @operation
 def head() -> Operation[AuditAnchor | None]:
-    """Return the last entry's number and hash; None while the log is empty."""
     return (yield from _head(""))
 
 

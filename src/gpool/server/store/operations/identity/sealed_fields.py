@@ -1,4 +1,4 @@
-"""Sealed (encrypted) fields: data keys, task secrets, and paging over all sealed fields for re-keying. Opens none.
+"""Sealed (encrypted) fields: data keys, task secrets, paging over all sealed fields for re-keying. Opens none.
 
 A sealed field names its data key (`identity.secrets.envelope`: a version byte, then eight bytes of key id).
 """
@@ -25,7 +25,7 @@ DATA_KEY = columns(DataKeysRecord, DataKeysRecord, "k")
 
 @dataclass(frozen=True, slots=True)
 class SealedColumn:
-    """A column of sealed fields. A field is named by the primary key of its row, its parts joined by `/`."""
+    """Column of sealed fields, named by the primary key of the row, its parts joined by `/`."""
 
     table: str
     column: str
@@ -85,7 +85,7 @@ def put_data_key(key: DataKey) -> Operation[None]:
 
 @operation
 def data_keys() -> Operation[tuple[DataKey, ...]]:
-    """List data keys, oldest first; a retired key may still seal fields."""
+    """Data keys, oldest first; a retired key may still seal fields."""
     rows = yield from select(
         DataKeysRecord,
         f"SELECT {DATA_KEY} FROM data_keys k ORDER BY k.created_at, k.id",  # noqa: S608
@@ -98,7 +98,6 @@ def data_keys() -> Operation[tuple[DataKey, ...]]:
 
 @operation
 def rewrap_data_key(id: bytes, old: bytes, new: bytes) -> Operation[bool]:
-    """Store the key wrapped with another master key; False if the stored value is not `old` any more."""
     return (
         yield from exists(
             "UPDATE data_keys SET wrapped = :new WHERE id = :id AND wrapped = :old RETURNING id",
@@ -129,7 +128,6 @@ def retire_data_keys(at: Instant) -> Operation[int]:
 
 @operation
 def forget_data_key(id: bytes) -> Operation[bool]:
-    """Delete a retired key that seals no field any more; False: no such key."""
     rows = yield from select(
         _RetiredAt,
         "SELECT retired_at FROM data_keys WHERE id = :id /*postgresql FOR UPDATE*/",
@@ -216,7 +214,6 @@ def sealed_counts() -> Operation[dict[bytes, int]]:
 
 @operation
 def sealed_fields(after: SealedField | None, limit: int) -> Operation[tuple[SealedField, ...]]:
-    """Return a page of all sealed fields, by table and primary key. `after`: the last field of the previous page."""
     found: list[SealedField] = []
     tables = list(SEALED_COLUMNS)
     begun = 0 if after is None else tables.index(after.table)
@@ -242,7 +239,6 @@ def sealed_fields(after: SealedField | None, limit: int) -> Operation[tuple[Seal
 
 @operation
 def replace_sealed(changes: Sequence[tuple[SealedField, bytes]]) -> Operation[int]:
-    """Replace fields that are unchanged since they were read; return their number."""
     replaced = 0
     for table in sorted({field.table for field, _ in changes}):
         column = SEALED_COLUMNS[table]

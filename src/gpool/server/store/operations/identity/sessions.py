@@ -1,7 +1,7 @@
-"""Sign-in sessions with their refresh tokens, and the keys that sign access tokens. One guarded UPDATE decides a race.
+"""Sign-in sessions with refresh tokens, and signing keys of access tokens. One guarded UPDATE decides a race.
 
-`identity.refresh` decides on a refresh token from a row read here. The decision is written only if the row still has the
-generation that it was made for; a later call gets the new row and decides again.
+A decision of `identity.tokens.refresh` is written only if the row still has the generation it was made for; a later
+call gets the new row and decides again.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def session(id: str) -> Operation[SignInSession | None]:
 
 @operation
 def rotate(id: str, generation: int, idle_until: Instant, at: Instant) -> Operation[Rotation]:
-    """Advance the session from `generation` to the next. Of concurrent calls one wins; the others get its row."""
+    """Advance the session to the next generation. Of concurrent calls one wins; the others get its row."""
     rows = yield from select(
         SessionsRecord,
         "UPDATE sessions SET generation = generation + 1, rotated_at = :at, idle_until = :idle_until "  # noqa: S608
@@ -78,7 +78,7 @@ def rotate(id: str, generation: int, idle_until: Instant, at: Instant) -> Operat
 def end_session(
     id: str, why: str, at: Instant, *, generation: int | None = None, user: UserId | None = None
 ) -> Operation[bool]:
-    """End a session; False if it is unknown, another user's, ended, or past the generation that the caller read."""
+    """End a session; False if unknown, another user's, ended, or past the generation that the caller read."""
     guards = "id = :id AND ended_at IS NULL"
     parameters: dict[str, int | str] = {"id": id, "why": why, "at": at}
     if generation is not None:
@@ -127,7 +127,7 @@ def sessions_of(user: UserId, at: Instant) -> Operation[tuple[SignInSession, ...
 
 @operation
 def live_sessions(ids: Collection[str], at: Instant) -> Operation[frozenset[str]]:
-    """Return the sessions among these that have not ended. An idle one counts: its access token may still be valid."""
+    """Sessions that have not ended. An idle one counts: its access token may still be valid."""
     live = yield from values(
         str,
         "SELECT s.id FROM {wanted} AS w JOIN sessions s ON s.id = w.name JOIN users u ON u.id = s.user_id "
@@ -140,7 +140,6 @@ def live_sessions(ids: Collection[str], at: Instant) -> Operation[frozenset[str]
 
 @operation
 def forget_sessions(before: Instant, limit: int) -> Operation[int]:
-    """Delete sessions whose last refresh token expired before then; return their number."""
     deleted = yield from values(
         str,
         "DELETE FROM sessions WHERE id IN (SELECT id FROM sessions WHERE idle_until < :before "
@@ -190,7 +189,7 @@ def put_signing_key(key: SigningKey, known: Collection[str]) -> Operation[bool]:
 
 @operation
 def retire_signing_key(kid: str, verifies_until: Instant) -> Operation[bool]:
-    """Let the key verify until then; a time that is set already is only ever brought forward."""
+    """Let the key verify until then; a time already set is only brought forward."""
     return (
         yield from exists(
             "UPDATE signing_keys SET verifies_until = :until "

@@ -1,7 +1,6 @@
-"""Teams and their members, quotas and usage. A team with members has an owner.
+"""Teams, members, quotas and usage. A team with members has an owner; changes lock the team's row first.
 
-An operation that changes a team locks its row first. QuotaUsage is read from queued tasks and held leases by partial indexes,
-and from the counter of `tasks.storage`.
+Usage is read from queued tasks and held leases by partial indexes, and from the counter of `tasks.storage`.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ def rename_team(id: TeamId, name: str) -> Operation[bool]:
 
 @operation
 def delete_team(id: TeamId) -> Operation[bool]:
-    """Delete a team; `Conflict` while it has open tasks. Its ended tasks stay in the store, for operators."""
+    """Delete a team; `Conflict` while it has open tasks. Ended tasks stay, for operators."""
     if not (yield from _locked(id)):
         return False
     busy = yield from exists(
@@ -182,7 +181,7 @@ def members(team: TeamId) -> Operation[tuple[TeamMember, ...]]:
 def put_member(
     team: TeamId, user: UserId, role: Role, at: Instant, *, raises_only: bool = False
 ) -> Operation[None]:
-    """Add a member or change the role. `raises_only`: a higher role that the member has stays."""
+    """Add a member or change the role. `raises_only`: a higher role stays."""
     only = ""
     if raises_only:
         only = f" WHERE {RANK.format('memberships.role')} < {RANK.format('excluded.role')}"
@@ -250,7 +249,6 @@ def set_quota(kind: Holder, id: int, quota: GivenQuota) -> Operation[None]:
 
 @operation
 def quota_of(kind: Holder, id: int) -> Operation[GivenQuota]:
-    """Return the limits that were set; those that were not are None."""
     return (yield from quotas_of([(kind, id)])).get((kind, id), GivenQuota())
 
 
@@ -282,7 +280,7 @@ def _given(row: QuotasRecord) -> tuple[tuple[Holder, int], GivenQuota]:
 
 @operation
 def usage_of(kind: Holder, id: int) -> Operation[QuotaUsage]:
-    """Return the usage of a user or team. A team's task counts for both; storage counts for its owner only."""
+    """A team's task counts for team and user; storage counts for its owner only."""
     whose = "team_id" if kind == "team" else "user_id"
     held = yield from select(
         _UsedAllocation,
@@ -312,7 +310,7 @@ def usage_of(kind: Holder, id: int) -> Operation[QuotaUsage]:
 
 @operation
 def hold_account(kind: Holder, id: int) -> Operation[None]:
-    """Lock a user or team until the commit, before its usage is compared with its quota. Lock users before teams."""
+    """Lock a user or team until the commit, before comparing usage with quota. Lock users before teams."""
     table = "teams" if kind == "team" else "users"
     yield Statement(f"SELECT 1 FROM {table} WHERE id = :id /*postgresql FOR UPDATE*/", {"id": id})  # noqa: S608
 
@@ -321,7 +319,7 @@ def hold_account(kind: Holder, id: int) -> Operation[None]:
 def queued_of(
     most: Mapping[tuple[Holder, int], int],
 ) -> Operation[dict[tuple[Holder, int], int]]:
-    """Count the queued tasks of each account, up to one more than the largest limit; lock the accounts until the commit."""
+    """Count queued tasks by account, up to one more than the largest limit; lock the accounts until the commit."""
     found = dict.fromkeys(most, 0)
     kinds: tuple[tuple[Holder, str, str], ...] = (
         ("user", "users", "user_id"),

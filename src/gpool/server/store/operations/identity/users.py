@@ -1,4 +1,4 @@
-"""Users and their API keys. Keys are stored hashed; a key is live unless it ended, expired, or its user is disabled."""
+"""Users and API keys. Keys are stored hashed; a key is live unless it ended, expired, or its user is disabled."""
 
 from __future__ import annotations
 
@@ -94,7 +94,6 @@ def user(id: UserId) -> Operation[User | None]:
 
 @operation
 def caller(id: UserId) -> Operation[Caller | None]:
-    """Return the user of a sign-in with their teams; None if there is no such user, or the user is disabled."""
     found = yield from _user("users u WHERE u.id = :id AND u.disabled_at IS NULL", id=id)
     return None if found is None else Caller(found, (yield from roles_of(id)))
 
@@ -122,7 +121,7 @@ def add_key(
     expires_at: Instant | None = None,
     team: TeamId | None = None,
 ) -> Operation[None]:
-    """Store a key. `scopes` None: all. With a team, the key is for that team only."""
+    """`scopes` None: all. With a team, the key is for that team only."""
     yield Statement(
         "INSERT INTO api_keys (id, user_id, name, hashed, created_at, scopes, expires_at, team_id) "
         "VALUES (:id, :user, :name, :hashed, :at, :scopes, :expires_at, :team)",
@@ -141,7 +140,7 @@ def add_key(
 
 @operation
 def user_by_key(hashed: str, at: Instant = NEVER) -> Operation[User | None]:
-    """Return the user of a live key. Without a time, a key that has an expiry date counts as expired."""
+    """User of a live key. Without a time, a key with an expiry date counts as expired."""
     source = f"api_keys k JOIN users u ON u.id = k.user_id WHERE {LIVE_KEY}"
     return (yield from _user(source, hashed=hashed, at=at))
 
@@ -200,7 +199,6 @@ def _key(row: ApiKeysRecord) -> ApiKey:
 
 @operation
 def end_key(id: int, user: UserId | None, at: Instant) -> Operation[bool]:
-    """End a key; False if it is not this user's (None: any user's), or has ended before."""
     mine = "" if user is None else " AND user_id = :user"
     return (
         yield from exists(
@@ -212,7 +210,6 @@ def end_key(id: int, user: UserId | None, at: Instant) -> Operation[bool]:
 
 @operation
 def touch_keys(used: Sequence[tuple[int, Instant]]) -> Operation[None]:
-    """Record the last use of keys; an earlier time than the stored one has no effect."""
     if used:
         latest: dict[int, int] = {}
         for number, at in used:

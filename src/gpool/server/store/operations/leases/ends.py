@@ -1,7 +1,7 @@
 """Ends of leases: the writes that reports, expiry and gangs share. `core.lifecycle` decides which move is legal.
 
-A task ends once: its row is read and locked as held at this epoch, and written in the same transaction. Every end takes
-the next `sequence` of its batch. The batch's row stays locked until the commit, so sequences have no gaps and become
+A task ends once: its row is read and locked as held at this epoch, and written in the same transaction. Every end
+takes the next `sequence` of its batch, whose row stays locked until the commit, so sequences have no gaps and become
 visible in order. One file because every end of a lease is written by the same statements.
 """
 
@@ -79,8 +79,6 @@ NEVER_STARTED = frozenset(
 
 
 class HeldTask(NamedTuple):
-    """A task whose lease a node holds; of a gang, with the node of one member."""
-
     id: TaskId
     epoch: int
     batch_id: BatchId
@@ -123,7 +121,7 @@ class _NodeLosses(NamedTuple):
 
 @lru_cache(maxsize=64)
 def target(status: str, move: Move) -> TaskStatus:
-    """Return the status after the move. A success of a leased task implies its start, which is not always reported."""
+    """Status after the move. Success of a leased task implies its start, which is not always reported."""
     moves: tuple[Move, ...] = (move,)
     if move is Move.SUCCEEDED and status == TaskStatus.LEASED:
         moves = (Move.STARTED, move)
@@ -131,7 +129,6 @@ def target(status: str, move: Move) -> TaskStatus:
 
 
 def take_sequences(batches: Iterable[BatchId]) -> Operation[dict[BatchId, int]]:
-    """Count these ends in their batches; return the last sequence of each batch before them."""
     counts = Counter(batches)
     rows = yield from select(
         _BatchEnds,
@@ -144,8 +141,6 @@ def take_sequences(batches: Iterable[BatchId]) -> Operation[dict[BatchId, int]]:
 
 @dataclass(slots=True)
 class Ends:
-    """Ends of leases, collected and then written together."""
-
     at: Instant
     ended: list[EndedTask] = field(default_factory=list)
     requeued: list[Requeued] = field(default_factory=list)
@@ -226,7 +221,7 @@ class Ends:
         self.released.append(row.id)
 
     def release(self, row: HeldTask, *, lost: bool = False) -> None:
-        """Release the allocation of a cancelled task. A lost attempt is archived: late reports of it are then refused."""
+        """Release the allocation of a cancelled task. A lost attempt is archived, so that its late reports are refused."""
         self._released_rows.append(row.id)
         self.released.append(row.id)
         if lost:
@@ -285,10 +280,10 @@ class Ends:
 
 
 def plausible_duration(claimed: int, leased_at: int, started_at: int | None, at: Instant) -> int:
-    """Return the duration of an attempt in µs, for predictions: as its node claims, within bounds that the server saw.
+    """Duration of an attempt in µs, for predictions: as its node claims, within bounds that the server saw.
 
     At most the time since the lease. If the start was reported, at least half of the time since then, less `LATE`: a
-    node that claims less would have its owner's tasks predicted as short on every node. 0 means not measured and stays 0.
+    node that claims less would have its owner's tasks predicted as short on every node. 0 means not measured.
     """
     if not claimed:
         return 0
@@ -299,7 +294,6 @@ def plausible_duration(claimed: int, leased_at: int, started_at: int | None, at:
 def finish(
     ends: Ends, row: HeldTask, item: Finished, *, tries_left: bool, named: list[NamedResult]
 ) -> None:
-    """End an attempt as its node reported: for good, or for another try. Appends the artifacts it left to `named`."""
     at, reason = ends.at, item.reason
     move = end_move(reason, item.exit_code, tries_left=tries_left, losses=0)
     started_at: int | None = row.started_at
@@ -332,9 +326,9 @@ def result_of(row: HeldTask, sha256: str) -> NamedResult:
 
 
 def fault_in(item: Finished, *, begun: bool) -> Fault | None:
-    """Return the fault of an attempt that could not start, else None.
+    """Fault of an attempt that could not start, else None.
 
-    An older agent reports no fault: an attempt of which no start was reported then failed for an unclear reason.
+    Older agents report no fault: without a reported start, such an attempt failed for an unclear reason.
     """
     if item.reason is not EndReason.SANDBOX_FAILED:
         return None
@@ -374,7 +368,7 @@ def could_not_start(
 
 
 def lose(ends: Ends, rows: Sequence[HeldTask], detail: str = "") -> Operation[None]:
-    """End leases whose node is lost. The tasks are queued again, until the third node is lost while the task runs."""
+    """End leases of a lost node. The tasks are queued again, until the third node is lost while the task runs."""
     active = [(row.id, row.node_id) for row in rows if row.status != CANCELLED]
     losses: dict[TaskId, int] = {}
     if active:

@@ -1,4 +1,4 @@
-"""Grants of leases: applying a plan of the scheduler, and the scheduler's term. `leases` explains leases and fencing."""
+"""Grants of leases: applying a plan, and the scheduler's term. `leases` explains leases and fencing."""
 
 from __future__ import annotations
 
@@ -62,10 +62,9 @@ def apply_plan(
 ) -> Operation[AppliedPlan]:
     """Grant the leases of a plan that are still possible.
 
-    Grants on a removed or draining node or on a flagged GPU are left out, and their tasks stay queued. A gang is granted on
-    all its nodes or on none, and only where the nodes reach each other. `with_secrets`: specs that have secrets, which
-    are returned sealed. `with_checkpoints`: specs that may have saved a checkpoint; there is no lookup for the others.
-    `gang_secrets`: the sealed secret that the members of a gang share, by task.
+    Tasks planned on a removed or draining node or a flagged GPU stay queued. A gang is granted on all its nodes or none,
+    and only where they reach each other. `with_secrets`: specs with secrets, returned sealed. `with_checkpoints`: specs
+    that may have saved a checkpoint; others are not looked up. `gang_secrets`: a gang's sealed shared secret, by task.
     """
     if not (yield from is_current_term(term)):
         return AppliedPlan((), (), deposed=True)
@@ -144,7 +143,7 @@ def apply_plan(
 
 
 def is_current_term(term: int) -> Operation[bool]:
-    """Tell whether no other scheduler has taken over; none can until the commit."""
+    """Whether no other scheduler has taken over; none can until the commit."""
     found = yield from values(
         int, "SELECT term FROM scheduler_term WHERE id = 1 /*postgresql FOR SHARE*/"
     )

@@ -1,9 +1,9 @@
 """Leases: granted by the scheduler, held by nodes, renewed by heartbeats, ended by reports or by expiry.
 
-A lease gives one task to one node, together with an allocation of that node. Its epoch is the number of the task's
-leases so far. Nothing can stop a node that is cut off from the network: it goes on running a task whose lease has expired
-and been granted to another node. The store therefore fences every write about a lease with (task, epoch, node): the
-statement changes the row only if the task is held at that epoch by that node.
+A lease gives one task to one node, with an allocation of that node. Its epoch is the number of the task's leases so
+far. Nothing can stop a node that is cut off from the network: it goes on running a task whose lease has expired and
+been granted to another node. So the store fences every write about a lease with (task, epoch, node): the statement
+changes the row only if the task is held at that epoch by that node.
 
     time   task 7                      epoch  node   status
     0 s    submitted                   0      -      queued
@@ -15,11 +15,11 @@ statement changes the row only if the task is held at that epoch by that node.
     25 s   A is back and reports Finished(7, 1): refused, epoch 1 of A was archived as lost; A drops the lease
     30 s   B reports Finished(7, 2)    2      B      succeeded
 
-The task's result is B's, and A's is never seen. Two schedulers cannot both grant either: each takes a term
-(`grants.take_term`), and a plan made under an earlier term is not applied. The lease time limits how long a lost node delays a
-task; fencing, not time, makes the result unique, so clocks of nodes need not agree.
+The result is B's. Nor can two schedulers both grant: each takes a term (`grants.take_term`), and a plan of an earlier
+term is not applied. The lease time limits how long a lost node delays a task; fencing, not time, makes the result
+unique, so clocks of nodes need not agree.
 
-`grants` applies plans, `reports` writes reports and expiry, `ends` the ends of leases, `gangs` the leases of several nodes at once.
+`grants` applies plans, `reports` writes reports and expiry, `ends` the ends of leases, `gangs` leases of several nodes.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class _CurrentLease(NamedTuple):
 
 @operation
 def held(node: NodeId) -> Operation[tuple[HeldLease, ...]]:
-    """Return all leases on the node, those of cancelled tasks included, in the order of its lease queues."""
+    """All leases on the node, cancelled tasks included, in the order of its lease queues."""
     rows = yield from select_pairs(
         OpenLease,
         _Payload,
@@ -120,7 +120,7 @@ def held(node: NodeId) -> Operation[tuple[HeldLease, ...]]:
 
 @operation
 def picture() -> Operation[Picture]:
-    """Return all open tasks and all nodes, for the scheduler's state. Held leases come without their payloads."""
+    """All open tasks and nodes, for the scheduler's state. Held leases come without payloads."""
     specs = yield from select(
         _OpenSpec,
         "SELECT s.id, s.user_id, s.body, o.team_id FROM ("  # the tasks of a spec have one team, or none
@@ -192,7 +192,7 @@ def spec(id: SpecId) -> Operation[tuple[UserId, TaskSpec] | None]:
 
 @operation
 def record_heartbeats(heartbeats: Sequence[Heartbeat]) -> Operation[list[tuple[Hold, ...]]]:
-    """Record the time of each heartbeat; return, for each, the leases that the node does not hold any more.
+    """Record heartbeats; return, for each, the leases that the node does not hold any more.
 
     A cancelled task's lease is held until the node releases it. Leases are read in the transaction that renews them, so
     none can expire in between.

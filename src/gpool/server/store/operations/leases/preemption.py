@@ -1,6 +1,5 @@
-"""Preemption: requests to nodes to stop a held task for other tasks. The node releases the lease, the task is queued again.
-
-`core.scheduler.passes` decides whom to preempt; a request is recorded as the attempt's note `PREEMPTING`.
+"""Preemption requests to nodes, recorded as the attempt's note `PREEMPTING`. The node releases the lease, the task is
+queued again. `core.scheduler.passes` chooses the victims.
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ def preempt(ids: Sequence[TaskId], at: Instant) -> Operation[Recording]:
 
 @operation
 def preempt_if_current(holds: Sequence[Hold], term: int, at: Instant) -> Operation[Recording]:
-    """Preempt the leases of a plan that are unchanged since; none when another scheduler has taken over."""
     if not (yield from is_current_term(term)):
         return Recording()
     rows = yield from select(

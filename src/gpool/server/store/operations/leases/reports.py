@@ -1,8 +1,8 @@
-"""Reports of agents about their leases, fenced by (task, epoch, node). `leases` explains leases and fencing.
+"""Reports of agents about their leases, fenced by (task, epoch, node); `leases` explains leases and fencing.
 
-A report is about a lease of a single-node task, else about a gang's member (`gangs`), else refused. At most one end is
-accepted for a (task, epoch). A report repeated by the node that had the lease is accepted without effect, unless the
-lease expired: an agent repeats its reports until it knows that they are durable.
+A report is about a lease of a single-node task, else a gang's member (`gangs`), else refused. A (task, epoch) has at
+most one end. A report repeated by the lease's node has no effect, and is refused if the lease expired: an agent
+repeats its reports until it knows that they are durable.
 """
 
 from __future__ import annotations
@@ -71,8 +71,6 @@ class _Attempt(NamedTuple):
 
 @dataclass(slots=True)
 class _LeaseReports:
-    """Reports about leases of single-node tasks, sorted by the way in which they are written."""
-
     ends: Ends
     started: dict[TaskId, int] = field(default_factory=dict)
     failed: list[tuple[HeldTask, Finished]] = field(default_factory=list)
@@ -84,7 +82,6 @@ class _LeaseReports:
     saved: dict[TaskId, Checkpointed] = field(default_factory=dict)
 
     def add(self, row: HeldTask, item: ReportItem) -> bool:
-        """Sort in a report about this lease; False: it ends the lease."""
         match item:
             case Finished():
                 begun = self.started.pop(row.id, None) is not None or row.started_at is not None
@@ -157,7 +154,6 @@ class _LeaseReports:
 
 @operation
 def record(frames: Sequence[Reports], at: Instant) -> Operation[Recording]:
-    """Record the reports of one or many frames, in their order, with the same few statements however many there are."""
     items = [(node, item) for node, items in frames for item in items]
     refused = [
         (node, Hold(item.task, item.epoch))
@@ -248,7 +244,6 @@ def _start(started: dict[TaskId, int], at: Instant) -> Operation[None]:
 
 
 def _refused(node: NodeId, reported: Sequence[ReportItem]) -> Operation[list[tuple[NodeId, Hold]]]:
-    """Return the leases among those reported that this node never had, or that expired on it."""
     leases = {(item.task, item.epoch) for item in reported}
     parameters = {"node": node}
     relations = {"reported": Relation(HOLDS, sorted(leases))}

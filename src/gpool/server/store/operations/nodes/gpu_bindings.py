@@ -1,7 +1,7 @@
 """Bindings of a GPU's hardware uuid to its owner and payout wallet. The first claim of a uuid holds.
 
-A later claim by another owner flags the claimant's row only, and keeps that row from being scheduled until an operator
-decides; the holder's rows stay usable, or any account could take a GPU out of the pool by naming its uuid.
+A later claim by another owner flags only the claimant's row, which is not scheduled until an operator decides; if the
+holder's rows were flagged too, any account could take a GPU out of the pool by naming its uuid.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class _OwnedGpu(NamedTuple):
 def bind(
     node: NodeId, owner: UserId, wallet: str | None, uuids: Collection[str], at: Instant
 ) -> Operation[tuple[str, ...]]:
-    """Bind unbound uuids to `owner`; flag this node's rows of the others' and return their uuids, sorted.
+    """Bind unbound uuids to `owner`; flag this node's rows of the others and return their uuids, sorted.
 
-    Simulated GPUs must not be passed: their uuids identify no device. A row that is flagged already stays so.
+    Do not pass simulated GPUs: their uuids identify no device. A flagged row stays flagged.
     """
     if not uuids:
         return ()
@@ -91,7 +91,7 @@ def bind(
 
 @operation
 def unflag(gpu: GpuId, at: Instant) -> Operation[GpuRow | None]:
-    """Bind the uuid to the owner of this GPU's node, by an operator's decision; flag the uuid's rows of other owners."""
+    """Bind the uuid to this GPU's owner by an operator's decision; flag the uuid's rows of other owners."""
     found = yield from _gpus("g.id = :gpu", gpu=gpu)
     if not found:
         return None
@@ -117,7 +117,6 @@ def unflag(gpu: GpuId, at: Instant) -> Operation[GpuRow | None]:
 
 @operation
 def quarantine(gpu: GpuId, why: str | None) -> Operation[GpuRow | None]:
-    """Take a GPU out of the pool because of its health, or (None) return it."""
     yield Statement("UPDATE gpus SET quarantined = :why WHERE id = :gpu", {"why": why, "gpu": gpu})
     found = yield from _gpus("g.id = :gpu", gpu=gpu)
     return found[0] if found else None
@@ -200,7 +199,6 @@ def flagged() -> Operation[tuple[GpuRow, ...]]:
 
 @operation
 def gpus_of_nodes(nodes: Collection[NodeId]) -> Operation[tuple[GpuRow, ...]]:
-    """GPUs that these nodes have now, by node and position."""
     if not nodes:
         return ()
     rows = yield from select(

@@ -69,7 +69,6 @@ def records(node: NodeId | None = None) -> Operation[tuple[GpuVerificationRecord
 
 @operation
 def keep_back(node: NodeId, uuids: Sequence[str], why: str) -> Operation[NodeRow | None]:
-    """Take these GPUs out of the pool until they are verified."""
     yield Statement(
         "UPDATE gpus SET unproven = :why, verdict = NULL WHERE node_id = :node "
         "AND uuid IN (SELECT name FROM {these} AS t)",

@@ -1,4 +1,6 @@
-"""Nodes: their GPUs, the invites they join with, the users they are offered to, and their reliability records."""
+"""Nodes: their GPUs, join invites, allowed users and reliability records.
+One file because joining, connecting, lending and listing share `_put_gpus` and `load_nodes`.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +150,7 @@ def _ailing(gpu: Gpu) -> str | None:
 
 
 def _put_gpus(node: NodeId, gpus: Relation) -> Operation[None]:
-    """Store the GPUs of an offer; others are marked as gone. A GPU that returns keeps its id and its availability."""
+    """Store the GPUs of an offer and mark others as gone. A returning GPU keeps its id and availability."""
     yield Statement("UPDATE gpus SET gone = 1 WHERE node_id = :node", {"node": node})
     if gpus.rows:
         yield Statement(
@@ -208,7 +210,7 @@ def greet(node: NodeId, offer: Offer, gpu_ids: Sequence[int], at: Instant) -> Op
 
 
 def load_nodes(where: str, parameters: Mapping[str, int | str]) -> Operation[tuple[NodeRow, ...]]:
-    """Read nodes with the indexes of the GPUs that must not be leased: withheld, sick or flagged. `where` is about `n`."""
+    """Nodes with the indexes of GPUs that must not be leased: withheld, sick or flagged. `where` is about `n`."""
     withheld: dict[NodeId, set[int]] = {}
     flagged: dict[NodeId, set[int]] = {}
     gpus = yield from select(
@@ -325,9 +327,9 @@ _Names = tuple[Mapping[str, int], Mapping[str, int]]
 
 
 def _known_names(offers: Iterable[Offer]) -> Operation[_Names]:
-    """Return the users and teams that these offers name; no statement where none does.
+    """Users and teams that these offers name; no statement where none does.
 
-    Read with every node, so that a user or team that was created, renamed or deleted since is found as it is now.
+    Read with every node, so that created, renamed and deleted accounts are found as they are now.
     """
     words = {word for offer in offers for word in offer.audience}
     users = yield from _ids_of("users", USER, words)
@@ -381,7 +383,6 @@ def reliability_records() -> Operation[Mapping[NodeId, ReliabilityRecord]]:
 
 @operation
 def put_reliability_records(found: Mapping[NodeId, ReliabilityRecord]) -> Operation[None]:
-    """Store the records of nodes that still exist; a record with a later time stays."""
     rows = [(id_, each.up, each.losses_milli, each.at) for id_, each in sorted(found.items())]
     yield Statement(
         "INSERT INTO node_records (node_id, up_us, losses, at) SELECT r.node, r.up, r.losses, r.at FROM {found} AS r "
@@ -402,10 +403,10 @@ def forget_reliability_records() -> Operation[None]:
 
 @dataclass(frozen=True, slots=True)
 class NodeFilter:
-    """Which nodes a listing holds; None and the empty text do not filter.
+    """None and the empty text do not filter.
 
-    `search` is compared with names and, as a prefilter, with everything past the first GPU model of the offer: the
-    caller compares the models themselves.
+    `search` is compared with names and, as a prefilter, with all of the offer past the first GPU model: the caller
+    compares the models themselves.
     """
 
     owner: UserId | None = None
@@ -418,7 +419,6 @@ class NodeFilter:
 def node_page(
     wanted: NodeFilter, after: NodeId | None, limit: int
 ) -> Operation[tuple[NodeRow, ...]]:
-    """At most `limit` nodes with ids past `after`, ascending."""
     where = ["n.id > :after"]
     parameters: dict[str, int | str] = {"after": -1 if after is None else after}
     if wanted.owner is not None:
@@ -449,6 +449,6 @@ def node_page(
 
 
 def _escaped(text: str) -> str:
-    """The text as a literal part of a LIKE pattern with '!' as escape character, as the offer's JSON spells it."""
+    """Literal part of a LIKE pattern with '!' as escape character, as the offer's JSON spells it."""
     literal = json.dumps(text, ensure_ascii=False)[1:-1]
     return literal.replace("!", "!!").replace("%", "!%").replace("_", "!_")

@@ -1,7 +1,7 @@
-"""State that schedulers share: operators' rules, learnt placement prices, and the usage of each user and team.
+"""State that schedulers share: operators' rules, learnt placement prices, usage of each user and team.
 
-OperatorRules are stored as JSON; `core.scheduler.state.operator_rules` defines them. `core.scheduler.order.fair_share` computes
-the usage, which is kept so that a restart does not reset the shares.
+`core.scheduler.state.operator_rules` defines the rules, stored as JSON. Usage (`core.scheduler.order.fair_share`) is
+kept so that a restart does not reset the shares.
 """
 
 from __future__ import annotations
@@ -112,7 +112,6 @@ def drop(kind: RuleKind, id_: int) -> Operation[bool]:
 
 @operation
 def held_since() -> Operation[Mapping[TaskId, Instant]]:
-    """Return the start of each held lease, or the time of its grant if it has not started."""
     rows = yield from select(
         _HeldSince, "SELECT id, COALESCE(started_at, leased_at) FROM tasks WHERE holding = 1"
     )
@@ -141,7 +140,7 @@ def _policy(value: str) -> PolicyChange:
 
 @lru_cache(maxsize=1)
 def learnt_from(value: str) -> Learnt:
-    """Decode learnt prices; cached, since they are read every minute and change daily."""
+    """Cached, since prices are read every minute and change daily."""
     return msgspec.json.decode(value, type=Learnt)
 
 

@@ -1,8 +1,8 @@
 """Artifacts and their references. Knowing a hash grants nothing: an artifact is visible only through a reference.
 
-Weak references do not keep an artifact: `upload` (of a user) and `lease` (uploaded by a node under (task, epoch), visible
-to nobody yet). Strong ones do: `spec` (function and inputs), `payload`, `result`, `log` and `checkpoint` of a task. The
-references of a team's task belong to the team, not to the user who submitted it.
+Weak references do not keep an artifact: `upload` (of a user) and `lease` (uploaded by a node under (task, epoch),
+visible to nobody yet). Strong ones do: `spec` (function and inputs), `payload`, `result`, `log` and `checkpoint` of a
+task. References of a team's task belong to the team, not to the submitting user.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def put_artifact(sha256: str, size_bytes: int, at: Instant) -> Operation[None]:
 def put_reference(
     sha256: str, kind: str, holder: int, user: UserId, epoch: int = 0, team: int | None = None
 ) -> Operation[None]:
-    """Refer to an artifact that exists. A reference of a lease does not count as storage."""
+    """Refer to an existing artifact. A reference of a lease does not count as storage."""
     yield Statement(
         "INSERT INTO artifact_refs (sha256, kind, holder, user_id, epoch, team_id) "
         "VALUES (:sha256, :kind, :holder, :user, :epoch, :team) "
@@ -103,7 +103,7 @@ def add_artifact(
     task_epoch: tuple[TaskId, int] | None,
     at: Instant,
 ) -> Operation[bool]:
-    """Record an artifact whose bytes are in the blob store: of a user, or of a node that holds the lease (else False)."""
+    """Record an artifact whose bytes are stored: of a user, or of a node that holds the lease (else False)."""
     if task_epoch is not None:
         rows = yield from select(
             TaskOwner,
@@ -127,7 +127,6 @@ def add_artifact(
 
 @operation
 def visible(sha256: str, user: UserId, teams: Collection[int] = ()) -> Operation[int | None]:
-    """Return the size in bytes if the user or one of these teams may see the artifact."""
     sizes = yield from values(
         int,
         "SELECT a.size_bytes FROM artifacts a WHERE a.sha256 = :sha256 AND EXISTS ("  # noqa: S608
@@ -140,9 +139,9 @@ def visible(sha256: str, user: UserId, teams: Collection[int] = ()) -> Operation
 
 @operation
 def visible_to_node(sha256: str, node: NodeId, task: TaskId | None = None) -> Operation[int | None]:
-    """Return the size if the artifact is a function, input, payload or checkpoint of a lease that the node holds.
+    """Size if the artifact is a function, input, payload or checkpoint of a lease that the node holds.
 
-    A node that uploads names the task: an artifact visible through another lease would be missing for this task.
+    An uploading node names the task: an artifact visible through another lease would be missing for this task.
     """
     parameters: dict[str, int | str] = {"sha256": sha256, "node": node}
     parameters |= {} if task is None else {"task": task}
@@ -168,13 +167,13 @@ def _seen(held: str, task: TaskId | None) -> str:
 
 @operation
 def leave_to_prune(sha256: str, size_bytes: int, at: Instant) -> Operation[None]:
-    """Record refused bytes without a reference: visible to nobody, and removed with the next pruning."""
+    """Record refused bytes without a reference: visible to nobody, removed with the next pruning."""
     yield from put_artifact(sha256, size_bytes, at)
 
 
 @operation
 def may_upload(node: NodeId, task: TaskId, epoch: int) -> Operation[bool]:
-    """Tell whether the node holds the lease, to refuse an upload before its bytes are sent; `add_artifact` is the fence."""
+    """Whether the node holds the lease, to refuse an upload before its bytes are sent; `add_artifact` is the fence."""
     return (
         yield from exists(
             f"SELECT 1 FROM tasks t WHERE {WRITES}",  # noqa: S608
@@ -200,7 +199,7 @@ def known(sha256: str) -> Operation[bool]:
 def missing(
     sha256s: Sequence[str], user: UserId, team: int | None = None
 ) -> Operation[tuple[str, ...]]:
-    """Return the artifacts that the user cannot see. The others cannot be removed until the transaction ends."""
+    """Artifacts that the user cannot see. The others cannot be removed until the transaction ends."""
     if not sha256s:
         return ()
     visible = yield from values(
@@ -258,7 +257,6 @@ def keep_results(named: Sequence[NamedResult]) -> Operation[None]:
 
 @operation
 def unreferenced(before: Instant, limit: int) -> Operation[tuple[str, ...]]:
-    """Return artifacts without a strong reference that were not uploaded since `before`, oldest first."""
     found = yield from values(
         str,
         "SELECT a.sha256 FROM artifacts a WHERE a.touched_at < :before AND NOT EXISTS ("  # noqa: S608
@@ -271,7 +269,6 @@ def unreferenced(before: Instant, limit: int) -> Operation[tuple[str, ...]]:
 
 @operation
 def forget_artifacts(sha256s: Sequence[str], before: Instant = LAST) -> Operation[tuple[str, ...]]:
-    """Delete those of them that are still `unreferenced`; return them, whose bytes may now be removed."""
     wanted = {"wanted": of_names(sha256s)}
     yield Statement(
         "SELECT a.sha256 FROM artifacts a WHERE a.sha256 IN (SELECT name FROM {wanted} AS w) /*postgresql FOR UPDATE*/",

@@ -1,9 +1,8 @@
 """Progress of running attempts: phases, and checkpoints that the next attempt begins with.
 
-A task has one checkpoint, the newest, which is saved with all its files or not at all: each file was uploaded under this
-lease or is visible through it (an input, or a file of the previous checkpoint). Its references are strong. Those of the
-previous checkpoint are dropped with it, so that a task that saves every ten minutes does not fill the disk. A checkpoint
-is kept for `Settings.keep_checkpoints_s` after the end of its task.
+A task has one checkpoint, the newest, saved with all its files or not at all: each was uploaded under this lease or is
+visible through it (an input, or a file of the previous checkpoint). Its references are strong; those of the previous
+one are dropped, so that frequent saves do not fill the disk. Kept for `Settings.keep_checkpoints_s` after the end.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def add_notes(rows: Sequence[Row], at: Instant) -> Operation[None]:
 
 
 def save(saved: Mapping[TaskId, Checkpointed], at: Instant) -> Operation[tuple[Hold, ...]]:
-    """Save a checkpoint for each task, whose lease the caller has locked; return the leases of rejected ones."""
+    """Save a checkpoint per task, whose lease the caller has locked; return the leases of rejected ones."""
     rows = yield from select(
         _Saving,
         "SELECT t.id, t.user_id, t.team_id, s.body, c.epoch, c.manifest FROM {tasks} AS i "
@@ -159,7 +158,6 @@ def manifests(tasks: Iterable[TaskId]) -> Operation[dict[TaskId, tuple[InputFile
 
 @operation
 def forget_checkpoints(before: Instant, limit: int) -> Operation[int]:
-    """Delete checkpoints of tasks that ended before then; return their number."""
     rows = yield from select(
         _Manifest,
         "SELECT c.task_id, c.manifest FROM checkpoints c JOIN tasks t ON t.id = c.task_id "

@@ -50,7 +50,7 @@ def once(
     operation: Operation[T],
     encode: Callable[[T], bytes],
 ) -> Operation[tuple[T | None, bytes]]:
-    """Run the operation and return its value and answer; `(None, answer)` if the key has an answer already."""
+    """Run the operation and return value and answer; `(None, answer)` if the key has an answer already."""
     for earlier in (yield from saved([(user, key)])).values():
         earlier.check(fingerprint)
         return None, bytes(earlier.answer)

@@ -44,7 +44,6 @@ class _Chunk(NamedTuple):
 
 
 def append_chunks(chunks: Sequence[LogChunk]) -> Operation[tuple[TaskId, ...]]:
-    """Append new chunks that holders of current leases sent; return the tasks whose logs grew."""
     if not chunks:
         return ()
     wanted = {

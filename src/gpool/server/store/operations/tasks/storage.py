@@ -31,7 +31,6 @@ def holder_of(user: int, team: int | None) -> tuple[Holder, int]:
 
 
 def count(held: Sequence[tuple[Holder, int, str]]) -> Operation[None]:
-    """Count artifacts that exist, as (kind, id, sha256). An artifact that is counted already is not counted again."""
     if not held:
         return
     new = yield from select(
@@ -54,7 +53,6 @@ def count(held: Sequence[tuple[Holder, int, str]]) -> Operation[None]:
 
 
 def uncount(sizes: Mapping[str, int]) -> Operation[None]:
-    """Subtract removed artifacts from every account that they are counted for."""
     old = yield from select(
         StoredRecord,
         "DELETE FROM stored WHERE sha256 IN (SELECT name FROM {gone} AS g) RETURNING kind, id, sha256",

@@ -1,7 +1,5 @@
-"""Submitting tasks, one submission or many, with the same few statements however many there are.
-
-A submission that cannot be accepted is answered with the reason and does not stop the others. Also reads recent
-submissions, from which the scheduler learns the usual mix of shapes.
+"""Submitting tasks, with the same few statements for one submission or many. Also reads recent submissions, from which
+the scheduler learns the usual mix of shapes. A refused submission is answered with the reason; the others go on.
 """
 
 from __future__ import annotations
@@ -63,8 +61,6 @@ class SubmittedTasks:
 
 @dataclass(frozen=True, slots=True)
 class MissingArtifacts:
-    """The submission names artifacts that its user cannot see; nothing of it was written."""
-
     sha256s: tuple[str, ...]
 
 
@@ -101,8 +97,6 @@ class _NewBatch(NamedTuple):
 
 
 class _TaskColumns(NamedTuple):
-    """Columns of a new task that differ within a submission. Columns that are in neither class have defaults."""
-
     id: TaskId
     position: int
     payload_sha256: str
@@ -110,8 +104,6 @@ class _TaskColumns(NamedTuple):
 
 
 class _SharedColumns(NamedTuple):
-    """Columns that all new tasks of a submission have in common."""
-
     status: str
     batch_id: BatchId
     spec_id: SpecId
@@ -146,7 +138,7 @@ _CASTS = {"int": "BIGINT", "text": "TEXT"}
 
 @dataclass(slots=True)
 class _Draft:
-    """A submission with its encoded spec. `first`: position of its first task in the batch."""
+    """`first`: position of the first task in the batch."""
 
     number: int
     submission: Submission
@@ -173,7 +165,7 @@ class _Draft:
 def submit(
     submissions: Sequence[Submission],
 ) -> Operation[list[SubmittedTasks | MissingArtifacts | GpoolError]]:
-    """Submit each of them, or return the reason in its place. The cost does not depend on the tasks in the store."""
+    """Submit each, or return the reason in its place. The cost does not depend on the tasks in the store."""
     outcomes: dict[int, SubmittedTasks | MissingArtifacts | GpoolError] = {}
     drafts: list[_Draft] = []
     for number, submission in enumerate(submissions):
@@ -239,7 +231,6 @@ def _known_specs(wanted: Collection[SpecDigest]) -> Operation[dict[SpecDigest, S
 
 
 def _accept(draft: _Draft, *, is_known: bool) -> Operation[MissingArtifacts | GpoolError | None]:
-    """Extend the open batch that it names; return the reason if the submission cannot be accepted."""
     s = draft.submission
     needs = [sha256 for sha256, _ in draft.payloads]
     if not is_known:
@@ -318,8 +309,8 @@ def _insert_batches(submissions: Sequence[Submission]) -> Operation[None]:
 def _insert_tasks(submitted: Sequence[tuple[Submission, SubmittedTasks]]) -> Operation[None]:
     """Insert the tasks of one or many submissions, with at most two statements.
 
-    Shared columns are parameters for one submission, and columns of the relation for many. Tasks without an inline payload
-    go through a relation without blobs, which is faster.
+    Shared columns are parameters for one submission, columns of the relation for many. Tasks without an inline payload
+    use a relation without blobs, which is faster.
     """
     small: list[Row] = []
     large: list[Row] = []
@@ -359,7 +350,6 @@ def _task_insert(*, is_one: bool, has_payload: bool) -> tuple[str, tuple[tuple[s
 
 @operation
 def recent_shapes(most: int) -> Operation[list[tuple[Shape, int]]]:
-    """Return the shapes of the last `most` tasks and their counts by batch, oldest batch first."""
     rows = yield from select(
         _RecentTasks,
         "SELECT t.spec_id, t.team_id, COUNT(*) FROM (SELECT id, spec_id, team_id, batch_id FROM tasks "

@@ -1,8 +1,8 @@
 """Tasks and batches for their users: reading, listing and cancelling. Submitting is in `submissions`.
 
-`user` and `teams` limit the tasks that are seen or changed: those of the user, and those of these teams, which
-`core.permissions` decides on. A team's task belongs to the team; the user who submitted it has no other right to it.
-`user` None: an operator, or the server itself.
+`user` and `teams` limit the tasks that are seen or changed (`core.permissions`). A team's task belongs to the team; the
+submitting user has no other right to it. `user` None: an operator, or the server itself.
+One file because reading, listing and cancelling share this ownership check and the view of a task.
 """
 
 from __future__ import annotations
@@ -62,8 +62,6 @@ BATCH = columns(BatchesRecord, BatchesRecord, "b")
 
 
 class _Checkpoint(NamedTuple):
-    """Of a LEFT JOIN: all None without a checkpoint."""
-
     epoch: int | None
     saved_at: Instant | None
     size_bytes: int | None
@@ -180,10 +178,7 @@ def tasks(
     statuses: Sequence[TaskStatus] = (),
     teams: Collection[int] = (),
 ) -> Operation[tuple[TaskView, ...]]:
-    """List the tasks of the user and of these teams, newest first, without values; no user and no team: all tasks.
-
-    With open statuses only, no ended task is read.
-    """
+    """Tasks of the user and teams (neither: all), newest first, without values. With open statuses only, no ended task is read."""
     if len(teams) > MAX_TEAMS:
         raise Invalid(f"{len(teams)} teams in one listing; name at most {MAX_TEAMS}")
     parameters: dict[str, int] = {"before": LAST if before is None else before, "limit": limit}
@@ -231,7 +226,7 @@ def _as_gang(view: TaskView, found: tuple[MemberView, ...]) -> TaskView:
 
 
 def _open(whose: str, wanted: frozenset[TaskStatus]) -> list[str]:
-    """Return subqueries of the queued and of the held tasks, each of which uses its own partial index.
+    """Subqueries of the queued and of the held tasks, each of which uses its own partial index.
 
     A unary plus keeps the query planner from an index in the order of ids, which would read all ended tasks.
     """
@@ -431,7 +426,6 @@ def cancel(
 def queued_page(
     user: UserId | None, team: int | None, after: TaskId | None, limit: int
 ) -> Operation[tuple[TaskView, ...]]:
-    """At most `limit` queued tasks with ids past `after`, oldest first; of a user, of a team, or of everybody."""
     whose, parameters = _queue_of(user, team)
     order = "t.id" if whose else "+t.id"
     parameters |= {"after": -1 if after is None else after, "limit": limit}
@@ -444,7 +438,6 @@ def queued_page(
 
 @operation
 def queued_count(user: UserId | None, team: int | None, most: int) -> Operation[int]:
-    """Number of queued tasks, counted up to `most`."""
     whose, parameters = _queue_of(user, team)
     return sum(
         (
