@@ -1,4 +1,4 @@
-"""Open sandbox networks, and the protocol of the two kinds (root, rootless) that open them."""
+"""Open sandbox networks, and the protocol of both kinds (root, rootless)."""
 
 from __future__ import annotations
 
@@ -19,24 +19,22 @@ from gpool.agent.network.policy import EgressPolicy, Gang, HostFacts, Only, Want
 from gpool.agent.runtime.protocol import SandboxFailed, SandboxNetwork
 
 
-class NoLane(SandboxFailed):
-    """A sandbox network could not be opened: the node's fault, not the task's."""
+class NoLane(SandboxFailed): ...
 
 
 def refuse_wrong(wants: Wants) -> None:
-    """Reject an impossible request before anything is created for it."""
     if isinstance(wants, Gang) and wants.wrong:
         raise NoLane(f"a sandbox network could not be opened:  {wants.wrong}")
 
 
 def tag_for(place: Path) -> str:
-    """Return a tag that is the same after a restart of this agent, and differs between agents."""
+    """Tag that survives restarts of this agent and differs between agents."""
     return hashlib.sha256(os.fsencode(place.absolute())).hexdigest()[:TAG_LETTERS]
 
 
 @dataclass(slots=True)
 class OpenLane:
-    """Sandbox network in use. Close it after the sandbox has ended; a second close does nothing."""
+    """Close it after the sandbox has ended. `close` is idempotent."""
 
     lane: SandboxNetwork
     resolver: Resolver
@@ -66,21 +64,19 @@ class OpenLane:
 
 
 class Networks(Protocol):
-    """Opens sandbox networks. `start` first removes leftovers of an earlier agent; `close` restores the host."""
+    """`start` first removes leftovers of an earlier agent; `close` restores the host."""
 
     async def start(self) -> None: ...
 
     async def open(self, wants: Wants) -> OpenLane: ...
 
-    async def refused_packets(self) -> int:
-        """Packets sent by sandboxes and dropped by the firewall since `start`."""
-        ...
+    async def refused_packets(self) -> int: ...
 
     async def close(self) -> None: ...
 
 
 async def opened_whole(making: Coroutine[Any, Any, OpenLane]) -> OpenLane:
-    """Finish and close a network whose opening was cancelled: neither threads nor nft stop half-way."""
+    """Close a network whose opening was cancelled: threads and nft do not stop half-way."""
     work = asyncio.ensure_future(making)
     try:
         return await asyncio.shield(work)
@@ -92,7 +88,7 @@ async def opened_whole(making: Coroutine[Any, Any, OpenLane]) -> OpenLane:
 
 
 def name_sockets() -> tuple[socket.socket, socket.socket]:
-    """Return the resolver's two sockets, in the thread's namespace; its loopback must be up."""
+    """Resolver's two sockets, in the thread's namespace; its loopback must be up."""
     datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     streams = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     for each in (datagrams, streams):
