@@ -1,1 +1,1 @@
-"""The agent: runs on a node, starts sandboxes for leases and reports to the server."""
+"""The agent: runs leases in sandboxes on a node and reports to the server."""

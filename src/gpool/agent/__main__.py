@@ -1,6 +1,6 @@
 """`python -m gpool.agent`: run the agent with the settings in the `GPOOL_AGENT_*` variables.
 
-Exit codes as for the CLI (DESIGN §7): 1 failed, 2 usage, 3 refused by the server, 4 not found, 5 server unreachable.
+Exit codes (DESIGN §7): 1 failed, 2 usage, 3 refused by the server, 4 not found, 5 server unreachable.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _print(text: str) -> None:
-    """Write a line to stderr; characters of the server's text that could control a terminal are replaced."""
+    """Replace terminal control characters of the server's text."""
     sys.stderr.write("".join(c if c.isprintable() else "\ufffd" for c in text) + "\n")
 
 

@@ -1,7 +1,4 @@
-"""The wiring of the agent: settings, services, monitor, channel, state machine, executors and signals.
-
-`lend` builds everything from `GPOOL_AGENT_*` variables and runs until it is stopped. Decides nothing itself.
-"""
+"""The wiring of the agent from `GPOOL_AGENT_*` variables. Decides nothing itself."""
 
 from __future__ import annotations
 
@@ -62,7 +59,7 @@ POLL_EVERY_S = 1.0
 
 
 def lend() -> None:
-    """Lend this machine until a signal stops the agent; raise `GpoolError` or `SandboxFailed` if it cannot or may not."""
+    """Lend this machine until a signal; raise `GpoolError` or `SandboxFailed` if impossible or refused."""
     settings = AgentSettings()  # type: ignore[call-arg]  # from the environment
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     policy_file = PolicyFile(settings.policy)
@@ -130,10 +127,9 @@ async def run_agent(
     survey_every_s: float = SURVEY_EVERY_S,
     poll: Check | None = None,
 ) -> None:
-    """Run until `stop` is set, or (without one) until SIGTERM or SIGINT; a second signal stops without waiting.
+    """Run until `stop` is set, or (without one) SIGTERM or SIGINT; a second signal stops without waiting.
 
-    `survey` examines everything every `survey_every_s`, `poll` the cheap part every second in between. Raises a
-    `GpoolError` when the server refuses this node for good.
+    `survey` runs every `survey_every_s`, `poll` every second between. Raises `GpoolError` on a final refusal.
     """
     random = random if random is not None else SystemRandom()
     address = settings.address
@@ -223,8 +219,6 @@ async def _stopped(stop: asyncio.Event | None, daemon: Daemon) -> None:
 
 
 class MonitorLoop:
-    """Run the machine checks in a thread, one at a time, and feed their events to the daemon."""
-
     def __init__(self, survey: Check | None, poll: Check | None) -> None:
         self._survey, self._poll = survey, poll
         self._lock = asyncio.Lock()

@@ -1,6 +1,6 @@
-"""The agent's WebSocket to the server: connects, authenticates, reconnects with backoff, passes frames on.
+"""The agent's WebSocket to the server: connects, authenticates, reconnects with backoff, forwards frames.
 
-It reads the frames of the authentication and `Refused`, and puts the node's token on reports; nothing else.
+Reads only authentication frames and `Refused`; adds the node's token to reports.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _tls(address: Address) -> ssl.SSLContext | bool | None:
 
 
 class AgentChannel:
-    """`feed` receives `Connected`, `FrameArrived` and `Disconnected`, in this order for each connection."""
+    """Feeds `Connected`, `FrameArrived` and `Disconnected`, in this order per connection."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class AgentChannel:
             self._wake.set()
 
     async def run(self) -> None:
-        """Stay connected until cancelled; raise a `GpoolError` when the server refuses this node for good."""
+        """Stay connected until cancelled; raise `GpoolError` on a final refusal."""
         delay = FIRST_DELAY_S
         while True:
             try:
@@ -192,7 +192,7 @@ class AgentChannel:
 
 
 def _decoded(message: str | bytes) -> FromServer:
-    """Decode a frame; raise for a refusal: a `GpoolError` if it is final, else `OSError`."""
+    """Raise `GpoolError` for a final refusal, `OSError` for another."""
     frame = decode_any_from_server(message.encode() if isinstance(message, str) else message)
     if isinstance(frame, Refused):
         if not frame.retry:

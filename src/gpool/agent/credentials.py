@@ -1,7 +1,6 @@
 """The node's credentials: its key answers challenges, its token goes on reports, a signed proof on every request.
 
-Times in proofs are the server's, derived from the token's `server_at_us` and the boot clock, so a wrong wall clock on
-this machine does not invalidate them.
+Proof times derive from the token's `server_at_us` and the boot clock: a wrong wall clock does no harm.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class AgentCredentials:
         self._expires_at = 0  # by our boot clock
 
     def answer(self, challenge: Challenge, *, is_open: bool) -> Prove | None:
-        """Sign the challenge; None for a purpose that is not due now, so that nothing else is ever signed."""
+        """None for a purpose that is not due now: nothing else is ever signed."""
         purpose = Purpose.TOKEN if is_open else Purpose.CHANNEL
         if challenge.purpose != purpose:
             return None
@@ -86,10 +85,7 @@ class AgentCredentials:
 
 
 def next_boot(data_dir: Path) -> str:
-    """Count this start on disk and return its name, which sorts after all earlier ones of the same directory.
-
-    The server uses it to ignore frames of an earlier start that arrive late.
-    """
+    """Count this start on disk. Names sort by start, so the server can ignore late frames of an earlier one."""
     file = data_dir / BOOTS_FILE
     try:
         started = int(file.read_text(encoding="ascii"))

@@ -1,6 +1,6 @@
-"""The agent's event loop: feeds events to the state machine and carries out its instructions. Reads the clocks.
+"""The agent's event loop: feeds events to the state machine and executes its instructions. Reads the clocks.
 
-One loop takes every event there is before it sleeps again, so batches form by themselves under load.
+Takes every pending event before it sleeps, so batches form under load.
 """
 
 from __future__ import annotations
@@ -43,18 +43,16 @@ log = structlog.get_logger(__name__)
 
 
 def boot_clock() -> int:
-    """Return microseconds since boot, counted also while the machine is suspended."""
+    """Return microseconds since boot, time of suspension included."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME) // 1000
 
 
 def wall_clock() -> datetime:
-    """Return the time of day in the machine's time zone; for the owner's policy only."""
+    """Local time; for the owner's policy only."""
     return datetime.fromtimestamp(time.clock_gettime(time.CLOCK_REALTIME)).astimezone()
 
 
 class Daemon:
-    """`send` puts a frame on the channel; `context` builds the executors' context around `feed`."""
-
     def __init__(
         self,
         state: AgentState,

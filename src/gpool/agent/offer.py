@@ -1,7 +1,4 @@
-"""The offer: the capacity and capabilities of this machine as reported to the server, before the owner's policy.
-
-`gpool.agent.machine.policy.apply_policy` then removes the resources the owner keeps.
-"""
+"""The offer: capacity and capabilities reported to the server, before the owner's policy."""
 
 from __future__ import annotations
 
@@ -59,7 +56,7 @@ def machine_offer(
 
 
 def refreshed(first: Offer, now: Offer) -> Offer:
-    """Return `first` with the parts that may change while an agent runs taken from `now`."""
+    """`first` with the changeable parts of `now`."""
     return replace(
         first,
         gpus=now.gpus,

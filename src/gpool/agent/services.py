@@ -1,7 +1,4 @@
-"""The services a node runs tasks with: runtimes, sandbox networks, environments, GPU shares; built from the settings.
-
-Runtimes are made by `gpool.agent.runtime.registry`. Decides nothing about leases.
-"""
+"""The services a node runs tasks with, built from the settings."""
 
 from __future__ import annotations
 
@@ -68,9 +65,9 @@ class NetworkSupport:
 
 
 def network_support(settings: AgentSettings, policy: OwnerPolicy) -> NetworkSupport:
-    """Probe the machine for egress, and for gang networks if a site is named; log what is missing.
+    """Probe egress, and gang networks if a site is named; log missing parts.
 
-    Environment builds use egress even if the policy gives tasks none; the offer states the networks of tasks.
+    Environment builds use egress even if the policy gives tasks none.
     """
     egress, why = asyncio.run(probe(settings.data_dir))
     if not egress:

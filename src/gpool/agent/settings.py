@@ -1,4 +1,4 @@
-"""The agent's settings. Validates their form only; opens nothing."""
+"""The agent's settings. Validates form only."""
 
 from __future__ import annotations
 

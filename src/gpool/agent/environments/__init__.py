@@ -1,4 +1,4 @@
-"""Environments of tasks on this node: built in a sandbox, kept by name."""
+"""Environments of tasks on this node."""
 
 from gpool.agent.environments.building import UvBuilder, find_uv
 from gpool.agent.environments.environments import Builder, BuildFailed, Environments, Told

@@ -1,8 +1,7 @@
-"""Builds of virtual environments with uv, in a sandbox that reaches the node's package indexes and nothing else.
+"""Builds of virtual environments with uv, in a sandbox that reaches the node's package indexes only.
 
-Every build starts empty: it sees no cache, file or variable of another build or of the agent, so it
-can spoil only itself. Where an index's address contains a password, no package code is run at all:
-its scripts could read the password and leave it in the environment for a task.
+A build sees nothing of another build or of the agent, so it can spoil only itself. If an index address contains a
+password, no package code runs: it could leave the password in the environment for a task.
 """
 
 from __future__ import annotations
@@ -73,13 +72,10 @@ class Building(CommandSandbox, Protocol):
 
 
 class Sandboxes(Protocol):
-    """Part of a runtime that a build needs."""
-
     async def start_command(self, job: CommandJob) -> CommandSandbox: ...
 
 
 def find_uv() -> Path | None:
-    """Return the uv installed beside gpool, else one on the path."""
     beside = Path(sysconfig.get_path("scripts")) / "uv"
     for found in (
         str(beside),
@@ -92,7 +88,7 @@ def find_uv() -> Path | None:
 
 
 def _is_program(file: Path) -> bool:
-    """Return whether it is a binary: a shim script would find nothing inside a sandbox."""
+    """A shim script would not work inside a sandbox."""
     try:
         with file.open("rb") as opened:
             return opened.read(4) == b"\x7fELF"
@@ -102,12 +98,11 @@ def _is_program(file: Path) -> bool:
 
 @contextlib.asynccontextmanager
 async def no_lane(_indexes: Indexes) -> AsyncIterator[SandboxNetwork | None]:
-    """For nodes whose packages all lie on disk."""
     yield None
 
 
 class UvBuilder:
-    """`Builder` by uv. `folder` is the agent's own, on the same disk as the runtime's work directories."""
+    """`folder` lies on the same disk as the runtime's work directories."""
 
     def __init__(
         self,
@@ -216,7 +211,7 @@ def _judge(ended: SandboxExit, output: _Listened) -> None:
 
 
 class _Listened:
-    """Output of a build, line by line, without the passwords of the node's indexes."""
+    """Output lines without the passwords of the node's indexes."""
 
     def __init__(self, told: Told, secrets: Sequence[str]) -> None:
         self._told, self._secrets = told, sorted(secrets, key=len, reverse=True)

@@ -1,7 +1,6 @@
-"""Servers that a build may reach: the node's indexes and the file servers that their pages name.
+"""Servers that a build may reach: the node's indexes and the file servers their pages name.
 
-The agent resolves the addresses and the sandbox network permits those only; no other name resolves
-in it. Nothing in an environment spec adds a target.
+The sandbox network permits and resolves no others. A spec adds no target.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ Choose = Callable[[Iterable[tuple[str, int]]], Awaitable[Only]]
 
 
 def place_of(address: str) -> Place | None:
-    """Return host and port; None for a local address."""
     parts = urlsplit(address)
     if parts.scheme not in _PORTS or not parts.hostname:
         return None
@@ -55,13 +53,11 @@ def place_of(address: str) -> Place | None:
 
 
 def places_on(page: str, text: str) -> frozenset[Place]:
-    """Return the hosts and ports that a page links to."""
     found = {place_of(urljoin(page, link)) for link in _LINK.findall(text)}
     return frozenset(place for place in found if place is not None)
 
 
 def built_in_index(uv: Path) -> str:
-    """Return uv's default index; "" if unknown."""
     try:
         told = subprocess.run(
             [
@@ -88,7 +84,6 @@ def built_in_index(uv: Path) -> str:
 
 
 def asking(indexes: Indexes) -> Ask:
-    """Fetch with the node's certificate and proxies, as uv would."""
 
     async def ask(address: str) -> tuple[str, str]:
         certificate = indexes.certificate
@@ -109,8 +104,6 @@ def asking(indexes: Indexes) -> Ask:
 
 
 class IndexLanes:
-    """Opens the network of a build. The file servers of an index are looked up once."""
-
     def __init__(self, networks: Networks, built_in: str, ask: Ask, choose: Choose = only) -> None:
         self._networks = networks
         self._built_in = built_in
@@ -137,7 +130,7 @@ class IndexLanes:
             yield opened.lane
 
     async def places(self, indexes: Indexes) -> frozenset[Place]:
-        """Return all servers that a build may reach; a proxy alone suffices where there is one."""
+        """Return all servers of a build; the proxy alone where there is one."""
         proxies = {place_of(value) for name, value in indexes.proxies if name != "NO_PROXY"}
         found = {place for place in proxies if place is not None}
         pages = {address: address for address in indexes.find_links}

@@ -1,8 +1,7 @@
 """Environments on this node by name: built once for all requests, kept while in use, evicted least recently used.
 
-An environment is never changed: after `forget` the next request gets a new build beside it, and the
-old one is removed after its last user. One name means one environment spec, so a build is only ever
-seen by tasks that requested the same packages.
+An environment never changes: after `forget` the next request builds another, and the old one is removed after its last
+user. One name is one spec: tasks share a build only if they requested the same packages.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ Told = Callable[[str], None]
 
 
 class BuildFailed(SandboxFailed):
-    """The environment cannot be built on any such node; the text goes to the consumer."""
+    """No such node can build it; the text goes to the consumer."""
 
     reason = EndReason.BAD_INPUT
 
@@ -46,7 +45,7 @@ class Builder(Protocol):
     async def build(self, recipe: Recipe, interpreter: Interpreter, into: Path, told: Told) -> None:
         """Create the virtual environment `into`, which must not exist: read-only, owned by the agent.
 
-        Raises `BuildFailed` if the spec is at fault, another `SandboxFailed` if this node is.
+        Raises `BuildFailed` if the spec is at fault, else `SandboxFailed`.
         """
         ...
 
@@ -64,8 +63,6 @@ _Key = tuple[str, str]  # name, minor
 
 @dataclass(slots=True)
 class _Flight:
-    """Build in progress."""
-
     task: asyncio.Task[_Entry]
     asking: int = 0
     lines: list[str] = field(default_factory=list)
@@ -78,7 +75,7 @@ def _silent(_line: str) -> None:
 
 
 class Environments:
-    """Store of environments. `clock` counts microseconds. Call `sweep` once before the first `prepare`."""
+    """`clock` counts microseconds. Call `sweep` once before the first `prepare`."""
 
     def __init__(
         self,
@@ -113,11 +110,9 @@ class Environments:
         return frozenset(name for name, _ in tuple(self._entries) if name != names.DEFAULT)
 
     def pythons(self) -> frozenset[str]:
-        """Python minors on this machine."""
         return frozenset(self._interpreters)
 
     def manifest(self, name: str, recipe: Recipe) -> trees.Manifest | None:
-        """Manifest of an environment; None if it is not here."""
         entry = self._entries.get((name, recipe.python or self._own))
         return entry.manifest if entry is not None else None
 
@@ -131,8 +126,8 @@ class Environments:
     async def prepare(
         self, name: str, recipe: Recipe | None, told: Told = _silent
     ) -> AsyncIterator[PreparedEnvironment | None]:
-        """Keep an environment while the block lasts; None: the agent's own Python serves. `told` receives a
-        build's progress. Raises `BuildFailed`, `SandboxFailed`, or `Invalid` if name and spec do not match.
+        """Keep an environment during the block; None: the agent's own Python serves. Raises `BuildFailed`, `SandboxFailed`, or
+        `Invalid` if name and spec differ.
         """
         key = self._key_of(name, recipe)
         if key is None or recipe is None:
@@ -154,14 +149,14 @@ class Environments:
             self._release(entry)
 
     def forget(self, name: str) -> None:
-        """Let the next request build anew, with newer versions of unpinned packages."""
+        """The next request builds anew, with newer unpinned packages."""
         for key in [key for key in self._entries if key[0] == name]:
             self._drop(key)
         for key in [key for key in self._failed if key[0] == name]:
             del self._failed[key]
 
     async def sweep(self) -> None:
-        """Load environments of an earlier agent; remove unfinished ones and those without a Python here."""
+        """Load environments of an earlier agent; remove unfinished and unusable ones."""
         found = await asyncio.to_thread(self._found)
         for entry in found:
             manifest = entry.manifest
@@ -170,7 +165,6 @@ class Environments:
         self._shrink()
 
     async def close(self) -> None:
-        """Cancel builds in progress and finish removals."""
         flights = [flight.task for flight in self._flights.values()]
         for task in flights:
             task.cancel()
@@ -180,7 +174,7 @@ class Environments:
     # ---- builds
 
     def _key_of(self, name: str, recipe: Recipe | None) -> _Key | None:
-        """Check that the name is that of the spec: the node does not trust the server for it."""
+        """Check the name against the spec: the node does not trust the server for it."""
         asked = recipe or Recipe()
         if names.recipe(asked.python, asked.packages, asked.image) != asked:
             raise Invalid(f"the environment spec of {name[:80]} is not in normal form")
@@ -218,9 +212,7 @@ class Environments:
         return [entry for _, entry in sorted(entries.values(), key=lambda one: one[0])]
 
     async def _built(self, key: _Key, recipe: Recipe, told: Told) -> _Entry | None:
-        """Share one build among all requests; the last one to give up cancels it. The caller counts as a user.
-        Returns None if the build was cancelled at this moment.
-        """
+        """Share one build and count the caller as a user; the last cancelled request cancels it (None)."""
         failed = self._failed.get(key)
         if failed is not None:
             left_us = failed[0] - self._clock()
@@ -257,7 +249,6 @@ class Environments:
         return entry
 
     def _landed(self, key: _Key, done: asyncio.Task[_Entry]) -> None:
-        """Runs before any waiter continues: each of them is a user from now on."""
         flight = self._flights.pop(key)
         flight.landed = True
         if done.cancelled():

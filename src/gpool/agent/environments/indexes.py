@@ -1,6 +1,6 @@
 """Package indexes of this node, from pip's and uv's configuration. Makes no connection.
 
-Only addresses, folders, the certificate and the proxies are used; no other variable of the agent is.
+Uses addresses, folders, certificate and proxies only; no other variable of the agent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HREF = re.compile(r"""href\s*=\s*["']([^"'#]+)""", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Indexes:
-    """Indexes in the order of use; an empty `default` is the installer's own."""
+    """Indexes in order of use; an empty `default` is the installer's own."""
 
     default: str = ""
     extra: tuple[str, ...] = ()
@@ -42,17 +42,14 @@ class Indexes:
 
     @property
     def remote(self) -> tuple[str, ...]:
-        """Indexes on the network."""
         return tuple(one for one in self.addresses if _scheme(one) in ("http", "https"))
 
     @property
     def asks_default(self) -> bool:
-        """Whether the installer's built-in index is used."""
         return not self.no_index and not self.default
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        """Passwords in the addresses, as written there."""
         found = []
         for address in (*self.addresses, *(value for _, value in self.proxies)):
             user, at, _ = urlsplit(address).netloc.rpartition("@")
@@ -81,7 +78,6 @@ class Indexes:
         )
 
     def folders(self) -> tuple[Path, ...]:
-        """Folders of this machine that a build must see."""
         found = []
         for address in self.addresses:
             path = path_of(address)
@@ -93,7 +89,6 @@ class Indexes:
         )
 
     def variables(self) -> tuple[tuple[str, str], ...]:
-        """Environment variables for uv."""
         told: list[tuple[str, str]] = list(self.proxies)
         if self.no_index:
             told.append(("UV_NO_INDEX", "1"))
@@ -112,7 +107,6 @@ class Indexes:
 
 
 def path_of(address: str) -> Path | None:
-    """Return the local path; None for a remote index."""
     scheme = _scheme(address)
     if scheme == "file":
         return Path(unquote(urlsplit(address).path))
@@ -138,7 +132,7 @@ def _with_files(index: Path) -> Path:
 
 
 def configuration_files(environ: Mapping[str, str], home: Path, prefix: Path) -> list[Path]:
-    """Files of pip and uv, weakest first."""
+    """Weakest first."""
     config = Path(environ.get("XDG_CONFIG_HOME") or home / ".config")
     files = [
         Path("/etc/xdg/pip/pip.conf"),
@@ -158,7 +152,7 @@ def configuration_files(environ: Mapping[str, str], home: Path, prefix: Path) ->
 
 
 def read_indexes(files: Iterable[Path], environ: Mapping[str, str]) -> Indexes:
-    """Return the combined configuration of pip and uv. Unreadable files are skipped, as they do."""
+    """Unreadable files are skipped, as pip and uv do."""
     found = Indexes(as_pip=True)
     for file in files:
         if file.is_file():
@@ -268,5 +262,4 @@ def _with_uv_variables(known: Indexes, environ: Mapping[str, str]) -> Indexes:
 
 
 def _unnamed(index: str) -> str:
-    """Strip the name of a uv index: `inner=https://…`."""
     return re.sub(r"^[A-Za-z0-9._-]+=(?=\w+://)", "", index)

@@ -1,4 +1,4 @@
-"""Python interpreters of this machine: minors, and their paths inside a sandbox. Installs none."""
+"""Python interpreters of this machine by minor version, and their paths in a sandbox. Installs none."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ _PROGRAM = re.compile(r"python3\.(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """Python minor: its program inside a sandbox, and the mounts it needs."""
-
     minor: str  # "3.12"
     version: tuple[int, int, int]
     program: str  # inside
@@ -34,12 +32,10 @@ class Interpreter:
 
     @property
     def home(self) -> str:
-        """Directory of the program, inside."""
         return str(Path(self.program).parent)
 
 
 def own_interpreter() -> Interpreter:
-    """The agent's interpreter: mounted in every sandbox."""
     version = (sys.version_info.major, sys.version_info.minor, sys.version_info.micro)
     base = Path(sys.base_prefix).resolve()
     inside = str(base) if base.is_relative_to("/usr") else f"{HOME}/python"
@@ -48,7 +44,6 @@ def own_interpreter() -> Interpreter:
 
 
 def candidates(environ: Mapping[str, str], home: Path) -> Iterator[Path]:
-    """Candidate paths: the system's, uv's and pyenv's interpreters."""
     managed = Path(
         environ.get("UV_PYTHON_INSTALL_DIR") or home / ".local" / "share" / "uv" / "python"
     )
@@ -64,7 +59,7 @@ def candidates(environ: Mapping[str, str], home: Path) -> Iterator[Path]:
 
 
 def find_interpreters(programs: Iterable[Path]) -> dict[str, Interpreter]:
-    """Return interpreters by minor; our own first, then the latest. Runs each once (blocking)."""
+    """By minor; our own first, then the latest. Runs each once (blocking)."""
     own = own_interpreter()
     found: dict[str, Interpreter] = {}
     for program in programs:
@@ -85,7 +80,7 @@ def _listing(folder: Path) -> list[str]:
 
 
 def _probed(program: Path) -> Interpreter | None:
-    """Return None for a program that does not run, is not CPython or is a virtual environment."""
+    """None if it does not run, is not CPython or is a virtual environment."""
     try:
         told = subprocess.run(
             [program, "-I", "-S", "-c", _PROBE],

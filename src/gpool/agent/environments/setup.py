@@ -1,4 +1,4 @@
-"""Wiring of the environments of this machine: interpreters, indexes, uv, runtime and networks."""
+"""Wiring of this machine's environments."""
 
 from __future__ import annotations
 
@@ -38,11 +38,7 @@ def environments_for(
     clock: Callable[[], int],
     limit_bytes: int = LIMIT_BYTES,
 ) -> Environments | None:
-    """Make the environments; None without uv or a reachable index. Runs a few programs (blocking).
-
-    `sandboxes` is a runtime whose outputs can be taken: bubblewrap. `clock` counts microseconds. Call
-    `sweep` before the first task and `close` after the last.
-    """
+    """None without uv or a reachable index. Blocks; `clock` counts microseconds. `sweep` before, `close` after use."""
     uv = find_uv()
     if uv is None:
         log.info("no_environments", why="uv is not installed: pip install uv")

@@ -1,4 +1,4 @@
-"""Files of an environment on disk: size, manifest, flush, removal. Follows no link and runs nothing in it."""
+"""Files of an environment. Follows no link and runs nothing in it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ _DISTRIBUTION = re.compile(r"([A-Za-z0-9._]{1,100})-([A-Za-z0-9._+!]{1,100})\.di
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """Manifest beside each environment: its identity and the versions chosen."""
-
     name: str
     python: str  # minor
     program: str  # its interpreter, inside
@@ -38,7 +36,6 @@ class Measured:
 
 
 def measured(tree: Path) -> Measured:
-    """Return bytes on disk and the installed distributions, from their folders' names."""
     size = files = 0
     chosen = []
     seen: set[int] = set()
@@ -68,7 +65,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Return None if it is incomplete; then the environment is too."""
+    """None if the manifest, and so the environment, is incomplete."""
     try:
         return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
     except (OSError, msgspec.MsgspecError):
@@ -86,7 +83,7 @@ def flush(folder: Path) -> None:
 
 
 def lay_bare(tree: Path, interpreter: Interpreter) -> None:
-    """Create a virtual environment without packages, for another Python than the agent's."""
+    """Without packages, for another Python than the agent's."""
     name = f"python{interpreter.minor}"
     (tree / "lib" / name / "site-packages").mkdir(parents=True)
     (tree / "bin").mkdir()
@@ -102,5 +99,4 @@ def lay_bare(tree: Path, interpreter: Interpreter) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a tree of any depth and with any permissions."""
     WorkDirectory(folder, os.geteuid()).remove()

@@ -1,4 +1,4 @@
-"""Benchmark of a CUDA device: matrix products, memory, host transfer. About a second; no proof for others."""
+"""Benchmark of a CUDA device: matrix products, memory, host transfer; about a second."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SENT = 256 * MIB
 
 
 def measure(device: Device) -> MeasuredSpeed:
-    """Measure; takes 4 GiB of device memory for at most a second."""
+    """Takes 4 GiB of device memory for at most a second."""
     scale = 1 if device.free_and_total[0] > 6 << 30 else 4
     side, length = _SIDE // scale, _LENGTH
     copied = _COPIED // scale

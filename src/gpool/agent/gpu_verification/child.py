@@ -1,6 +1,4 @@
-"""Measures or verifies one GPU in its own process: frames on stdin and stdout. When it ends, the driver
-frees the memory in any case.
-"""
+"""Measures or verifies one GPU in its own process: frames on stdin and stdout. Its end makes the driver free the memory."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ MOST_DEVICES = 64
 
 
 def device_with(uuid: str) -> Device:
-    """Open the device with that uuid; loading its kernels counts as part of the commitment."""
+    """Open the device; loading its kernels counts as part of the commitment."""
     for index in range(MOST_DEVICES):
         device = Device(index)
         if device.uuid == uuid:
@@ -44,7 +42,6 @@ def device_with(uuid: str) -> Device:
 
 
 def serve(read: Callable[[], ServerFrame | None], write: Callable[[FromGpu], None]) -> None:
-    """Run one measurement, or one verification to its end."""
     first = read()
     if not isinstance(first, MeasureGpu | ExamineGpu):
         return

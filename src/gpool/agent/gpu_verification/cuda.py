@@ -1,4 +1,4 @@
-"""CUDA device through the driver API: memory, kernels from PTX, timing. Needs only `libcuda`."""
+"""CUDA device through the driver API. Needs only `libcuda`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ _MAJOR, _MINOR = 75, 76
 
 
 class CudaFailed(Exception):
-    """Failed driver call."""
-
     def __init__(self, call: str, code: int, text: str) -> None:
         super().__init__(f"{call}: {text} ({code})")
         self.call, self.code = call, code
@@ -34,8 +32,6 @@ def _arguments(values: Sequence[Value]) -> ctypes.Array[ctypes.c_void_p]:
 
 
 class Device:
-    """Device with the kernels loaded. Frees its memory when closed."""
-
     def __init__(self, index: int = 0, *, ptx: bytes | None = None) -> None:
         try:
             self._driver = ctypes.CDLL("libcuda.so.1")
@@ -93,7 +89,6 @@ class Device:
         return free.value, total.value
 
     def take(self, size: int) -> int:
-        """Allocate device memory; return its address."""
         at = ctypes.c_uint64()
         self._must("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(size))
         self._taken.append(at.value)
@@ -114,7 +109,6 @@ class Device:
     def launch(
         self, name: str, grid: tuple[int, int], threads: int, *arguments: Value, shared: int = 0
     ) -> None:
-        """Queue a kernel; arguments are ctypes values."""
         function = self._function(name, shared)
         self._must(
             "cuLaunchKernel", function, *(ctypes.c_uint(n) for n in (*grid, 1, threads, 1, 1, shared)),
@@ -135,12 +129,11 @@ class Device:
         return self._functions[name]
 
     def finish(self) -> None:
-        """Wait until all queued work is done."""
         self._must("cuCtxSynchronize")
 
     @contextmanager
     def timed(self) -> Iterator[list[float]]:
-        """Measure device seconds between entry and exit; the list holds one value afterwards."""
+        """Device seconds of the block, one value in the list afterwards."""
         first, last = ctypes.c_void_p(), ctypes.c_void_p()
         for event in (first, last):
             self._must("cuEventCreate", ctypes.byref(event), 0)
@@ -156,7 +149,7 @@ class Device:
         seconds.append(spent.value / 1e3)
 
     def send_pinned(self, at: int, size: int, times: int) -> float:
-        """Measure bytes per second from pinned host memory to the device."""
+        """Bytes per second from pinned host memory."""
         host = ctypes.c_void_p()
         self._must("cuMemAllocHost_v2", ctypes.byref(host), ctypes.c_size_t(size))
         try:
@@ -189,6 +182,5 @@ class Device:
 
 
 def kernels_for(capability: tuple[int, int]) -> bytes:
-    """Return the best PTX for a compute capability."""
     name = "kernels_80.ptx" if capability >= (8, 0) else "kernels_75.ptx"
     return (resources.files("gpool.agent.gpu_verification") / name).read_bytes()

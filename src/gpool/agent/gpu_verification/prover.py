@@ -1,4 +1,4 @@
-"""Prover of GPU verification on a CUDA device: compute, keep X in memory, digest, open. Theory: `core.trust.gpu_verification`."""
+"""Prover of GPU verification on a CUDA device. Theory: `core.trust.gpu_verification`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ _u32, _u64 = ctypes.c_uint32, ctypes.c_uint64
 
 
 class DeviceProver:
-    """Holds the device's memory until `close`."""
-
     def __init__(self, device: Device, size: Size, keys: VerificationKeys) -> None:
         self._device, self._size, self._keys = device, size, keys
         self._shared = _STAGE * (4 if device.capability >= (8, 0) else 2)
@@ -50,7 +48,7 @@ class DeviceProver:
         return self._root(self._keys.digest)
 
     def answer(self, nonce: bytes, root: bytes, rounds: int) -> tuple[bytes, ...]:
-        """Step 2: return the roots over the kept data, keyed by the nonce and the previous root."""
+        """Step 2: roots over the kept data, keyed by the nonce and the previous root."""
         self._round_keys, roots = [self._keys.digest], []
         for _ in range(rounds):
             self._round_keys.append(round_key(nonce, root))
@@ -59,7 +57,7 @@ class DeviceProver:
         return tuple(roots)
 
     def open(self, tiles: Sequence[int]) -> tuple[Opening, ...]:
-        """Step 3: open tiles. The trees are rebuilt one after the other in one buffer."""
+        """Step 3: rebuild the trees one after the other in one buffer."""
         assert self._round_keys, "answer comes first"
         paths: list[list[Path]] = [[] for _ in tiles]
         for key in self._round_keys:

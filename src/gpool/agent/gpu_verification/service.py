@@ -1,4 +1,4 @@
-"""GPU measurements and verifications of the agent: a child process each, frames forwarded."""
+"""GPU measurements and verifications: a child process each."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ class GpuVerificationService:
         self._running: set[asyncio.Task[None]] = set()
 
     def take(self, frame: ToGpu) -> None:
-        """Take a frame for a GPU, in the event loop's thread."""
         match frame:
             case MeasureGpu():
                 self._begin((0, frame.uuid), frame)
@@ -59,7 +58,6 @@ class GpuVerificationService:
                     self._inboxes[key].put_nowait(None)
 
     def end_all(self) -> None:
-        """End every verification after the connection is lost."""
         for inbox in self._inboxes.values():
             inbox.put_nowait(None)
 
@@ -103,7 +101,6 @@ class GpuVerificationService:
             self._send(GpuUnable(trial, uuid, why))
 
     async def _pass_on(self, child: asyncio.subprocess.Process) -> bool:
-        """Forward frames; return whether the child sent any."""
         assert child.stdout is not None
         said = False
         while True:

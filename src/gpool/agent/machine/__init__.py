@@ -1,1 +1,1 @@
-"""The machine: detection of hardware, monitoring of GPUs, and the owner's policy on what is lent."""
+"""The machine: hardware detection, GPU monitoring and the owner's policy."""

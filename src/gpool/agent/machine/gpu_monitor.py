@@ -1,7 +1,4 @@
-"""The GPU monitor: reads sensors, processes and driver errors of each GPU every second and judges its health.
-
-The judgement is `core.trust.gpu_health`; this module keeps the condition of each card between samples. It closes nothing.
-"""
+"""The GPU monitor: samples each GPU every second and keeps its condition. `core.trust.gpu_health` judges; closes nothing."""
 
 from __future__ import annotations
 
@@ -86,7 +83,7 @@ class GpuMonitor:
         self.changed = False  # a card was lost, found or reconfigured: a survey is due
 
     def sample(self, gpus: Sequence[Gpu], now: int) -> tuple[GpuSample, ...]:
-        """Return one sample per GPU; `now` is the boot clock's. Values a card does not give are None."""
+        """`now` is boot time. Unsupported values are None."""
         self.changed = False
         cards = [gpu for gpu in gpus if gpu.vendor == "nvidia" and not gpu.simulated]
         if not cards:

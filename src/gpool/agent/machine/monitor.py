@@ -1,4 +1,4 @@
-"""The machine's monitor: applies the owner's policy to the state of the machine and reports changes as events."""
+"""The machine's monitor: applies the owner's policy and reports changes as events."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ log = structlog.get_logger(__name__)
 
 
 class PolicyFile:
-    """The owner's file, read again when it changes; after a mistake in it the last valid policy stays.
+    """The owner's file, read again when it changes; after a mistake the last valid policy stays.
 
-    Sandbox networks filter by the egress lists read at the start: other lists withdraw egress until the agent restarts.
+    Sandbox networks use the egress lists of the start: changed lists withdraw egress until a restart.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -67,7 +67,7 @@ class PolicyFile:
         return changed
 
     def limits(self) -> PolicyLimits:
-        """Return the limits that hold now, also for leases granted under an earlier policy."""
+        """Current limits; they also bind leases granted under an earlier policy."""
         return PolicyLimits(
             self.policy.tiers, self.policy.egress.offered, self.policy.gangs.offered
         )
@@ -100,8 +100,6 @@ class MachineSample:
 
 @dataclass(slots=True)
 class NodeMonitor:
-    """`offer` and `facts` describe the machine and may take seconds; `sample` is cheap."""
-
     rules: PolicyFile
     offer: Callable[[], Offer]
     facts: Callable[[], MachineFacts]

@@ -1,6 +1,6 @@
 """The owner's policy: facts about the machine in, the part that is lent now out. Pure.
 
-A rule about an unknown fact (no battery, no keyboard) does not apply. docs/policy.md describes the file.
+A rule about an unknown fact (no battery, no keyboard) does not apply. Format: docs/policy.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class AtClose(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hours:
-    """From `opens` to `closes` in local time, on `days` (the day on which it opens; 0 is Monday)."""
+    """Local time from `opens` to `closes` on `days` (of opening; 0 is Monday)."""
 
     opens: time
     closes: time
@@ -97,7 +97,7 @@ def site_address(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class GpuRule:
-    """When the owner wants GPUs for themselves. A condition that is not set never closes a GPU."""
+    """An unset condition never closes a GPU."""
 
     gpus: frozenset[int] = frozenset()  # empty: all
     hours: tuple[Hours, ...] = ()  # in which they are lent; empty: always
@@ -170,7 +170,6 @@ class LendingDecision:
 
 
 def reason_to_close(policy: OwnerPolicy, facts: MachineFacts) -> str:
-    """Return the text of the first rule that closes the machine now, written for users of the pool; or empty."""
     now = facts.now.astimezone(policy.zone)
     if policy.hours and not any(one.cover(now) for one in policy.hours):
         return f"outside its owner's hours: {'; '.join(map(str, policy.hours))}"
@@ -194,7 +193,7 @@ def reason_to_close(policy: OwnerPolicy, facts: MachineFacts) -> str:
 def decide(
     policy: OwnerPolicy, facts: MachineFacts, before: ClosureState
 ) -> tuple[LendingDecision, ClosureState]:
-    """Return the decision and the new closure state. Reclaims once per closure, after the grace."""
+    """Reclaims once per closure, after the grace."""
     closed = reason_to_close(policy, facts)
     return _close(closed, policy.at_close, policy.grace, facts.now, before)
 

@@ -1,4 +1,4 @@
-"""Parser of the owner's policy file (TOML). An unknown key or an invalid value is refused with its name."""
+"""Parser of the owner's policy file (TOML). Refuses unknown keys and invalid values by name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 def parse(text: str) -> OwnerPolicy:
-    """Parse the policy; raise `Invalid` with the wrong key and the allowed values."""
+    """Raise `Invalid` with the wrong key and the allowed values."""
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -1,4 +1,4 @@
-"""Aggregation of GPU readings between two heartbeats, for GPUs and for tasks. Pure."""
+"""Aggregation of GPU readings between heartbeats, by GPU and by task. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ReadingAverages:
             self._readings.setdefault(reading.gpu, []).append(reading)
 
     def take(self) -> tuple[GpuReading, ...]:
-        """Return one reading for each GPU: mean utilisation and power, highest memory and temperature."""
+        """Return per GPU: mean utilisation and power, highest memory and temperature."""
         readings, self._readings = self._readings, {}
         return tuple(
             GpuReading(
@@ -34,7 +34,7 @@ class ReadingAverages:
 def by_task(
     readings: Sequence[GpuReading], running: Mapping[tuple[int, int], tuple[Slice, ...]]
 ) -> tuple[TaskReading, ...]:
-    """Return one reading for each running (task, epoch) that has its GPUs to itself; for shared ones none is known."""
+    """Reading for each running (task, epoch) on exclusive GPUs; shared ones have none."""
     by_gpu = {reading.gpu: reading for reading in readings}
     users: dict[int, int] = {}
     for slices in running.values():

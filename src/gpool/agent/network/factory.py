@@ -1,4 +1,4 @@
-"""Choice and probe of the kind of sandbox network this agent can open. The agent's entry point."""
+"""Choice and probe of the kind of sandbox network this agent can open."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ TUN_FIX = "as root: modprobe tun; chmod 666 /dev/net/tun"
 
 
 def networks_for(policy: EgressPolicy, place: Path) -> Networks:
-    """Make the sandbox networks of this agent. `place`: its own directory; leftovers of a killed agent are
-    found by it.
-    """
+    """`place`: directory by which leftovers of a killed agent are found."""
     if os.geteuid() == 0:
         return RootNetworks(policy, tag_for(place))
     return RootlessNetworks(policy)
@@ -62,7 +60,6 @@ def facts() -> tuple[NetworkRequirement, ...]:
 
 
 async def probe(place: Path) -> tuple[bool, str]:
-    """Open and close a sandbox network under a tag of its own; return success and a text for the owner."""
     why = await _why_not(Egress(), place, facts())
     if not why and not _leads_out():
         why = "this host has no IPv4 route out"
@@ -101,7 +98,7 @@ async def _why_not(wants: Wants, place: Path, needed: Sequence[NetworkRequiremen
 
 
 def _leads_out() -> bool:
-    """Return whether the kernel has a route to a public address; sends nothing."""
+    """Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
             asking.connect(("8.8.8.8", 53))
@@ -111,10 +108,7 @@ def _leads_out() -> bool:
 
 
 async def only(hosts: Iterable[tuple[str, int]]) -> Only:
-    """Make a network to these servers only, by name or address, resolved now as this host resolves them.
-
-    Raises `BadPolicy` for a host without an IPv4 address that a list may contain.
-    """
+    """Network to these servers only, resolved now. Raises `BadPolicy` for a host without an allowed IPv4 address."""
     loop = asyncio.get_running_loop()
     targets: list[Target] = []
     names: dict[str, tuple[IPv4Address, ...]] = {}

@@ -1,8 +1,7 @@
-"""Firewall of the sandbox networks as nftables text. Pure: policy and host facts in, rules out; default refuse.
+"""Firewall of the sandbox networks as nftables text. Pure; default refuse.
 
-A root agent's networks end on interfaces of the host: their packets are filtered at ingress, before
-routing, NAT and connection tracking, at one place for forwarded and local destinations. A rootless
-agent's packets are filtered as they leave the namespace. Both use the same filter chain.
+A root agent's networks are filtered at ingress of their host interfaces, before routing, NAT and connection tracking:
+one place for forwarded and local destinations. A rootless agent's are filtered as packets leave the namespace.
 """
 
 from __future__ import annotations
@@ -37,8 +36,6 @@ TAG_LETTERS = 5  # interface names have 15 characters: prefix, tag, kind, four d
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """Names of one agent's objects on a shared host."""
-
     tag: str  # five hexadecimal digits, the same after a restart
 
     @property
@@ -50,12 +47,12 @@ class Naming:
         return f"{PREFIX}{self.tag}"
 
     def interface(self, wants: Wants, number: int) -> str:
-        """Name of an interface. It contains the kind, so that rules per kind can be loaded before the network."""
+        """Contains the kind, so that rules per kind can be loaded before the network."""
         return f"{self.interfaces}{'e' if not isinstance(wants, Only) else 'o'}{number}"
 
 
 def lane_address(pool: IPv4Network, number: int) -> IPv4Address:
-    """Address of a network; address 1 of the pool is the gateway of every network."""
+    """Address 1 of the pool is every network's gateway."""
     return pool.network_address + 2 + number
 
 
@@ -70,7 +67,7 @@ def host_ruleset(
     host: HostFacts,
     lent: Sequence[str],
 ) -> str:
-    """Table of a root agent. `lent`: interfaces on which forwarding was enabled; they forward for sandboxes only."""
+    """`lent`: interfaces with forwarding enabled; they forward for sandboxes only."""
     kinds = ((naming.interface(kind, n), n) for kind in KINDS for n in range(MAX_LANES))
     addresses = (f'"{name}" . {lane_address(pool, n)}' for name, n in kinds)
     ours = f'"{naming.interfaces}*"'
@@ -130,9 +127,7 @@ table {FAMILY} {naming.table} {{
 
 
 def inner_ruleset(policy: EgressPolicy, host: HostFacts, wants: Wants, tap: str) -> str:
-    """Table inside a rootless agent's network, loaded before anything can enter it. A gang's interface
-    leads to its relay, which filters by itself.
-    """
+    """Loaded before anything enters a rootless agent's network. A gang's interface leads to its relay, which filters by itself."""
     free = f'{{ "lo", "{INTERFACE}" }}' if isinstance(wants, Gang) else '"lo"'
     if isinstance(wants, Gang) and not wants.egress:
         judging = "goto refuse"
@@ -183,7 +178,6 @@ table {FAMILY} {PREFIX} {{
 
 
 def permit(naming: Naming, interface: str, only: Only) -> str:
-    """Add one network's list of targets to the table."""
     elements = ", ".join(f'"{interface}" . {each}' for each in _permitted(only.targets))
     if not elements:
         return ""
@@ -191,7 +185,6 @@ def permit(naming: Naming, interface: str, only: Only) -> str:
 
 
 def refresh(table: str, host: HostFacts) -> str:
-    """Replace the host's addresses in the table."""
     listed = ", ".join(_merged((*REFUSED_V4, *host.networks)))
     return f"flush set {table} refused\nadd element {table} refused {{ {listed} }}\n"
 
@@ -212,7 +205,7 @@ def _ports(target: Target) -> str:
 
 
 def _judging(policy: EgressPolicy) -> str:
-    """Filter chain. Ends in `refuse` unless a rule returns, so packets with unreadable ports are refused."""
+    """Filter chain. Ends in `refuse`, so packets with unreadable ports are refused."""
     # ICMP echo has no port: permitted where any port is.
     echo = " ip daddr @allowed_hosts" if policy.allow else ""
     last = "ip daddr . th dport @allowed return" if policy.allow else "th dport 0-65535 return"
@@ -249,7 +242,7 @@ def _pairs(targets: Iterable[Target]) -> Iterable[str]:
 
 
 def disjoint(targets: Iterable[Target]) -> list[Target]:
-    """Return the same address and port pairs without overlaps, which kernel sets reject."""
+    """Remove overlaps, which kernel sets reject."""
     given = list(targets)
     edges = sorted({edge for t in given for edge in (t.ports[0], t.ports[1] + 1)})
     found: list[tuple[tuple[int, int], tuple[IPv4Network, ...]]] = []

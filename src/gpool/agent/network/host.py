@@ -1,4 +1,4 @@
-"""The host's own addresses, gateways, neighbours and uplinks. Read-only."""
+"""The host's addresses, gateways, neighbours and uplinks. Read-only."""
 
 from __future__ import annotations
 
@@ -27,15 +27,13 @@ POOL_PREFIX = 20
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Entry of the host's main routing table."""
-
     interface: str
     network: IPv4Network
     gateway: IPv4Address | None
 
 
 def parse_routes(text: str) -> tuple[Route, ...]:
-    """Parse /proc/net/route: hexadecimal numbers in native byte order."""
+    """Parse /proc/net/route: hexadecimal in native byte order."""
     found = []
     for line in text.splitlines()[1:]:
         words = line.split()
@@ -62,7 +60,7 @@ def routes(path: Path = ROUTES) -> tuple[Route, ...]:
 
 
 def own_addresses(without: str = "") -> tuple[IPv4Interface, ...]:
-    """Return the addresses of all interfaces, up or down, except sandbox networks (names starting with `without`)."""
+    """Addresses of all interfaces, up or down, except names starting with `without` (sandbox networks)."""
     return tuple(
         IPv4Interface((each.address, each.netmask or 32))
         for name, several in psutil.net_if_addrs().items()
@@ -72,7 +70,7 @@ def own_addresses(without: str = "") -> tuple[IPv4Interface, ...]:
 
 
 def facts(found: Sequence[Route], own: Sequence[IPv4Interface]) -> HostFacts:
-    """Return this host, its gateways and its links: with public addresses they are in no fixed list."""
+    """This host, its gateways and links: public ones are in no fixed list."""
     networks = {IPv4Network(each.ip) for each in own}
     networks |= {each.network for each in own if each.network.prefixlen >= SHORTEST_NEIGHBOURHOOD}
     for route in found:
@@ -84,7 +82,6 @@ def facts(found: Sequence[Route], own: Sequence[IPv4Interface]) -> HostFacts:
 
 
 def uplinks(found: Sequence[Route], towards: Iterable[IPv4Network] = ()) -> tuple[str, ...]:
-    """Interfaces by which packets for the internet, or for these networks, leave."""
     names = {route.interface for route in found if route.network.prefixlen == 0}
     for network in towards:
         ways = [r for r in found if r.network.supernet_of(network)]
@@ -94,7 +91,7 @@ def uplinks(found: Sequence[Route], towards: Iterable[IPv4Network] = ()) -> tupl
 
 
 def free_pool(tag: str, found: Sequence[Route]) -> IPv4Network:
-    """A private network that nothing on this host uses; the search starts at a place of the agent's own."""
+    """A private network unused on this host; the search starts at a tag's own position."""
     busy = [r.network for r in found if r.network.prefixlen > 0]
     busy.append(gangs.NETWORK)  # a gang with egress has both
     for whole in POOLS:

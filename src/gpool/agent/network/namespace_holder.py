@@ -1,7 +1,7 @@
 """Namespace holder of a rootless agent: a process in its own user and network namespace. Stdlib only; run as a script.
 
-It loads the firewall before any other process knows the namespace, sends descriptors, counts on
-request and ends with the agent. It runs nothing but nft.
+It loads the firewall before any other process knows the namespace, sends descriptors, counts on request and ends with
+the agent. It runs only nft.
 
 Messages on the socket (one JSON document each, descriptors as ancillary data):
   in   {"nft": path, "rules": text, "gang": {"name", "address", "netmask", "mtu"} or null}   ·   {"count": table}
@@ -58,7 +58,7 @@ def raise_interface(name: bytes = b"lo") -> None:
 
 
 def make_interface(name: str, address: str, netmask: str, mtu: int) -> int:
-    """Create a TUN interface in the thread's namespace; it disappears when the descriptor is closed."""
+    """Create a TUN interface in the thread's namespace; closing the descriptor removes it."""
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
     named = name.encode()
     try:

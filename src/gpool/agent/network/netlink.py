@@ -1,7 +1,4 @@
-"""Links, addresses and routes by rtnetlink. Acts in the namespace its socket was created in.
-
-Only the requests that sandbox networks need: a veth pair, an address, a route, up, remove.
-"""
+"""Links, addresses and routes by rtnetlink, only as sandbox networks need them."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ def _number(kind: int, value: int) -> bytes:
 
 
 class Netlink:
-    """A conversation with the kernel about the interfaces of one network namespace: the caller's, at this moment."""
+    """Acts in the network namespace its socket was created in."""
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE)
@@ -59,7 +56,7 @@ class Netlink:
         self._socket.close()
 
     def add_pair(self, name: str, peer: str, peer_namespace: int, mtu: int) -> None:
-        """Create a veth pair; the peer lies in the other namespace (a descriptor)."""
+        """The peer lies in the other namespace (a descriptor)."""
         other = (
             LINK.pack(0, 0, 0, 0, 0, 0)
             + _text(IFLA_IFNAME, peer)

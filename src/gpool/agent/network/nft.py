@@ -12,12 +12,10 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 WITHIN_S = 60.0
 
 
-class NftFailed(Exception):
-    """First line of nft's error output."""
+class NftFailed(Exception): ...
 
 
 def program(name: str) -> str | None:
-    """Find a program, in the directories of administrators too."""
     return shutil.which(name) or shutil.which(name, path=SYSTEM_PATH)
 
 
@@ -51,7 +49,7 @@ async def nft(*arguments: str, text: str = "") -> str:
 
 
 def _enclosed(text: str) -> int:
-    """Return the text as a memory file: a pipe would have to be fed while the child reads."""
+    """Text as a memory file: a pipe would have to be fed while the child reads."""
     descriptor = os.memfd_create("rules")
     with os.fdopen(os.dup(descriptor), "wb") as file:
         file.write(text.encode())
@@ -60,12 +58,11 @@ def _enclosed(text: str) -> int:
 
 
 async def load(text: str) -> None:
-    """Load rules; nft commits a file as one transaction."""
+    """nft commits a file as one transaction."""
     await nft("-f", "-", text=text)
 
 
 async def listed(*what: str) -> list[dict[str, Any]]:
-    """Return the objects of a listing without nft's preamble."""
     document = json.loads(await nft("-j", "list", *what))
     return [each for each in document["nftables"] if "metainfo" not in each]
 

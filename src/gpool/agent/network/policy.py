@@ -1,7 +1,7 @@
 """Addresses no task may reach, the owner's egress policy, and the purposes of a sandbox network. Pure.
 
-`allow` narrows, never widens: private, link-local and metadata addresses stay refused. The address lists are written
-out because the meaning of `ipaddress`'s "global" differs between Python releases; a property test compares the two.
+`allow` never widens: private, link-local and metadata addresses stay refused. The lists are written out because
+`ipaddress`'s "global" differs between Python releases.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ LEAST_SECRET_BYTES = 16
 MIN_RATE_BYTES_PER_S = 16 * 1024  # below this rate TLS handshakes time out
 
 
-class BadPolicy(ValueError):
-    """Unreadable policy; the text says what is wrong and what would be right."""
+class BadPolicy(ValueError): ...
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -74,8 +73,6 @@ def _ports(text: str, ports: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class EgressPolicy:
-    """Destinations that the owner permits. Rates and counts are per sandbox."""
-
     allow: tuple[Target, ...] = ()  # empty: every public address
     deny: tuple[Target, ...] = (
         Target(IPv4Network("0.0.0.0/0"), (25, 25)),
@@ -86,9 +83,9 @@ class EgressPolicy:
 
 
 def parse_policy(text: str) -> EgressPolicy:
-    """Parse lines `allow TARGET`, `deny TARGET`, `rate 10MB/s`, `flows 1024`, `queries 20/s`.
+    """Parse lines `allow TARGET`, `deny TARGET`, `rate 10MB/s`, `flows 1024`, `queries 20/s`, `# comment`.
 
-    Lines that start with # are comments. `deny nothing` removes the default deny rule.
+    `deny nothing` removes the default deny rule.
     """
     allow: list[Target] = []
     deny: list[Target] = []
@@ -123,7 +120,7 @@ def parse_policy(text: str) -> EgressPolicy:
 
 
 def worth_allowing(target: Target) -> Target:
-    """Reject a target that would permit nothing: its owner expects something else."""
+    """Reject a target that would permit nothing: its owner expects otherwise."""
     ends = (target.network.network_address, target.network.broadcast_address)
     if all(is_refused(end) for end in ends) and target.network.prefixlen >= 8:
         raise BadPolicy(f"{target}: no policy opens private, link-local or reserved addresses")
@@ -131,7 +128,6 @@ def worth_allowing(target: Target) -> Target:
 
 
 def parse_rate(text: str) -> int | None:
-    """Parse `10MB/s`, `500 kB/s` or `none` to bytes per second."""
     if text == "none":
         return None
     match = RATE.fullmatch(text)
@@ -151,16 +147,13 @@ def _count(text: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Egress:
-    """Network to the public internet under the owner's policy."""
+class Egress: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """Network to these targets only, private ones included: the servers of a package index.
-
-    Never made from a consumer's input. `names` is all that resolves in it, to the addresses the agent
-    resolved and allowed.
+    """Network to these targets only, private ones included: the servers of a package index. Never made from a consumer's input;
+    only `names` resolve in it.
     """
 
     targets: tuple[Target, ...]
@@ -176,10 +169,9 @@ class Only:
 
 @dataclass(frozen=True, slots=True)
 class Gang:
-    """Network to the other members of a gang, with `egress` to the public internet too.
+    """Network to the other members of a gang; `egress`: to the public internet too.
 
-    Rank n has the address `gpool.core.gangs.address_of(n)`; packets to another member go to that
-    member only, encrypted under `secret`. `peers`: by rank, the UDP address each member listens on.
+    Rank n has the address `gpool.core.gangs.address_of(n)`. `peers`: each member's UDP address, by rank.
     """
 
     rank: int
@@ -189,7 +181,6 @@ class Gang:
 
     @property
     def wrong(self) -> str:
-        """Reason why the network cannot exist; empty if it can."""
         if not 0 <= self.rank < len(self.peers) <= MAX_NODES:
             return f"rank {self.rank} of {len(self.peers)}: there is no such member"
         if len(self.secret) < LEAST_SECRET_BYTES:
@@ -198,7 +189,6 @@ class Gang:
 
     @property
     def names(self) -> dict[str, tuple[IPv4Address, ...]]:
-        """Host names of the members: rank0, rank1, …"""
         return {f"rank{rank}": (address_of(rank),) for rank in range(len(self.peers))}
 
 
@@ -207,7 +197,7 @@ Wants = Egress | Only | Gang
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """Networks refused besides the fixed ranges: this host, its gateways, its neighbours."""
+    """Networks refused besides the fixed ranges."""
 
     networks: tuple[IPv4Network, ...] = ()
 
@@ -215,7 +205,7 @@ class HostFacts:
 def reaches(
     policy: EgressPolicy, host: HostFacts, wants: Wants, address: Address, port: int | None = None
 ) -> bool:
-    """Return whether a packet to the address would leave, as the firewall's rules decide; port None: any port."""
+    """Port None: any."""
     if isinstance(address, IPv6Address):
         return False
     if isinstance(wants, Only):
@@ -292,7 +282,6 @@ NEVER_LISTED: tuple[AnyNetwork, ...] = (
 
 
 def is_refused(address: Address) -> bool:
-    """Return whether the address is anything but a plain public one."""
     if isinstance(address, IPv4Address):
         return any(address in network for network in REFUSED_V4)
     return address not in PUBLIC_V6 or any(address in network for network in REFUSED_V6)

@@ -2,12 +2,10 @@
 
 Changes on the host, undone by `close` (or by the next agent's `start` after a kill):
 - one nftables table, `inet gpool_TAG`;
-- interfaces `gpoolTAG…`, one per network, removed with it;
-- `net.ipv4.conf.UPLINK.forwarding` of the uplinks, where it was off. The table then drops packets
-  that uplinks would forward for others, so that the host does not become a router. `ip_forward` and
-  all IPv6 settings stay untouched;
-- where another table drops forwarded packets by default (Docker's does), two accepting rules in that
-  chain, marked as ours.
+- interfaces `gpoolTAG…`, one per network;
+- `net.ipv4.conf.UPLINK.forwarding` of the uplinks, where it was off. The table then drops packets that uplinks would
+  forward for others, so that the host does not become a router. `ip_forward` and IPv6 settings stay;
+- where another table drops forwarded packets (Docker's does), two accepting rules in that chain, marked as ours.
 """
 
 from __future__ import annotations
@@ -59,8 +57,6 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(slots=True)
 class Inside:
-    """Empty network namespace: the descriptor that keeps it alive, and the sockets opened in it."""
-
     namespace: int
     netlink: Netlink
     names: tuple[socket.socket, socket.socket]
@@ -80,7 +76,7 @@ class Inside:
 
 
 def make_inside(wants: Wants) -> Inside:
-    """Create the namespace; runs in a thread that ends afterwards, since a thread cannot leave it."""
+    """Runs in its own thread, since a thread cannot leave the namespace."""
     if libc.unshare(CLONE_NEWNET) != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"a network namespace: {os.strerror(code)}")
@@ -130,7 +126,7 @@ def read_sysctl(name: str) -> str | None:
 
 
 def write_sysctl(name: str, value: str) -> None:
-    """Write a setting; ignored where the kernel does not have it."""
+    """Ignored where the kernel lacks it."""
     with contextlib.suppress(FileNotFoundError):
         (SYSCTLS / name).write_text(value)
 
@@ -140,7 +136,7 @@ def forwarding(interface: str) -> str:
 
 
 class RootNetworks:
-    """Sandbox networks in namespaces of the host. One object per tag; call `start` first."""
+    """One object per tag; call `start` first."""
 
     def __init__(
         self,
@@ -220,7 +216,7 @@ class RootNetworks:
         await self._undo()
 
     async def sweep(self) -> None:
-        """Remove leftovers of a killed agent with this tag. Its namespaces ended with it."""
+        """Remove leftovers of a killed agent with this tag."""
         for _, name in socket.if_nameindex():
             if name.startswith(self._naming.interfaces):
                 await self._remove(name)
@@ -245,7 +241,7 @@ class RootNetworks:
         return [i for i in interfaces if i in already or read_sysctl(forwarding(i)) == "0"]
 
     def _lend(self, interfaces: Sequence[str]) -> None:
-        """Enable forwarding after the table records it, so that a killed agent's successor can undo it."""
+        """Record in the table first, so that a killed agent's successor can undo it."""
         self._lent.update(interfaces)
         for interface in interfaces:
             write_sysctl(forwarding(interface), "1")
@@ -272,7 +268,6 @@ class RootNetworks:
             await nft.load(text)
 
     async def _keep_up(self, wants: Wants) -> None:
-        """Follow changes of the host's own network: refuse its present addresses, enable its present uplinks."""
         found = self._routes()
         seen = self._seen(found)
         towards = [t.network for t in wants.targets] if isinstance(wants, Only) else []

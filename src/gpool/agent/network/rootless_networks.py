@@ -1,7 +1,6 @@
 """Sandbox networks of an unprivileged agent: a user and network namespace each, kept by a namespace holder, with slirp4netns.
 
-The host is not changed. The firewall is loaded inside the namespace before the task can enter, and
-the task has no capability there; slirp4netns connects as the agent's own user.
+The host is not changed. The firewall is loaded before the task enters; the task has no capability there.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ MESSAGE_BYTES = 1 << 18
 
 
 def slirp_arguments(holder: int, ready: int, ending: int) -> list[str]:
-    """Arguments without access to the host's loopback and without a DNS server."""
+    """No access to the host's loopback, no DNS server."""
     return [
         "--configure",
         "--mtu=65520",
@@ -89,7 +88,7 @@ class HeldNamespace:
 
 
 class RootlessNetworks:
-    """Sandbox networks in user namespaces. Needs nft, slirp4netns and an accessible /dev/net/tun."""
+    """Needs nft, slirp4netns and an accessible /dev/net/tun."""
 
     def __init__(
         self,
@@ -114,7 +113,7 @@ class RootlessNetworks:
         self._relays = Relays(relay)
 
     async def start(self) -> None:
-        """Nothing to clean up: holders and slirp4netns end with the agent that started them."""
+        """Nothing to clean up: holders and slirp4netns end with their agent."""
         self._facts = self._seen()
         for name, package in (("nft", "nftables"), ("slirp4netns", "slirp4netns")):
             if nft.program(name) is None:

@@ -1,4 +1,4 @@
-"""Open sandbox networks, and the protocol of the two kinds (root, rootless) that open them."""
+"""Open sandbox networks, and the protocol of both kinds (root, rootless)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ class NetworkUnavailable(SandboxFailed):
 
 
 def refuse_wrong(wants: Wants) -> None:
-    """Reject an impossible request before anything is created for it."""
     if isinstance(wants, Gang) and wants.wrong:
         raise NetworkUnavailable(f"a sandbox network could not be opened:  {wants.wrong}")
 
 
 def tag_for(place: Path) -> str:
-    """Return a tag that is the same after a restart of this agent, and differs between agents."""
+    """Tag that survives restarts of this agent and differs between agents."""
     return hashlib.sha256(os.fsencode(place.absolute())).hexdigest()[:TAG_LETTERS]
 
 
@@ -66,15 +65,13 @@ class OpenSandboxNetwork:
 
 
 class Networks(Protocol):
-    """Opens sandbox networks. `start` first removes leftovers of an earlier agent; `close` restores the host."""
+    """`start` first removes leftovers of an earlier agent; `close` restores the host."""
 
     async def start(self) -> None: ...
 
     async def open(self, wants: Wants) -> OpenSandboxNetwork: ...
 
-    async def refused_packets(self) -> int:
-        """Packets sent by sandboxes and dropped by the firewall since `start`."""
-        ...
+    async def refused_packets(self) -> int: ...
 
     async def close(self) -> None: ...
 
@@ -92,7 +89,7 @@ async def opened_whole(making: Coroutine[Any, Any, OpenSandboxNetwork]) -> OpenS
 
 
 def name_sockets() -> tuple[socket.socket, socket.socket]:
-    """Return the resolver's two sockets, in the thread's namespace; its loopback must be up."""
+    """Resolver's two sockets, in the thread's namespace; its loopback must be up."""
     datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     streams = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     for each in (datagrams, streams):

@@ -1,1 +1,1 @@
-"""Programs that run inside a sandbox: the function runner and the starter of gang members."""
+"""Programs that run inside a sandbox."""

@@ -1,6 +1,6 @@
 """The fork server of a runner with `preload`: imports the modules, then forks a child for each function.
 
-Loaded by `serve.py`, which it must not import. It runs no user code and opens no GPU: a child inherits the modules only.
+Loaded by `serve.py`, which it must not import. Runs no user code and opens no GPU: a child inherits modules only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
 def warm(runner: Any, names: bytes, buffer: bytes) -> bool:
-    """Import the modules and serve; False, without serving, if one opened a GPU: no context survives a fork."""
+    """False, without serving, if a module opened a GPU: no context survives a fork."""
     preload(runner, names.decode().split("\0"))
     forks = not holds_gpu()
     runner.write(WARM, bytes([forks]))
@@ -45,7 +45,7 @@ def warm(runner: Any, names: bytes, buffer: bytes) -> bool:
 
 
 def preload(runner: Any, names: list[str]) -> None:
-    """Import modules, discarding their output and files; a failing one is skipped: the function will fail itself."""
+    """Discard output and files; skip a failing module: the function will fail itself."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for number in (1, 2):
         os.dup2(nowhere, number)
@@ -85,10 +85,7 @@ class FunctionProcess:
 
 
 class ForkServer:
-    """Sends each call to the child of its function. One child works at a time, so answers come in order.
-
-    Sent calls are kept until answered: a child that dies loses one call, not those queued behind it.
-    """
+    """One child works at a time, so answers come in order. Calls are kept until answered: a dying child loses one call."""
 
     def __init__(self, runner: Any, buffer: bytes) -> None:
         self.runner = runner
@@ -147,7 +144,6 @@ class ForkServer:
         del buffer[:start]
 
     def send_calls(self) -> None:
-        """Send waiting calls to the busy child up to `AHEAD_BYTES`, or to an idle one if none is busy."""
         while self.waiting:
             kind, body, descriptor = self.waiting[0]
             sha256 = CALL_HEAD.unpack_from(body)[1]
@@ -233,7 +229,6 @@ class ForkServer:
         return leaves
 
     def forget(self, child: FunctionProcess) -> None:
-        """Drop a child that has ended or will; calls it has not begun are queued again."""
         self.waiting.extendleft(reversed(child.given))
         child.close()
         if self.busy is child:

@@ -1,9 +1,8 @@
 """Starts one member of a gang with its engine (torchrun, Ray), inside the sandbox, under the environment's Python.
 
-It is passed as text (`python -c`), so that images and environments need no part of gpool; stdlib only, for any Python
-from 3.8 on. torchrun replaces this process. For Ray, the first member starts the head, waits until the others have
-joined, runs the command, and ends the cluster by exiting; the others start once the head answers, and exit when their
-connection to it closes.
+Passed as text (`python -c`), so that images and environments need no gpool; stdlib only, Python 3.8 or later. torchrun
+replaces this process. For Ray, the first member starts the head, waits for the others, runs the command, and ends the
+cluster by exiting; the others start once the head answers, and exit when their connection to it closes.
 """
 
 from __future__ import annotations
@@ -67,10 +66,7 @@ def kept(connection: socket.socket) -> socket.socket:
 
 
 def wait_for(gate: socket.socket, others: int) -> list[socket.socket]:
-    """Wait until every other member has joined; return their connections, which stay open until the end.
-
-    Exits if a member leaves before that, which ends the gang.
-    """
+    """Return the connections of all other members, open until the end. Exits, which ends the gang, if one leaves early."""
     found: list[socket.socket] = []
     with selectors.DefaultSelector() as waiting:
         waiting.register(gate, selectors.EVENT_READ)

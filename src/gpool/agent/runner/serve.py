@@ -16,8 +16,7 @@ Frames in both directions: length (u32, of the body), kind (u8), body; little-en
        5 warm      forks (u8): the modules are imported or skipped; 0: one of them opened a GPU
        6 ended     number (u64), exit code (u8), microseconds (u64): the call's process ended before it answered
 
-After `preload` this process has imported the modules, runs no user code and never opens a GPU: it forks a child for
-each function, which serves the calls of that function like a runner without preload.
+After `preload` it runs no user code and forks a child for each function (forking.py).
 """
 
 from __future__ import annotations
@@ -197,7 +196,6 @@ class FunctionRunner:
             ) from refused
 
     def describe(self, failure: BaseException) -> tuple[bytes, str]:
-        """Return (the pickled exception or a substitute, the traceback without the runner's own frame)."""
         trace = failure.__traceback__.tb_next if failure.__traceback__ else None
         try:
             lines = traceback.format_exception(type(failure), failure, trace)
@@ -328,7 +326,7 @@ def children() -> list[int]:
 
 
 def empty(folder: str, names: list[str]) -> None:
-    """Remove the files of a call at any depth: deep directories are moved up first."""
+    """Remove a call's files at any depth: deep directories are moved up first."""
     moved = 0
     pending = [f"{folder}/{name}" for name in names]
     while pending:

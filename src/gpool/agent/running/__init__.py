@@ -1,1 +1,1 @@
-"""Executors of the state machine's instructions: commands, runners, checkpoints, artifacts, warm sandboxes."""
+"""Executors of the state machine's instructions."""

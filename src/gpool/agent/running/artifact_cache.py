@@ -1,7 +1,7 @@
 """The node's artifact cache by SHA-256: one download for all requests, least recently used files evicted past the cap.
 
-A file in use is never evicted: `held` counts its users. Files of an earlier agent are verified by their hash before use;
-its partial downloads are resumed, and are the first to be evicted.
+`held` counts users; a file in use stays. Files of an earlier agent are verified by hash; its partial downloads are
+resumed, and evicted first.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class ArtifactCache:
             return await asyncio.to_thread(file.read_bytes)
 
     async def _ensure(self, sha256: str, lease: LeaseRef) -> None:
-        """Join or start the download; the last waiting caller that is cancelled cancels it.
+        """Join or start the download; the last cancelled waiter cancels it.
 
-        Returns without the file if another caller's download was cancelled, or refused to that caller's lease.
+        The file may be missing after it: another caller's download was cancelled, or refused to that caller's lease.
         """
         download = self._downloads.get(sha256)
         if download is None:

@@ -1,15 +1,15 @@
 """Checkpoints of a command: consistent snapshots of its checkpoint directory, uploaded under the lease when it changed.
 
 The contract with a task that names `checkpoint="state/"`:
-- Write a file under a name that ends in `.tmp`, then rename it; `.tmp` files are never part of a checkpoint. Files that
-  belong together are best renamed as one directory, or named by their step with a small index renamed last.
-- After SIGTERM finish writing and exit; SIGKILL follows after the task's `grace`. The exit code after SIGTERM is
-  ignored: the task is queued again and finds the directory as it was saved.
-- An attempt that failed, timed out or was preempted is saved once more after its last process is gone.
+- Write a file under a name ending in `.tmp`, then rename it; `.tmp` files are never saved. Rename files that belong
+  together as one directory, or name them by step and rename a small index last.
+- After SIGTERM finish writing and exit; SIGKILL follows after the task's `grace`. The exit code is then ignored: the
+  task is queued again and finds the directory as it was saved.
+- A failed, timed-out or preempted attempt is saved once more after its last process is gone.
 
-While the task runs, its directory is read twice. Only if both readings agree, file by file, did the directory hold
-exactly that at some moment between the two; else it is read once more, and if that differs too the previous checkpoint
-stays. An empty or missing directory never replaces a checkpoint.
+While the task runs, its directory is read twice. If both readings agree, file by file, the directory held exactly that
+at some moment between them; else it is read once more, and if that differs too the previous checkpoint stays. An empty
+or missing directory never replaces a checkpoint.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = structlog.get_logger(__name__)
 
 
 async def uninterrupted(work: Awaitable[T]) -> T:
-    """Await work in a thread; if cancelled, wait for the thread first, so that it does not write into a removed folder."""
+    """If cancelled, wait for the thread, so that it does not write into a removed folder."""
     working = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(working)
@@ -48,7 +48,7 @@ async def uninterrupted(work: Awaitable[T]) -> T:
 
 
 class CheckpointSaver:
-    """Saves the checkpoints of one attempt. `report` receives each new one, `complain` the reason for a missing one."""
+    """`report` receives each new checkpoint, `complain` the reason for a missing one."""
 
     def __init__(
         self,

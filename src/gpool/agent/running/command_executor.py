@@ -1,4 +1,4 @@
-"""The executor of one command: inputs, sandbox, output, checkpoints, outputs. Decides nothing about leases."""
+"""The executor of one command. Decides nothing about leases."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class CommandExecutor:
         self.task.add_done_callback(self._report)
 
     def end(self, reason: EndReason, grace_us: int = 0) -> None:
-        """End it: with SIGTERM, grace and checkpoint if the reason asks for it and the command runs, else at once."""
+        """SIGTERM, grace and checkpoint if the reason asks for it and the command runs, else at once."""
         if reason in SAVING and self._end_asked is not None:
             return
         if reason in SAVING and self._sandbox is not None:

@@ -1,4 +1,4 @@
-"""A gang member as a command: its command line, variables and sandbox network. Decides nothing."""
+"""A gang member as a command."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def command_of(spec: TaskSpec, member: Rendezvous, part: Allocation) -> tuple[st
 
 
 def variables_of(spec: TaskSpec, member: Rendezvous) -> tuple[tuple[str, str], ...]:
-    """Return the variables of the member; the task's own override them."""
+    """The task's own variables override the member's."""
     return (*gangs.variables(member.rank, len(member.peers)), *QUIET.get(spec.engine, ()))
 
 

@@ -1,4 +1,4 @@
-"""The executor of one runner: sends calls to its sandbox and feeds the answers. Decides nothing about leases."""
+"""The executor of one runner. Decides nothing about leases."""
 
 from __future__ import annotations
 

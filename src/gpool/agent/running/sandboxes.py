@@ -1,7 +1,4 @@
-"""The context of the executors: chooses the runtime of a sandbox and prepares its environment, network and GPU share.
-
-Defines the protocols of the services behind it (networks, environments, GPU shares); implements none of them.
-"""
+"""The context of the executors: chooses a sandbox's runtime and prepares environment, network and GPU share."""
 
 from __future__ import annotations
 
@@ -75,10 +72,7 @@ class OpenNetwork(Protocol):
 
 
 class NetworkProvider(Protocol):
-    """Opens a private network for one sandbox under the owner's policy; leaves nothing behind if cancelled.
-
-    `start` comes first and removes the leftovers of an earlier agent; `close` restores the host.
-    """
+    """Leaves nothing behind if cancelled. `start` first removes leftovers of an earlier agent; `close` restores the host."""
 
     async def start(self) -> None: ...
 
@@ -88,7 +82,7 @@ class NetworkProvider(Protocol):
 
 
 class EnvironmentProvider(Protocol):
-    """Builds environments or returns cached ones. `sweep` comes first: it finds those of an earlier agent."""
+    """`sweep` comes first: it finds environments of an earlier agent."""
 
     async def sweep(self) -> None: ...
 
@@ -97,10 +91,7 @@ class EnvironmentProvider(Protocol):
     def prepare(
         self, name: str, recipe: Recipe | None, said: Callable[[str], None], /
     ) -> contextlib.AbstractAsyncContextManager[PreparedEnvironment | None]:
-        """Yield the environment, kept while the block lasts; None: the agent's own Python is enough.
-
-        `said` receives progress, a line at a time. Raises `SandboxFailed` if it cannot be built.
-        """
+        """None: the agent's own Python is enough. `said` receives progress lines. Raises `SandboxFailed`."""
         ...
 
     def ready(self) -> frozenset[str]: ...
@@ -109,7 +100,7 @@ class EnvironmentProvider(Protocol):
 
 
 class GpuShareProvider(Protocol):
-    """Divides real GPUs among sandboxes. `start` and `close` restore the settings an agent has changed."""
+    """Divides real GPUs among sandboxes. `start` and `close` restore changed settings."""
 
     async def start(self) -> None: ...
 
@@ -118,10 +109,7 @@ class GpuShareProvider(Protocol):
     def seat(
         self, user: int, slices: Sequence[Slice], /
     ) -> contextlib.AbstractAsyncContextManager[GpuShare | None]:
-        """Yield the GPU share of one sandbox, kept while the block lasts; None: the slices are of no real GPU.
-
-        Raises `SandboxFailed`.
-        """
+        """None: no slice is of a real GPU. Raises `SandboxFailed`."""
         ...
 
 
@@ -141,7 +129,7 @@ class WarmSandboxes(Protocol):
     def offered(self, offer: Offer, /) -> None: ...
 
     def lease_began(self, holder: object, memory_bytes: int, /) -> None:
-        """Count memory as leased; a runner that waits for its user's next call holds no lease."""
+        """Count memory as leased; a waiting runner holds no lease."""
         ...
 
     def lease_ended(self, holder: object, /) -> None: ...
@@ -160,7 +148,7 @@ class PolicyLimits:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorContext:
-    """The services of all executors. `runtimes` are in order of preference within a tier."""
+    """`runtimes` are in order of preference within a tier."""
 
     runtimes: Sequence[Runtime]
     cache: ArtifactCache
@@ -178,9 +166,8 @@ class ExecutorContext:
     survey: Callable[[], Awaitable[None]] | None = None  # returns once the current offer was sent
 
     async def with_fault(self, ended: SandboxExit, runtime: Runtime | None) -> SandboxExit:
-        """Return the end with the fault that a self-check finds, if nothing of the task ran.
-
-        Where a part of the node failed, the offer without that part is sent before the end is.
+        """Add the fault that a self-check finds, if nothing of the task ran. If a part of the node failed, the offer without it is
+        sent before the end.
         """
         if ended.fault is Fault.PART and self.survey is not None:
             await self.survey()
@@ -194,7 +181,7 @@ class ExecutorContext:
     async def gpu_share_for(
         self, runtime: Runtime, user: int, slices: Sequence[Slice]
     ) -> AsyncIterator[GpuShare | None]:
-        """Yield the GPU share of one sandbox; the tier without isolation, for owners only, uses GPUs directly."""
+        """The tier without isolation, for owners only, uses GPUs directly."""
         if self.gpu_shares is None or not slices or runtime.tier is Tier.NONE:
             yield None
             return
@@ -216,10 +203,10 @@ class ExecutorContext:
             log.error("sandbox_not_removed", exc_info=error)
 
     def runtime_for(self, spec: TaskSpec, owner: bool) -> Runtime:
-        """Return the weakest runtime that has the task's tier, network and image support.
+        """Weakest runtime that has the task's tier, network and image support.
 
-        A gang needs a runtime with egress, because such a one can join a sandbox network. The tier without isolation is
-        for tasks of the owner that ask for it. The scheduler checks all this too; a node does not rely on it.
+        A gang needs egress: only such runtimes can join a sandbox network. The tier without isolation is for the owner's tasks
+        that ask for it. The node does not rely on the scheduler's checks.
         """
         needs = spec.requirements
         floor = needs.tier
@@ -324,7 +311,7 @@ def limits_of(spec: TaskSpec, allocation: Allocation) -> SandboxLimits:
 
 
 async def start_sandbox(runtime: Runtime, start: Awaitable[S]) -> S:
-    """Await a start; if cancelled, let it end and remove the sandbox, so that none is left without an executor."""
+    """If cancelled, let the start end and remove the sandbox, so that none lacks an executor."""
     starting = asyncio.ensure_future(start)
     try:
         return await asyncio.shield(starting)
@@ -339,7 +326,7 @@ async def start_sandbox(runtime: Runtime, start: Awaitable[S]) -> S:
 
 
 async def run_to_completion(work: Callable[[], Awaitable[None]]) -> None:
-    """Finish the clean-up even if cancelled: otherwise its port or uid would stay taken."""
+    """Not cancellable: else a port or uid would stay taken."""
     working = asyncio.ensure_future(work())
     cancelled: asyncio.CancelledError | None = None
     while not working.done():
@@ -353,7 +340,7 @@ async def run_to_completion(work: Callable[[], Awaitable[None]]) -> None:
 
 
 def executor_failure(task: asyncio.Task[None]) -> SandboxExit | None:
-    """Return an end for a bug in the executor: the state machine must not wait forever."""
+    """End for a bug in the executor: the state machine must not wait."""
     if task.cancelled() or (error := task.exception()) is None:
         return None
     log.error("executor_failed", exc_info=error)

@@ -1,7 +1,7 @@
-"""The self-check after a failed start: finds whether a runtime can start anything now, without anything of the task.
+"""The self-check after a failed start: whether a runtime can start anything now, without anything of the task.
 
-It starts the simplest sandbox the way tasks are started, at most every `AGAIN_AFTER_US`; a runtime of images is asked
-whether its engine answers. A positive result is evidence against this node itself, so doubt (a time-out) counts as unclear.
+It starts the simplest sandbox, at most every `AGAIN_AFTER_US`, or asks the engine. Its result is evidence against this
+node, so doubt (a time-out) counts as unclear.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The manager of the node's warm sandboxes: prepares and ends them as `warm_plan` decides, hands each out once."""
+"""The manager of warm sandboxes: prepares and ends them as `warm_plan` decides, hands each out once."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class WarmPoolManager:
     # ---- called by executors and the daemon
 
     def take(self, key: WarmKey) -> WarmedSandbox | None:
-        """Return a sandbox for this key, now the caller's; None: start one. Either way another may be prepared."""
+        """None: start one. Another may be prepared either way."""
         asyncio.get_running_loop().call_later(REFILL_AFTER_S, self._wake.set)
         number = self._pool.ask(self._clock(), key)
         if number is None:
@@ -179,4 +179,4 @@ class WarmPoolManager:
 
 
 def _unheard(line: str) -> None:
-    """Drop build output: no task has asked for this environment yet."""
+    """No task has asked for this environment yet."""

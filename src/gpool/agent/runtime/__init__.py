@@ -1,1 +1,1 @@
-"""Sandbox runtimes: ways to isolate a task on this node. `protocol` is their interface, `registry` lists them."""
+"""Sandbox runtimes. `protocol` is their interface, `registry` lists them."""

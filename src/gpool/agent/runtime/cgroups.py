@@ -1,4 +1,4 @@
-"""Control groups, version 1, 2 or hybrid, where the host permits them. Without any, rlimits apply."""
+"""Control groups, version 1, 2 or hybrid, where the host permits them; else rlimits apply."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ class CgroupHierarchy:
 
 
 def find(mounts: str, membership: str, enable: Enable | None = None) -> CgroupHierarchy:
-    """Find the groups this process may make children in, from `/proc/self/mountinfo` and `/proc/self/cgroup`."""
     ours = {}
     for line in membership.splitlines():
         _, names, path = line.split(":", 2)
@@ -70,7 +69,7 @@ def _of(place: Path, root: str, ours: str) -> Path:
 
 
 def _usable(place: Path, root: str, ours: str) -> Iterator[Path]:
-    """Yield the agent's own group, then its ancestors: a group with processes in it can have no limited children."""
+    """The agent's group, then its ancestors: a group with processes can have no limited children."""
     own = _of(place, root, ours)
     for candidate in (own, *own.parents):
         if (candidate / "cgroup.procs").exists() and os.access(candidate, os.W_OK):
@@ -80,7 +79,7 @@ def _usable(place: Path, root: str, ours: str) -> Iterator[Path]:
 
 
 def _enable(parent: Path, is_own: bool) -> set[str]:
-    """Enable the controllers for children; the agent moves into a leaf of its own group if the kernel requires it."""
+    """The agent moves into a leaf of its group if the kernel requires it."""
     available = set((parent / "cgroup.controllers").read_text().split()) & set(WANTED)
     switch = parent / "cgroup.subtree_control"
     words = " ".join(f"+{name}" for name in sorted(available))
@@ -101,7 +100,7 @@ def _enable(parent: Path, is_own: bool) -> set[str]:
 
 
 class ControlGroup:
-    """The group of a slot, used by one sandbox after another. `limit` writes changed values only."""
+    """Used by successive sandboxes. `limit` writes changed values only."""
 
     def __init__(self, hierarchy: CgroupHierarchy, name: str, disk: str = "") -> None:
         self._version = hierarchy.version
@@ -116,17 +115,14 @@ class ControlGroup:
         return tuple(sorted({str(path / "cgroup.procs") for path in self._paths.values()}))
 
     def limit(self, limits: SandboxLimits) -> None:
-        """Set caps, and for the processor also a weight, so that each sandbox keeps its lease under pressure."""
+        """Set caps and a processor weight, so that each sandbox keeps its lease under pressure."""
         values = _first(limits, self._disk) if self._version == 1 else _second(limits, self._disk)
         for controller, path in self._paths.items():
             for name, value in values.get(controller, {}).items():
                 self._write(path / name, value)
 
     def uncap_cpu(self) -> None:
-        """Lift the processor limits before a kill; `limit` sets them again.
-
-        Hundreds of processes must each run once more to die, which under a small cap takes a minute.
-        """
+        """Before a kill: hundreds of processes must each run once more to die, which under a small cap takes a minute."""
         path = self._paths.get("cpu")
         if path is not None:
             for name, value in UNCAPPED[self._version].items():
@@ -166,7 +162,6 @@ class ControlGroup:
 
 
 def is_in(pid: int, name: str) -> bool:
-    """Whether a process is in the group of this name or beneath it; engines name it `docker-NAME.scope`."""
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
     except OSError:
@@ -211,7 +206,6 @@ def _quota(limits: SandboxLimits) -> int:
 
 
 def disk_of(directory: Path, sys: Path = Path("/sys/dev/block")) -> str:
-    """Return "major:minor" of the whole disk that holds a directory, as throttles name it; "" if there is none."""
     number = directory.stat().st_dev
     entry = sys / f"{os.major(number)}:{os.minor(number)}"
     if (entry / "partition").exists():

@@ -1,6 +1,6 @@
 """Moves a built directory (an environment) out of a work directory into the agent's ownership.
 
-Refuses special files and follows no link. Every process of the sandbox has ended by then.
+Every process of the sandbox has ended by then.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ DIRECTORY_MODE = 0o755
 def take(work: Path, directory: str, to: Path, uid: int) -> None:
     """Move `directory` beneath `work` to `to`, which must not exist and lie on the same file system.
 
-    Every entry must belong to `uid`; afterwards the agent owns all, plain files are read-only and nothing is setuid.
-    Raises `BadOutput`, after removing the directory.
+    Follows no link. Every entry must belong to `uid`; afterwards the agent owns all, files are read-only, nothing is setuid.
+    Raises `BadOutput` (special files too), after removing the directory.
     """
     try:
         parts = checked(directory).split("/")

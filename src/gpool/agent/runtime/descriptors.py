@@ -1,4 +1,4 @@
-"""Descriptors under any event loop (asyncio's or uvloop's): waiting, the pipes of a command, in-memory files."""
+"""Descriptors under any event loop (asyncio's or uvloop's)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 async def readable(descriptors: Sequence[int], within_s: float | None = None) -> bool:
-    """Wait until one descriptor has data or has ended; False after `within_s` (None: no limit)."""
+    """Wait for data or the end on one descriptor; False after `within_s` (None: no limit)."""
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[bool] = loop.create_future()
 
@@ -44,7 +44,6 @@ async def writable(descriptor: int) -> None:
 
 
 def command_pipes() -> tuple[tuple[int, int, int], tuple[int, int]]:
-    """Return ((stdin, stdout, stderr) for the command, (stdout, stderr) for the agent)."""
     out, out_end = os.pipe()
     err, err_end = os.pipe()
     os.set_blocking(out, False)
@@ -53,7 +52,7 @@ def command_pipes() -> tuple[tuple[int, int, int], tuple[int, int]]:
 
 
 def memory_file(name: str, data: bytes) -> int:
-    """Return a descriptor to read the data from; unlike arguments, no command line shows it."""
+    """Descriptor of the data, which no command line shows."""
     made = os.memfd_create(name, os.MFD_CLOEXEC)
     view = memoryview(data)
     while view:

@@ -1,4 +1,4 @@
-"""Device nodes and CUDA variables of the real GPUs of a lease. Simulated GPUs have none."""
+"""Device nodes and CUDA variables of a lease's real GPUs. Simulated GPUs have none."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def node_arguments(nodes: Sequence[str]) -> list[str]:
 
 
 def visible_devices(gpus: Mapping[int, Gpu], slices: Sequence[Slice]) -> str:
-    """Return CUDA_VISIBLE_DEVICES: uuids of real GPUs, numbers of simulated ones, "" for CPU tasks."""
+    """CUDA_VISIBLE_DEVICES: uuids of real GPUs, numbers of simulated ones, "" for CPU tasks."""
     names = []
     for s in slices:
         gpu = gpus.get(s.gpu_index)
@@ -63,10 +63,7 @@ def visible_devices(gpus: Mapping[int, Gpu], slices: Sequence[Slice]) -> str:
 
 
 def capability_minors(text: str, gpu: int, instance: int, compute: int) -> tuple[int, ...]:
-    """Return the minors of the capability nodes of one MIG instance, from the driver's list (`mig-minors`).
-
-    `gpu` is the device minor of the GPU.
-    """
+    """From the driver's `mig-minors`; `gpu` is the GPU's device minor."""
     found = dict(line.rsplit(" ", 1) for line in text.splitlines() if " " in line)
     place = f"gpu{gpu}/gi{instance}"
     names = (f"{place}/access", f"{place}/ci{compute}/access")

@@ -1,11 +1,11 @@
 """The disk watchdog: kills a sandbox whose work directory exceeds its limit. The limit is not exact.
 
-Ten times a second it reads the free space of the file system, at no cost. A sandbox's directory is counted only when the
-disk has filled by half of the sandbox's remaining bytes, and once a minute, because deletions by others hide its writes;
-counting takes at most a tenth of the time. So a task can exceed its limit by the bytes it writes in 0.1 s and during the
-count; a single file ends exactly at the limit (RLIMIT_FSIZE). Every entry counts as at least one block: a million empty
-files are 4 GB. `/tmp` and `/dev/shm` are tmpfs of a fixed size, counted as memory: their limit is exact. Unlinked files
-count while a process holds them open, except those held by a message in a socket, or mapped while the agent is not root.
+Ten times a second it reads the file system's free space. A sandbox's directory is counted only when the disk has filled
+by half of its remaining bytes, and once a minute, because deletions by others hide its writes; counting takes at most a
+tenth of the time. So a task can exceed its limit by the bytes it writes in 0.1 s and during the count; a single file
+ends exactly at the limit (RLIMIT_FSIZE). Every entry counts at least one block: a million empty files are 4 GB. `/tmp`
+and `/dev/shm` are tmpfs of a fixed size, counted as memory: exact. Unlinked files count while a process holds them open,
+except those held by a message in a socket, or mapped while the agent is not root.
 """
 
 from __future__ import annotations
@@ -97,7 +97,6 @@ class DiskWatchdog:
 
 
 def _should_count(watched: WatchedDirectory, grown: int, now: float) -> bool:
-    """A sandbox cannot exceed its limit before the disk has filled by the sandbox's remaining bytes."""
     if grown >= max(1, watched.limit_bytes - watched.used_bytes) // 2:
         return True
     if now >= watched.counted_at + COUNT_AT_LAST_S:
@@ -106,7 +105,7 @@ def _should_count(watched: WatchedDirectory, grown: int, now: float) -> bool:
 
 
 def used_bytes(root: Path, limit_bytes: int) -> int:
-    """Count the disk bytes beneath `root`, stopping past the limit; a tree over `MOST_DEPTH` deep exceeds it."""
+    """Count disk bytes, stopping past the limit; a tree over `MOST_DEPTH` deep exceeds it."""
     total = 0
     try:
         stack = [os.open(root, _DIRECTORY)]
@@ -138,7 +137,7 @@ def used_bytes(root: Path, limit_bytes: int) -> int:
 
 
 def unlinked_bytes(root: Path) -> int:
-    """Count unlinked files held open by the sandbox's processes, which are identified by the `/work` they see."""
+    """Count unlinked open files of the sandbox's processes, identified by the `/work` they see."""
     found: dict[int, int] = {}
     with contextlib.suppress(OSError):
         work = os.stat(root / "work")

@@ -1,7 +1,6 @@
-"""The process runtime: no isolation, for tasks of the node's owner, if the owner allows it. Only the end is clean.
+"""The process runtime: no isolation, for tasks of the node's owner, if the owner allows it.
 
-The launcher puts a supervisor above each command: every descendant, however detached, dies with the command, on the
-supervisor's order to stop, and with the agent.
+A supervisor above each command ends every descendant, however detached, with the command, on order, and with the agent.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ RUNNER = Path(__file__).parents[1] / "runner" / "serve.py"
 
 
 class ProcessRuntime(PlainRuntime):
-    """A `Runtime`. Make it once, in the agent's main thread; it starts its launcher at the first command."""
+    """Make it in the main thread."""
 
     name = "process"
     tier = Tier.NONE

@@ -1,4 +1,4 @@
-"""The interface between the agent and its sandbox runtimes. The agent uses runtimes through it only.
+"""The interface between the agent and its sandbox runtimes.
 
 Guarantees of every runtime, whatever the task does:
 - no process of a sandbox survives `kill`, or the agent's own death (kill -9 included), by more than two seconds;
@@ -40,7 +40,7 @@ ENVIRONMENT_AT = "/opt/gpool/env"
 
 @dataclass(frozen=True, slots=True)
 class PreparedEnvironment:
-    """An environment present on this node, mounted read-only at `ENVIRONMENT_AT`."""
+    """Mounted read-only at `ENVIRONMENT_AT`."""
 
     name: str  # as in `TaskSpec.environment`
     root: Path  # a virtual environment, owned by no uid that a task can have
@@ -51,10 +51,9 @@ class PreparedEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class SandboxNetwork:
-    """A network namespace made for one sandbox, entered before the sandbox makes its own namespaces.
+    """A network namespace for one sandbox, entered before the sandbox makes its own; open until the sandbox is gone.
 
-    The opener closes it after the sandbox is gone. `namespaces` are descriptors for `setns`, in this order (the network
-    of an unprivileged agent lies in a user namespace of its own); the opener keeps them open.
+    `namespaces`: descriptors for `setns`, in this order (a rootless network lies in its own user namespace).
     """
 
     namespaces: tuple[int, ...]
@@ -64,10 +63,8 @@ class SandboxNetwork:
 
 
 class GpuShare:
-    """The GPU devices of one sandbox, prepared by `gpool.agent.sharing`.
-
-    A runtime that can tell which processes belong to its sandbox calls `watch`; the sharing code may then end the
-    sandbox, with the reason in `exceeded`.
+    """A runtime that identifies its sandboxes' processes calls `watch`; sharing may then end the sandbox, with the reason in
+    `exceeded`.
     """
 
     __slots__ = ("binds", "exceeded", "kill", "nodes", "owns", "variables")
@@ -86,7 +83,7 @@ class GpuShare:
         self.exceeded = ""
 
     def watch(self, owns: Callable[[int], bool], kill: Callable[[], Awaitable[None]]) -> None:
-        """Register a started sandbox: `owns` tests a host pid, `kill` ends the sandbox."""
+        """Register a started sandbox: `owns` tests a host pid, `kill` ends it."""
         self.owns, self.kill = owns, kill
 
 
@@ -129,7 +126,7 @@ class RunnerJob:
 
 @dataclass(frozen=True, slots=True)
 class SandboxExit:
-    """How a sandbox ended. `exit_code` is 128+n for a signal n."""
+    """`exit_code` is 128+n for a signal n."""
 
     exit_code: int
     reason: EndReason = EndReason.EXITED  # or OUT_OF_MEMORY, BAD_OUTPUT, SANDBOX_FAILED
@@ -139,32 +136,31 @@ class SandboxExit:
 
 
 class CommandSandbox(Protocol):
-    """A running command. `output` ends when the last writer is gone; `ended` after that."""
+    """`output` ends when the last writer is gone; `ended` after that."""
 
     def output(self) -> AsyncIterator[tuple[int, bytes]]:
-        """Yield (stream 1 or 2, bytes) as they come; the command blocks while its output is not read."""
+        """Yield (stream 1 or 2, bytes); the command blocks while its output is not read."""
         ...
 
     async def ended(self) -> SandboxExit: ...
 
     async def kill(self) -> None:
-        """Kill every process in the sandbox and return when all are gone. Idempotent."""
+        """Kill every process and return when all are gone. Idempotent."""
         ...
 
     async def warn(self) -> None:
-        """Send SIGTERM to the command, which may save and exit by itself. No effect after its end."""
+        """Send SIGTERM to the command, which may save and exit. No effect after its end."""
         ...
 
     async def collect(self, wanted: Sequence[str], into: Path) -> list[OutputFile]:
-        """Copy the wanted outputs to `into/<sha256>`; also while the command runs (a checkpoint).
+        """Copy the wanted outputs to `into/<sha256>`; also while the command runs (a checkpoint). Follows no link.
 
-        Links are never followed. Raises `BadOutput` for an output that is missing, no plain file, badly named or over
-        the disk limit.
+        Raises `BadOutput`: missing, no plain file, badly named or over the disk limit.
         """
         ...
 
     async def remove(self) -> None:
-        """Kill the sandbox and remove its work directory. Idempotent."""
+        """Kill and remove the work directory. Idempotent."""
         ...
 
 
@@ -174,7 +170,7 @@ class BuildSandbox(CommandSandbox, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FunctionCall:
-    """One function call for a runner. Exactly one of `arguments` and `arguments_file` is used."""
+    """Exactly one of `arguments` and `arguments_file` is used."""
 
     number: int  # chosen by the caller, returned with the answer
     function: str  # SHA-256 of a function that was `define`d
@@ -184,7 +180,7 @@ class FunctionCall:
 
 @dataclass(frozen=True, slots=True)
 class CallAnswer:
-    """Result of a call. `value` is pickled; the agent never loads it."""
+    """`value` is pickled; the agent never loads it."""
 
     number: int
     raised: bool
@@ -205,15 +201,13 @@ class CallOutput:
 
 
 class RunnerSandbox(Protocol):
-    """A live runner: calls run one at a time, in the order sent."""
+    """Calls run one at a time, in the order sent."""
 
     async def define(self, function: str, pickled: bytes) -> None: ...
 
     async def send(self, calls: Sequence[FunctionCall]) -> None: ...
 
-    def events(self) -> AsyncIterator[Sequence[CallAnswer | CallOutput]]:
-        """Yield batches as they come; ends when the sandbox is gone."""
-        ...
+    def events(self) -> AsyncIterator[Sequence[CallAnswer | CallOutput]]: ...
 
     async def ended(self) -> SandboxExit: ...
 
@@ -227,30 +221,27 @@ class WarmRunner(RunnerSandbox, Protocol):
     """Each function runs in a forked child; false if an imported module opened a GPU."""
 
     async def assign(self, variables: Sequence[tuple[str, str]]) -> None:
-        """Assign the runner to one user, once: set the job's own limits and variables.
-
-        Raises `SandboxFailed` when the sandbox is gone or already assigned.
-        """
+        """Assign the runner to one user, once. Raises `SandboxFailed` when it is gone or already assigned."""
         ...
 
     def memory_used(self) -> int:
-        """Bytes held by all its processes; 0 if unknown."""
+        """Bytes of all its processes; 0 if unknown."""
         ...
 
 
 class BadOutput(Exception):
-    """An output that cannot be collected; the text goes to the consumer."""
+    """The text goes to the consumer."""
 
 
 class SandboxFailed(Exception):
-    """The sandbox could not be started. `reason` blames the task where it is at fault, `fault` the node."""
+    """`reason` blames the task where it is at fault, `fault` the node."""
 
     reason = EndReason.SANDBOX_FAILED
     fault = Fault.UNCLEAR
 
 
 class PartFailed(SandboxFailed):
-    """A part of this node is broken or no longer lent, and the offer says so. The rest of the node works."""
+    """A part of this node is broken or no longer lent, and the offer says so."""
 
     fault = Fault.PART
 
@@ -265,8 +256,6 @@ class RuntimeAbility(StrEnum):
 
 
 class Runtime(Protocol):
-    """A way to isolate tasks. `name` is the word of the glossary, `tier` the strength of the isolation."""
-
     name: str
     tier: Tier
     abilities: frozenset[RuntimeAbility]
@@ -276,11 +265,11 @@ class Runtime(Protocol):
 
     @property
     def containers(self) -> tuple[str, ...]:
-        """Ids of running containers, whose processes descend from a container engine; called from any thread."""
+        """Container ids: their processes descend from an engine. Thread-safe."""
         ...
 
     def use_gpus(self, gpus: Sequence[Gpu]) -> None:
-        """Replace the list of this machine's GPUs; running sandboxes keep theirs."""
+        """Replace this machine's GPUs; running sandboxes keep theirs."""
         ...
 
     async def start_command(self, job: CommandJob) -> CommandSandbox: ...
@@ -288,47 +277,36 @@ class Runtime(Protocol):
     async def start_runner(self, job: RunnerJob) -> RunnerSandbox: ...
 
     async def warm_runner(self, job: RunnerJob, meanwhile: SandboxLimits) -> WarmRunner:
-        """Start a runner without the job's variables, under the limits `meanwhile`; `assign` completes it.
-
-        Raises `SandboxFailed` without `RuntimeAbility.WARM_RUNNERS`.
+        """Start a runner without the job's variables, under the limits `meanwhile`; `assign` completes it. Raises `SandboxFailed`
+        without `RuntimeAbility.WARM_RUNNERS`.
         """
         ...
 
     async def self_check(self) -> str | None:
-        """Return why no sandbox can be started, empty if one can; None: only a start would tell."""
+        """Reason why no sandbox can be started, or empty; None: only a start would tell."""
         ...
 
-    def build_runtime(self) -> BuildRuntime | None:
-        """Return the same runtime if environments can be built in it; else None."""
-        ...
+    def build_runtime(self) -> BuildRuntime | None: ...
 
     async def sweep(self) -> None:
-        """Remove all remains of an earlier agent that was killed. Called once, before the first task."""
+        """Remove remains of a killed agent. Called once, before the first task."""
         ...
 
-    async def close(self) -> None:
-        """End every sandbox and release everything; the runtime cannot be used afterwards."""
-        ...
+    async def close(self) -> None: ...
 
 
 class BuildRuntime(Runtime, Protocol):
-    """A runtime in which environments are built and shared GPUs are cleaned."""
-
     @property
-    def tells_apart(self) -> bool:
-        """Whether it can tell which sandbox a host process belongs to."""
-        ...
+    def tells_apart(self) -> bool: ...
 
     def shared_uid(self, number: int) -> int | None:
-        """Return a uid for a service shared by several sandboxes; None if the runtime drops no uid."""
+        """Uid for a service of several sandboxes; None if the runtime drops no uid."""
         ...
 
     async def start_command(self, job: CommandJob) -> BuildSandbox: ...
 
 
 class PlainRuntime:
-    """Base of runtimes without optional abilities: the explicit "no" of each."""
-
     @property
     def containers(self) -> tuple[str, ...]:
         return ()

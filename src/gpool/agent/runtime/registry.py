@@ -1,7 +1,7 @@
-"""The registry of runtimes: one entry per kind, and the function that makes all that this machine can run.
+"""The registry of runtimes; nothing else in the agent names them.
 
 A new runtime is a module with a class (protocol `Runtime`) and an entry in `BUILT_IN`, or an entry point of the group
-`gpool.runtimes` in an installed package, which loads a `RuntimeKind`. Nothing else in the agent names runtimes.
+`gpool.runtimes` in an installed package, which loads a `RuntimeKind`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RuntimeContext:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeKind:
-    """A kind of runtime. `name` and `tier` equal those of the runtimes it makes."""
+    """`name` and `tier` equal those of the runtimes it makes."""
 
     name: str
     tier: Tier
@@ -107,9 +107,8 @@ def known() -> tuple[RuntimeKind, ...]:
 
 
 def make_all(context: RuntimeContext, kinds: Iterable[RuntimeKind] | None = None) -> list[Runtime]:
-    """Make every available runtime, in order of preference within a tier, and log why others are missing.
-
-    The owner's policy decides later which of them are lent. Raises `SandboxFailed` without a required one.
+    """In order of preference within a tier; logs why others are missing. Raises `SandboxFailed` without a required one. The
+    owner's policy decides later which are lent.
     """
     made: list[Runtime] = []
     for kind in known() if kinds is None else kinds:

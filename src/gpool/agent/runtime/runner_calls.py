@@ -1,8 +1,8 @@
 """The agent's end of a function runner: sends calls, receives answers and output in batches.
 
-It loads no pickle and trusts no frame. Three pipes come from the runner: answers, stdout, stderr. The runner ends each
-call's output with a marker on both streams before it answers, so the bytes between two markers belong to one call. While
-answers keep coming the pipes are read once per millisecond, not once per call: a busy runner costs one wake-up per batch.
+It loads no pickle and trusts no frame. The runner ends each call's stdout and stderr with a marker before it answers, so
+the bytes between two markers belong to one call. While answers keep coming the pipes are read once per millisecond:
+a busy runner costs one wake-up per batch.
 One file because both classes read and write the frames of one protocol.
 """
 
@@ -63,7 +63,7 @@ StartRunner = Callable[[Sequence[int], Sequence[int]], Awaitable[StartedProcess]
 
 
 def must_have(python: str) -> None:
-    """Refuse functions for another Python version, whose pickles may not load or load wrongly."""
+    """Refuse another Python version, whose pickles may not load or load wrongly."""
     if python != PYTHON:
         raise SandboxFailed(f"this node has Python {PYTHON}, the function needs {python}")
 
@@ -83,9 +83,9 @@ class OutputStream:
         self.segments.extend(parts)
 
     def read(self, until: int) -> None:
-        """Read until `until` segments are complete (0: any data), at most the contents of a full pipe.
+        """Read until `until` segments are complete (0: any data), at most a full pipe.
 
-        Markers are written before the answer: its segment lies in the pipe when the answer is read.
+        Markers precede the answer: its segment is in the pipe when the answer is read.
         """
         most = 2 * PIPE_BYTES if until else OUTPUT_AT_ONCE_BYTES
         while not self.ended and len(self.segments) < max(until, 1) and len(self.rest) < most:
@@ -126,7 +126,7 @@ class RunnerReader:
         self.over = self.broken = True
 
     def frames(self) -> list[bytes]:
-        """Read whole frames, kind byte first; records the end of the pipe and protocol violations."""
+        """Read whole frames, kind byte first; records the pipe's end and protocol violations."""
         with contextlib.suppress(BlockingIOError):
             while len(self._buffer) < READ_BYTES:
                 data = os.read(self.answers, READ_BYTES)
@@ -185,8 +185,6 @@ class RunnerReader:
 
 @dataclass(frozen=True, slots=True)
 class RunnerHooks:
-    """Operations of its runtime that a runner uses after the start."""
-
     place: WorkDirectory
     values: Path  # directory for large values
     quota_bytes: int
@@ -370,7 +368,7 @@ class RunnerClient:
         return batch
 
     def _answer(self, frame: bytes) -> CallAnswer | None:
-        """Return the answer in a frame; None if the frame is malformed or not for the oldest call."""
+        """None if the frame is malformed or not for the oldest call."""
         at = 1 + ANSWER_HEAD.size
         if not self._waiting or len(frame) < at:
             return None
@@ -384,7 +382,6 @@ class RunnerClient:
         return CallAnswer(number, bool(raised), value, text, took, printed)
 
     def _ended_call(self, frame: bytes) -> CallAnswer | None:
-        """Likewise for a call whose forked process ended."""
         if not self._waiting or len(frame) != 1 + ENDED_BODY.size or not self.forks:
             return None
         number, code, took = ENDED_BODY.unpack_from(frame, 1)
@@ -410,7 +407,7 @@ class RunnerClient:
 async def open_runner(
     start: StartRunner, hooks: RunnerHooks, preload: Sequence[str] = ()
 ) -> RunnerClient:
-    """Start a runner and wait until it accepts calls; `SandboxFailed` after releasing place and slot."""
+    """Wait until it accepts calls; else release place and slot and raise `SandboxFailed`."""
     out, out_end = os.pipe()
     err, err_end = os.pipe()
     calls_end, calls = os.pipe()

@@ -1,4 +1,4 @@
-"""A running command of any runtime: reads its pipes, waits for its end, collects its outputs."""
+"""A running command of any runtime."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ def limit_exceeded(watched: WatchedDirectory, share: GpuShare | None) -> Sandbox
 
 
 class RunningCommand:
-    """A `CommandSandbox`. `judge` turns the exit and the first bytes of stderr into the sandbox's end."""
-
     def __init__(
         self,
         started: StartedProcess,
@@ -94,9 +92,9 @@ class RunningCommand:
         return await asyncio.to_thread(self._place.collect, tuple(wanted), into, self._disk_bytes)
 
     async def take(self, directory: str, to: Path) -> None:
-        """Move a directory of the ended command's work directory to `to`, owned by the agent and read-only.
+        """Move a directory of the ended command, then owned by the agent and read-only; links are not followed.
 
-        Links stay links and are never followed. Raises `BadOutput` for a missing, special or too deep entry.
+        Raises `BadOutput` for a missing, special or too deep entry.
         """
         await self._started.exited()
         place = self._place

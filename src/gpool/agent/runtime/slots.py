@@ -1,7 +1,4 @@
-"""Slots of a runtime: a uid, a control group and a work directory, used by one sandbox after another.
-
-Depends on `cgroups` and `work_directory`. It starts no process.
-"""
+"""Slots of a runtime: a uid, a control group and a work directory, used by successive sandboxes. Starts no process."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ BLOCKS = 1024
 
 
 class UidBlock:
-    """A block of uids that no other agent on this host uses, held by a file lock while the agent lives."""
+    """Uids that no other agent on this host uses, held by a file lock."""
 
     def __init__(self) -> None:
         RUN.mkdir(mode=0o755, exist_ok=True)
@@ -41,14 +38,14 @@ class UidBlock:
         raise SandboxFailed(f"all {BLOCKS} blocks of sandbox uids are in use on this host")
 
     def close(self) -> None:
-        """Release the block. Idempotent."""
+        """Idempotent."""
         if self._held >= 0:
             os.close(self._held)
             self._held = -1
 
 
 class SlotGroups:
-    """The control groups of a runtime's slots, named by a hash of its directory; none where the host allows none."""
+    """Named by a hash of the runtime's directory; none where the host allows none."""
 
     def __init__(self, prefix: str, directory: Path, *, throttles_disk: bool) -> None:
         self.prefix = prefix + hashlib.sha256(bytes(directory)).hexdigest()[:12] + "-"
@@ -84,7 +81,7 @@ def own_uids(block: UidBlock | None) -> Callable[[int], tuple[int, int]]:
 
 
 class SlotPool:
-    """Slots and work directories of one runtime. Not thread-safe."""
+    """Not thread-safe."""
 
     def __init__(
         self,
@@ -111,7 +108,7 @@ class SlotPool:
         self._slots = self._made = 0
 
     def take(self, *, with_values: bool) -> tuple[SandboxSlot, WorkDirectory]:
-        """Return a free slot with an empty work directory; `SandboxFailed` beyond the limit."""
+        """`SandboxFailed` beyond the limit."""
         slot = self._free.pop() if self._free else self._new()
         self._made += 1
         place = WorkDirectory(self._root_of(slot), slot.uid, stays=self._keeps)

@@ -1,4 +1,4 @@
-"""The work directory of a sandbox on the host: stages inputs, collects outputs, removes it. Never follows a task's link."""
+"""The work directory of a sandbox on the host: staging, collection, removal. Never follows a task's link."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @dataclass(frozen=True, slots=True)
 class WorkDirectory:
-    """`root` contains `work` (the task's directory) and for runners `values`; both belong to `uid` only.
-
-    A root that `stays` belongs to the agent and is reused by one sandbox after another, emptied in between.
+    """`root` contains `work` (the task's) and for runners `values`; both belong to `uid` only. If it `stays`, it belongs to the
+    agent and is reused.
     """
 
     root: Path
@@ -59,7 +58,6 @@ class WorkDirectory:
             os.chown(path, self.uid, self.uid, follow_symlinks=False)
 
     def stage(self, inputs: Sequence[StagedInput]) -> None:
-        """Copy the inputs, which the task may modify. Called before any process of the task runs."""
         for staged in inputs:
             target = self.work
             parts = checked(staged.path).split("/")
@@ -91,7 +89,7 @@ class WorkDirectory:
         return collector.found
 
     def take_value(self, name: str, into: Path, quota_bytes: int) -> Path:
-        """Copy a runner's large value to a file of the agent: the task may hold the original open."""
+        """Copy a runner's large value: the task may hold the original open."""
         with opened(self.values, None) as top:
             descriptor, facts = _regular(top, name, name, self.uid)
             target = into / f"value-{secrets.token_hex(8)}"
@@ -103,7 +101,7 @@ class WorkDirectory:
         return target
 
     def remove(self) -> None:
-        """Remove everything at any depth, readable or not: directories are moved to the top before they are emptied."""
+        """At any depth and permissions: directories are moved to the top first."""
         with contextlib.suppress(FileNotFoundError), opened(self.root, None) as top:
             empty(top)
         if not self.stays:
@@ -125,7 +123,7 @@ def shown(path: str) -> str:
 
 
 def _regular(above: int, name: str, path: str, uid: int) -> tuple[int, os.stat_result]:
-    """Open a plain file of the task; its type is checked before the open, so that nothing blocks."""
+    """Check the type before opening, so that nothing blocks."""
     held = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
     try:
         facts = os.fstat(held)
@@ -296,7 +294,7 @@ def _missing(above: int, path: str) -> str:
 
 
 def directory_at(above: int, name: str) -> int:
-    """Open a directory of the task, even if the task removed its own rights to it."""
+    """Open a directory even if the task removed its own rights to it."""
     try:
         return os.open(name, _DIRECTORY, dir_fd=above)
     except PermissionError:
@@ -316,7 +314,6 @@ def clear(directories: Path, values: Path) -> None:
 
 
 def empty(top: int) -> None:
-    """Empty a directory without recursion: inner directories are moved up first."""
     moved = 0
     pending = os.listdir(top)
     while pending:

@@ -7,6 +7,5 @@
 | `mps` | one user's tasks | limited by the driver; a watchdog ends evaders | a share of the processors |
 | `timeslice` | one user's tasks | a watchdog ends tasks over their slice | time slices |
 
-A **tenancy** is one user's time on a GPU or on one MIG instance. At its end the memory is overwritten
-and checked, and the card's settings are restored; only then the next tenancy begins.
+A **tenancy** is one user's time on a GPU or on one MIG instance; the next begins after the memory is clean.
 """

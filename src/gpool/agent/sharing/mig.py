@@ -11,8 +11,6 @@ from gpool.agent.sharing.plan import Tenancy
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """MIG instance and how it is opened."""
-
     made: MigInstance
     nodes: tuple[str, ...]  # /dev/nvidia-caps
 
@@ -22,7 +20,7 @@ NodesOf = Callable[[int, int, int], tuple[str, ...]]
 
 
 def make(nvml: Nvml, wanted: Tenancy, nodes_of: NodesOf) -> Instance:
-    """Create an instance, enabling MIG first if needed. Raises `NvmlError` if it does not fit or the profile is unknown."""
+    """Enables MIG if needed. Raises `NvmlError` if it does not fit or the profile is unknown."""
     card = nvml.card(wanted.gpu)
     if not card.mig:
         nvml.set_mig(wanted.gpu, True)

@@ -1,8 +1,7 @@
 """MPS daemon of one user on one GPU. Daemon and server run as an unused uid.
 
-Clients reach only the socket `control`. The limits are the daemon's, and it obeys only the user that
-started it, which no task is. In its own user namespace it is root, which lets it serve sandboxes of
-several uids; on the host it is a uid that nothing else uses.
+Clients reach only the socket `control`. The daemon sets the limits and obeys only the user that started it, which no
+task is. In its own user namespace it is root, so it serves sandboxes of several uids.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ log = structlog.get_logger(__name__)
 
 
 def find_program(name: str = PROGRAM) -> str:
-    """Return the path; empty if MPS is not installed."""
     return shutil.which(name, path=PLACES) or ""
 
 
@@ -64,7 +62,7 @@ class MpsDaemon:
         return self._folder / "pipe" / SOCKET
 
     async def start(self) -> None:
-        """Start the daemon; raises `SandboxFailed` and then leaves nothing behind."""
+        """Raises `SandboxFailed` and then leaves nothing behind."""
         self._means.folder.mkdir(mode=0o711, parents=True, exist_ok=True)
         self._folder = Path(tempfile.mkdtemp(dir=self._means.folder))
         self._folder.chmod(0o711)
@@ -106,7 +104,6 @@ class MpsDaemon:
             ) from silent
 
     async def limit(self, limits: MpsLimits) -> None:
-        """Set the limits of future clients, for the running server and later ones."""
         memory = f"{max(1, limits.memory_bytes // MIB)}M"
         await self._tell(
             f"set_default_device_pinned_mem_limit 0 {memory}",
@@ -120,7 +117,6 @@ class MpsDaemon:
                 )
 
     async def stop(self) -> None:
-        """Stop the daemon and remove its files. Idempotent."""
         started, self._started = self._started, None
         if started is not None:
             if not started.is_over:
@@ -162,7 +158,7 @@ class MpsDaemon:
             return None
 
     def _lead(self) -> list[str]:
-        """Command prefix: root in a user namespace only. It shares the host's PID namespace to identify clients."""
+        """Command prefix: root in a user namespace only, in the host's PID namespace to identify clients."""
         return [] if self._uid is None else [self._means.unshare, "--map-root-user", "--"]
 
     def _options(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Choice of a GPU's sharing mode, the tenancy of a slice, and the tenancies that must end first. Pure."""
+"""Choice of a GPU's sharing mode and tenancy, and conflicting tenancies. Pure."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """Sharing abilities of this agent."""
-
     root: bool  # may change card settings
     mps: bool  # the MPS daemon is installed
     tells_apart: bool  # can map a process to its sandbox
 
 
 def parse_modes(text: str) -> tuple[Sharing, ...] | None:
-    """Parse the owner's setting, first choice first: "mig,mps"; empty: None, the card's own setting decides."""
+    """First choice first: "mig,mps"; empty: None, the card's setting decides."""
     if not text.strip():
         return None
     words = [word.strip() for word in text.split(",")]
@@ -42,7 +40,7 @@ def parse_modes(text: str) -> tuple[Sharing, ...] | None:
 def choose(
     card: Card, profiles: Sequence[SliceProfile], can: Abilities, modes: Sequence[Sharing] | None
 ) -> Sharing:
-    """Return the first mode that owner, card and agent allow. MIG needs the owner's setting or a card in MIG mode."""
+    """First mode that owner, card and agent allow. MIG needs the owner's setting or a card in MIG mode."""
     if modes is None:
         modes = (Sharing.MIG,) if card.mig else (Sharing.MPS, Sharing.TIMESLICE)
     for mode in modes:
@@ -70,7 +68,7 @@ def _version(capability: str) -> tuple[int, ...]:
 
 
 def profiles_of(listed: Iterable[MigProfile]) -> tuple[SliceProfile, ...]:
-    """Return the plain slice profiles, smallest first; profiles with media engines are not lent."""
+    """Plain slice profiles, smallest first; profiles with media engines are not lent."""
     plain = [
         SliceProfile(one.name, one.memory_bytes, one.compute_slices, one.size, one.starts)
         for one in listed
@@ -80,7 +78,6 @@ def profiles_of(listed: Iterable[MigProfile]) -> tuple[SliceProfile, ...]:
 
 
 def mode_of(gpu: Gpu, part: Slice) -> Sharing:
-    """Return the mode of this slice."""
     if part.profile:
         return Sharing.MIG
     if part.memory_bytes >= gpu.memory_bytes and part.share_milli >= 1000:
@@ -90,8 +87,6 @@ def mode_of(gpu: Gpu, part: Slice) -> Sharing:
 
 @dataclass(frozen=True, slots=True)
 class Tenancy:
-    """One user's time on a GPU or on one MIG instance of it."""
-
     gpu: str  # its uuid
     mode: Sharing
     user: int
@@ -109,7 +104,7 @@ def tenancy_of(gpu: Gpu, part: Slice, user: int) -> Tenancy:
 
 
 def conflicts(there: Collection[Tenancy], wanted: Tenancy) -> list[Tenancy]:
-    """Return the tenancies that must end before `wanted`: all on its GPU except itself and other MIG instances."""
+    """All on the GPU of `wanted` except itself and other MIG instances."""
     return [
         one for one in there if one.gpu == wanted.gpu and one != wanted and not _beside(one, wanted)
     ]
@@ -126,7 +121,7 @@ def _beside(one: Tenancy, other: Tenancy) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class MpsLimits:
-    """Limits of an MPS server: those of the largest slice; smaller slices get their own besides."""
+    """Limits of the largest slice; smaller slices get their own besides."""
 
     memory_bytes: int
     percentage: int
@@ -144,7 +139,7 @@ def percentage(part: Slice) -> int:
 def overdrawn(
     processes: Iterable[GpuProcess], owner_of: Mapping[int, S], limits: Mapping[S, int]
 ) -> dict[S, int]:
-    """Return the sandboxes over their slice and by how much: all processes of a sandbox count together."""
+    """Bytes over the slice; all processes of a sandbox count together."""
     used: dict[S, int] = {}
     for process in processes:
         owner = owner_of.get(process.pid)

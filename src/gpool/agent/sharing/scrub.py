@@ -1,4 +1,4 @@
-"""Scrub of a GPU's memory between users: runs the scrubber in its own sandbox and checks its report."""
+"""Scrub of a GPU's memory between users: runs the scrubber in a sandbox and checks its report."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ MOST_SAID = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Scrubbed:
-    """Report of the scrubber."""
-
     free: int = 0
     scrubbed: int = 0
     wrong: int = 0
@@ -30,7 +28,7 @@ class Scrubbed:
 
 
 def fault(told: Scrubbed) -> str:
-    """Return why the memory is not clean; empty if it is."""
+    """Reason; empty if clean."""
     if told.refused:
         return told.refused
     if told.wrong:
@@ -41,7 +39,6 @@ def fault(told: Scrubbed) -> str:
 
 
 def read(said: bytes) -> Scrubbed:
-    """Parse the last line; any other output is the reason for a failure."""
     lines = said.strip().splitlines()
     try:
         return msgspec.json.decode(lines[-1] if lines else b"", type=Scrubbed)
@@ -50,7 +47,7 @@ def read(said: bytes) -> Scrubbed:
 
 
 async def scrub(runtime: Runtime, seat: GpuShare) -> Scrubbed:
-    """Overwrite all free memory of the share's GPU. Never raises for faults of the card."""
+    """Overwrite all free memory of the GPU. Never raises for faults of the card."""
     argv = ("python3", "-I", "-c", SCRIPT.read_text())
     said = b""
     try:

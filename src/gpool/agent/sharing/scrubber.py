@@ -1,7 +1,7 @@
-"""Overwrites all free memory of the visible CUDA GPU, and checks it. Stdlib only; run as a script without privileges.
+"""Overwrites and checks all free memory of the visible CUDA GPU. Stdlib only; run as a script without privileges.
 
-Prints one JSON line {"free", "scrubbed", "wrong"}: free bytes, overwritten bytes, samples with a wrong
-value. Uses the driver's library only, so nothing needs installing.
+Prints one JSON line {"free", "scrubbed", "wrong"}: free bytes, overwritten bytes, samples with a wrong value. Uses only
+the driver's library, so nothing needs installing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ SAMPLES = 64  # per chunk
 MARK, CLEAN = 0x5C, 0
 
 
-class Refused(Exception):
-    """Error text of CUDA."""
+class Refused(Exception): ...
 
 
 def open_driver() -> ctypes.CDLL:
@@ -40,7 +39,6 @@ def call(cuda: ctypes.CDLL, name: str, *arguments: object) -> None:
 
 
 def take_all(cuda: ctypes.CDLL) -> list[tuple[int, int]]:
-    """Allocate (address, size) blocks until nothing is left."""
     held, size = [], CHUNK
     while size >= LEAST:
         place = ctypes.c_uint64()
@@ -54,7 +52,6 @@ def take_all(cuda: ctypes.CDLL) -> list[tuple[int, int]]:
 
 
 def overwrite(cuda: ctypes.CDLL, held: list[tuple[int, int]], value: int) -> int:
-    """Overwrite, and return the number of wrong samples."""
     for place, size in held:
         call(cuda, "cuMemsetD8_v2", ctypes.c_uint64(place), value, ctypes.c_size_t(size))
     call(cuda, "cuCtxSynchronize")

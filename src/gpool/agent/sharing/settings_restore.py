@@ -16,7 +16,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CardSettings:
-    """Settings that a task or the agent might change. None: the card does not report it."""
+    """Settings that a task or the agent might change. None: not reported."""
 
     mig: bool | None
     instances: tuple[str, ...]  # uuids of the owner's MIG instances
@@ -37,7 +37,7 @@ def record(nvml: Nvml, uuid: str) -> CardSettings:
 
 
 def restore(nvml: Nvml, uuid: str, wanted: CardSettings) -> tuple[str, ...]:
-    """Restore differing settings and return them; raises `NvmlError` if the card refuses."""
+    """Return the restored settings; raises `NvmlError` if the card refuses."""
     now, changed = record(nvml, uuid), []
     for instance in nvml.mig_instances(uuid):
         if instance.uuid not in wanted.instances:
@@ -59,8 +59,6 @@ def restore(nvml: Nvml, uuid: str, wanted: CardSettings) -> tuple[str, ...]:
 
 
 class Records:
-    """One file per card whose settings differ from its owner's."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
@@ -74,7 +72,6 @@ class Records:
         (self._folder / f"{uuid}.json").unlink(missing_ok=True)
 
     def left(self) -> Iterator[tuple[str, CardSettings]]:
-        """Records that a killed agent left."""
         for file in sorted(self._folder.glob("*.json")):
             try:
                 yield file.stem, msgspec.json.decode(file.read_bytes(), type=CardSettings)
@@ -84,7 +81,7 @@ class Records:
 
 
 def recover(nvml: Nvml, records: Records) -> None:
-    """Restore all cards that an earlier agent left changed; a refusal is retried at the next start."""
+    """A refusal is retried at the next start."""
     for uuid, settings in list(records.left()):
         try:
             changed = restore(nvml, uuid, settings)

@@ -1,4 +1,4 @@
-"""Wiring of GPU sharing on this machine, and each GPU's sharing mode."""
+"""Wiring of GPU sharing on this machine."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ log = structlog.get_logger(__name__)
 
 
 class GpuSharing:
-    """`modes`: the owner's setting, first choice first; None: each card's own setting decides."""
-
     def __init__(
         self,
         nvml: Nvml,
@@ -42,7 +40,6 @@ class GpuSharing:
         self.seats = seats
 
     def describe(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-        """Return the GPUs with their modes and the reason why one is closed."""
         described = tuple(self._described(gpu) for gpu in gpus)
         self.seats.use_gpus(described)
         return described
@@ -70,7 +67,7 @@ class GpuSharing:
 def sharing_for(
     data_dir: Path, sandboxes: BuildRuntime, modes: Sequence[Sharing] | None
 ) -> GpuSharing | None:
-    """Make it; None without an NVIDIA driver."""
+    """None without an NVIDIA driver."""
     nvml = RealNvml()
     try:
         nvml.open()

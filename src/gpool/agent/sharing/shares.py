@@ -1,9 +1,9 @@
 """GPU shares of this machine: begin and end tenancies, one after another on each card. `plan` decides.
 
-A tenancy begins with its first sandbox and outlives the last one briefly, so that consecutive tasks of
-one user find daemon, instance and memory as they were; another user's task ends it at once. Its end:
-stop the MPS daemon, overwrite and check the memory, remove the instance, restore the settings. A card
-whose memory could not be cleaned takes no other user: `unclean` says why.
+A tenancy begins with its first sandbox and outlives the last one briefly, so that consecutive tasks of one user find
+daemon, instance and memory as they were; another user's task ends it at once. Its end: stop the MPS daemon, overwrite
+and check the memory, remove the instance, restore the settings. A card whose memory could not be cleaned takes no other
+user: `unclean` says why.
 """
 
 from __future__ import annotations
@@ -82,7 +82,6 @@ class GpuShares:
         """By uuid: why a card takes nobody new."""
 
     def use_gpus(self, gpus: Sequence[Gpu]) -> None:
-        """Set the GPUs the machine has now."""
         self._gpus = {gpu.index: gpu for gpu in gpus}
 
     @property
@@ -90,7 +89,7 @@ class GpuShares:
         return frozenset(self._houses)
 
     async def start(self) -> None:
-        """Restore and clean cards that an earlier agent left in use, before anybody gets them."""
+        """Restore and clean cards that an earlier agent left in use."""
         left = list(self._records.left())
         await asyncio.to_thread(settings_restore.recover, self._nvml, self._records)
         if self._mps is not None:
@@ -100,7 +99,6 @@ class GpuShares:
             self._set_aside(uuid, "an agent ended before it had cleaned it", first_s=0.0)
 
     async def close(self) -> None:
-        """End every tenancy, after the last sandbox."""
         for house in list(self._houses.values()):
             if house.leaving is not None:
                 house.leaving.cancel()
@@ -115,7 +113,6 @@ class GpuShares:
             await self._mps.launcher.close()
 
     def settings_before(self, uuid: str) -> settings_restore.CardSettings | None:
-        """Return the owner's settings of a card in use."""
         return self._before.get(uuid)
 
     # ---- interface
@@ -261,7 +258,7 @@ class GpuShares:
             log.info("tenancy_ended", gpu=gpu, mode=tenancy.mode.value)
 
     async def _clean(self, gpu: str, seat: GpuShare) -> str:
-        """Return why it is not clean; empty if it is."""
+        """Reason if unclean, else empty."""
         if self._sandboxes is None:
             return ""
         told = await scrub(self._sandboxes, seat)
@@ -300,7 +297,7 @@ class GpuShares:
                 self._nvml.set_compute_mode(gpu, before.compute_mode)
 
     async def _restore(self, gpu: str) -> str:
-        """Return why the settings could not be restored; empty if they are."""
+        """Reason for a failure, else empty."""
         before = self._before.get(gpu)
         if before is None:
             return ""
@@ -358,7 +355,7 @@ async def undisturbed(work: Coroutine[object, object, T]) -> T:
 
 
 async def patiently(call: Callable[[], T]) -> T:
-    """Retry in a thread: a card counts a process that has just ended as a user for a moment longer."""
+    """Retry in a thread: a card counts a process as a user for a moment after its end."""
     for _ in range(TRIES):
         try:
             return await asyncio.to_thread(call)
@@ -370,7 +367,7 @@ async def patiently(call: Callable[[], T]) -> T:
 
 
 def mps_variables(part: Slice) -> list[tuple[str, str]]:
-    """Variables for a slice smaller than the server's limits; a client can only ask for less."""
+    """A client can only lower the server's limits."""
     return [
         ("CUDA_MPS_PIPE_DIRECTORY", INSIDE),
         ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", f"0={max(1, part.memory_bytes // MIB)}M"),

@@ -1,6 +1,6 @@
 """Memory watchdog: ends a sandbox whose processes hold more GPU memory than its slice, and no other.
 
-It also runs behind MPS, whose limit is per process: here a task's processes count together.
+Needed behind MPS too, whose limit is per process.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ log = structlog.get_logger(__name__)
 
 
 class Watched:
-    """Slice of one sandbox on one GPU."""
-
     __slots__ = ("gpu", "limit_bytes", "seat")
 
     def __init__(self, gpu: str, limit_bytes: int, seat: GpuShare) -> None:
@@ -61,7 +59,6 @@ class Watchdog:
             await asyncio.sleep(self._every_s)
 
     async def look(self) -> None:
-        """Check every GPU with slices once."""
         try:
             found = await asyncio.to_thread(self._find, tuple(self._watched))
         except NvmlError as error:

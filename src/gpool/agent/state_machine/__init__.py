@@ -1,1 +1,1 @@
-"""The agent's state machine: events in, instructions out. Pure: no clock, no sockets, no processes."""
+"""The agent's state machine. Pure: no clock, no sockets, no processes."""

@@ -1,7 +1,7 @@
 """The agent's state machine: events in, instructions out. Pure; `now` is an argument of every event.
 
-Handles the connection, heartbeats, the offer and the agent's own end. Lease time is `lease_time`, leases are
-`lease_control` (by order of server and owner) and `sandbox_events` (by report of sandboxes), reports are `outbox`.
+Handles the connection, heartbeats, the offer and the agent's end; leases are `lease_control` (orders of server and
+owner) and `sandbox_events` (reports of sandboxes).
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class AgentState:
 
     @property
     def wakes_at(self) -> int | None:
-        """Latest time at which `Ticked` must come; None: no need for it."""
+        """Latest time at which `Ticked` must come; None: never."""
         at = self._dispatch.next_at
         if self._leases.held:
             at = min(at, self._timer.deadline)
@@ -161,7 +161,6 @@ class AgentState:
         return tuple([Hold(task, epoch) for task, epoch in leases])
 
     def story(self, task: int) -> list[LeaseTransition]:
-        """Return the last transitions of the task's held lease, oldest first; empty if none is held."""
         lease = self._leases.held.get(task)
         return [] if lease is None else lease.story()
 

@@ -1,10 +1,10 @@
-"""Dispatch of leases to sandboxes: starts, fills, idles and ends runners, starts and ends commands. Pure.
+"""Dispatch of leases to sandboxes: runners and commands. Pure.
 
-The leases of an allocation wait in one lease queue; one of them runs. A command runs alone in a fresh sandbox. Calls go to
-a runner in a window worth about `WINDOW_US` of work. A call in a runner may begin at any moment and cannot be taken back:
-calls behind a long one are therefore not returned to the server (they could run here and elsewhere at once), and a call
-that is stopped or dropped there only changes its state. When it would be the next to run, the runner is ended and the
-remaining calls go to a fresh one.
+The leases of an allocation wait in one lease queue; one runs. A command runs alone in a fresh sandbox. Calls go to a
+runner in a window worth about `WINDOW_US` of work. A call in a runner may begin at any moment and cannot be recalled:
+calls behind a long one are not returned to the server (they could run twice at once), and a call that is stopped or
+dropped there only changes its state. When it would be next to run, the runner is ended and the remaining calls go to a
+fresh one.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Dispatch:
         )
 
     def _is_blocked(self, terms: GrantTerms, queue: LeaseQueue, out: list[Instruction]) -> bool:
-        """Return whether a sandbox that is being ended is on one of the GPUs; end idle runners there."""
+        """Ends idle runners on these GPUs."""
         gpus = {part.gpu_index for part in terms.allocation.slices}
         if not gpus:
             return False

@@ -1,7 +1,7 @@
-"""The events that go into the state machine and the instructions that come out; the daemon carries them out in order.
+"""The events that go into the state machine and the instructions that come out; the daemon executes them in order.
 
-Events are past participles, instructions imperatives; all are plain values, so a test is a list in and a list out.
-Times are microseconds of the agent's own boot clock (which counts while the machine is suspended), never the server's.
+Events are past participles, instructions imperatives; all are plain values. Times are microseconds of the agent's boot
+clock (which counts while the machine is suspended), never the server's.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ class Connected:
 
 
 @dataclass(frozen=True, slots=True)
-class Disconnected:
-    """The channel is closed; it reconnects by itself."""
+class Disconnected: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +41,7 @@ class FrameArrived:
 
 
 @dataclass(frozen=True, slots=True)
-class Ticked:
-    """`AgentState.wakes_at` was reached."""
+class Ticked: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +70,7 @@ class CommandCheckpointed:
 
 @dataclass(frozen=True, slots=True)
 class ReclaimAsked:
-    """The owner takes these GPUs back (None: the whole machine); tasks there are preempted."""
+    """The owner reclaims these GPUs (None: the whole machine); tasks there are preempted."""
 
     gpus: frozenset[int] | None
     why: str
@@ -80,7 +78,7 @@ class ReclaimAsked:
 
 @dataclass(frozen=True, slots=True)
 class RunsLimited:
-    """The owner's limit for the duration of a run (None: no limit); a longer one is preempted."""
+    """The owner's limit on a run's duration (None: no limit); longer runs are preempted."""
 
     longest_us: int | None
 
@@ -158,9 +156,9 @@ class CallPrinted:
 
 @dataclass(frozen=True, slots=True)
 class RunnerEnded:
-    """The runner is gone, by instruction or not; its unanswered calls have no result.
+    """The runner is gone; its unanswered calls have no result.
 
-    `retired`: it ended itself as planned between two calls; none of the unanswered had begun.
+    `retired`: it ended itself as planned between two calls; no unanswered call had begun.
     """
 
     runner: int
@@ -172,8 +170,7 @@ class RunnerEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class ShutdownAsked:
-    """The owner stops the agent."""
+class ShutdownAsked: ...
 
 
 Event = (
@@ -204,15 +201,13 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Put the frame on the channel, or drop it if that is closed: the state machine repeats what matters."""
+    """Drop the frame if the channel is closed: the state machine repeats important frames."""
 
     frame: AgentFrame
 
 
 @dataclass(frozen=True, slots=True)
 class StartCommand:
-    """Fetch the inputs, start a fresh sandbox, stream its output, upload its outputs; report each step."""
-
     task: int
     epoch: int
     spec: TaskSpec
@@ -228,9 +223,9 @@ class StartCommand:
 class EndCommand:
     """Kill the attempt's sandbox and remove it; `CommandEnded` follows with this reason.
 
-    Preempted with a `grace_us`, it gets SIGTERM first and that much time. If it is preempted or timed out, its
-    checkpoint is saved before the end is reported, and an earlier exit of its own is reported instead. Any other reason
-    is carried out at once and cancels a grace that has begun.
+    Preempted with a `grace_us`, it gets SIGTERM first and that much time. If preempted or timed out, its checkpoint is saved
+    before the end is reported, and an earlier exit of its own is reported instead. Any other reason acts at once and
+    cancels a running grace.
     """
 
     task: int
@@ -270,8 +265,7 @@ class EndRunner:
 
 
 @dataclass(frozen=True, slots=True)
-class ExitDaemon:
-    """Everything has ended."""
+class ExitDaemon: ...
 
 
 Instruction = Send | StartCommand | EndCommand | StartRunner | SendCalls | EndRunner | ExitDaemon

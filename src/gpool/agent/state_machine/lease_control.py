@@ -1,6 +1,6 @@
 """Changes of the held leases by order of the server or the owner: granted, stopped, preempted, dropped, expired.
 
-Pure; instructions are appended to `out`. `agent_state` calls it; sandboxes report back to `sandbox_events`.
+Pure; instructions are appended to `out`.
 """
 
 from __future__ import annotations
@@ -98,14 +98,14 @@ class LeaseControl:
             self._dispatch.advance(now, queue, out)
 
     def decline(self, now: int, grants: Iterable[Line]) -> None:
-        """Return leases at once that came too late, are not lent any more, or cannot be run."""
+        """Return leases that came too late, are not lent any more, or cannot be run."""
         for grant in grants:
             for lease in grant.leases:
                 if lease.task not in self._leases.held:
                     self._refuse(now, HandedBack(lease.task, lease.epoch))
 
     def _refuse(self, now: int, report: HandedBack | Released) -> None:
-        """Report a lease that is not held, and remember it: its grant may still arrive and must not start."""
+        """Report a lease and remember it: its grant may still arrive and must not start."""
         if not self._leases.ended.covers(report.task, report.epoch):
             self._leases.ended.add(report.task, report.epoch)
             self._outbox.add(now, report)
@@ -134,7 +134,7 @@ class LeaseControl:
         out: list[Instruction],
         most_grace_us: int = NEVER,
     ) -> None:
-        """End leases for another task of the server: running ones with SIGTERM and grace, queued ones are returned."""
+        """Running leases get SIGTERM and grace, queued ones are returned."""
         queues: list[LeaseQueue] = []
         for hold in holds:
             lease = self._leases.get(hold.task, hold.epoch)
@@ -146,7 +146,7 @@ class LeaseControl:
         self._enforce(now, queues, EndReason.PREEMPTED, out, most_grace_us)
 
     def drop(self, now: int, leases: Iterable[tuple[int, int]], out: list[Instruction]) -> None:
-        """End leases that are not this node's any more, and drop every report about them."""
+        """Drop every report too: the leases are not this node's any more."""
         touched: dict[int, LeaseQueue] = {}
         gone = set(leases)
         for task, epoch in gone:
@@ -176,12 +176,12 @@ class LeaseControl:
         self._enforce(now, queues, EndReason.PREEMPTED, out, RECLAIM_GRACE_US)
 
     def expire(self, now: int, out: list[Instruction]) -> None:
-        """End everything because the lease time is over: return queued leases, report running ones lost once ended."""
+        """The lease time is over: return queued leases, report running ones lost once ended."""
         self._outbox.drop(set(self._leases.ids()))
         self._end_all(now, _EXPIRY, out)
 
     def shut_down(self, now: int, out: list[Instruction]) -> None:
-        """End everything because the agent stops: return queued leases; only tasks with a checkpoint get a grace."""
+        """The agent stops: return queued leases; only tasks with a checkpoint get a grace."""
         self._end_all(now, _SHUTDOWN, out)
 
     def _end_all(self, now: int, end: _GeneralEnd, out: list[Instruction]) -> None:

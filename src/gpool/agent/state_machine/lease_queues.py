@@ -1,6 +1,6 @@
-"""The records of the state machine: held leases, the lease queues of allocations, the runners that serve them.
+"""The records of the state machine: held leases, lease queues of allocations, their runners.
 
-Plain mutable records; `dispatch`, `leases`, `lease_control` and `sandbox_events` change them; other modules do not.
+Only `dispatch`, `leases`, `lease_control` and `sandbox_events` change them.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class GrantTerms:
 
 
 class AgentLease:
-    """One lease of this agent. `move` is the only way to change its state."""
+    """`move` is the only way to change its state."""
 
     __slots__ = (
         "_story",
@@ -138,7 +138,7 @@ class AgentLease:
         return f"lease {self.task}:{self.epoch} ({self.state})"
 
     def move(self, now: int, move: LeaseMove, reason: str = "") -> None:
-        """Change the state as `transitions.TABLE` says; raise `IllegalTransition` for a move it does not have."""
+        """Raise `IllegalTransition` for a move not in `transitions.TABLE`."""
         step = STEPS.get((self.state, move))
         if step is None:
             steps = "; ".join(map(str, self.story())) or "granted, no transition yet"
@@ -163,7 +163,7 @@ class RunnerState(Enum):
 
 
 class RunnerRecord:
-    """One runner sandbox. `sent` are the calls it has, in order; the first is the one that runs."""
+    """`sent`: its calls, in order; the first one runs."""
 
     __slots__ = (
         "announced",
@@ -200,7 +200,7 @@ class RunnerRecord:
 
 
 class LeaseQueue:
-    """The leases of one allocation, prefetched by the server; at most one of them runs.
+    """The leases of one allocation, prefetched by the server; at most one runs.
 
     `runner` and `command` stay set until their sandbox is gone, so nothing starts beside a dying one.
     """

@@ -1,16 +1,15 @@
 """Lease time on the agent: heartbeats sent and confirmed, and the deadline by which the agent ends its sandboxes.
 
-Invariant 3 of DESIGN: the agent ends a lease before the server may grant it to another node. Otherwise one task could
-run twice at the same time. docs/leases.md describes both sides. They count the same `ttl` without comparing clocks:
+Invariant 3 of DESIGN: the agent ends a lease before the server may grant it to another node; else one task could run
+twice at once. docs/leases.md describes both sides. They count the same `ttl` without comparing clocks:
 
-- The server extends a node's leases to `ttl` after it *received* the node's last heartbeat, and never reassigns one
-  sooner.
-- The agent notes the boot-clock time at which it *sends* each heartbeat. When the server confirms heartbeat n
+- The server extends a node's leases to `ttl` after it *received* the node's last heartbeat, and never reassigns sooner.
+- The agent records the boot-clock time at which it *sends* each heartbeat. When the server confirms heartbeat n
   (`Welcome.beat`, `BeatSeen.number`, `Grants.beat`), the agent's deadline becomes sending time of n + ttl - margin. A
-  confirmation of an older heartbeat than the last confirmed one changes nothing.
+  confirmation of an older heartbeat changes nothing.
 
 A heartbeat is sent before it is received, so agent deadline = sent + ttl - margin < received + ttl = server deadline:
-the agent is earlier by at least `margin`, whatever the network delays or loses. The margin covers what remains: ending
+the agent is earlier by at least `margin`, whatever the network delays or loses. The margin covers the rest: ending
 sandboxes (a SIGKILL and the wait for it) and clocks that run at different rates.
 
 Example with ttl 30 s, margin 5 s, a heartbeat every 8 s. The network fails at 20 s, after heartbeat 3 was confirmed:
@@ -21,15 +20,14 @@ Example with ttl 30 s, margin 5 s, a heartbeat every 8 s. The network fails at 2
                                        20 network fails                                     47
     server     0.5       8.5       17                                                       17 + 30: reassign
 
-Heartbeat 4 is sent and lost, so the deadline stays at 41 s. The server counts from 17 s, when heartbeat 3 arrived, and
-reassigns at 47 s. Had the agent counted from the receipt of the confirmation, a slow answer (sent 16 s, confirmed 29 s)
-would put its deadline to 54 s, seven seconds too late: the flaw `LEASE_COUNTED_FROM_RECEIPT` of the simulated pool.
+Heartbeat 4 is lost, so the deadline stays at 41 s. The server counts from 17 s, when heartbeat 3 arrived, and reassigns
+at 47 s. Had the agent counted from the receipt of the confirmation, a slow answer (sent 16 s, confirmed 29 s) would put
+its deadline to 54 s, seven seconds too late: the flaw `LEASE_COUNTED_FROM_RECEIPT` of the simulated pool.
 
-The deadline is compared before anything else in `AgentState.handle`, so the first event after a suspended machine wakes
-up, whichever it is, ends everything held. The boot clock counts during suspension. Results that were in the outbox by
-then are still reported; expired leases are reported lost once nothing of them runs, because while heartbeats arrive and
-only their confirmations get lost, the server itself sees no reason to end them. If the server has reassigned a lease
-meanwhile, the store refuses the late report by its epoch.
+`AgentState.handle` compares the deadline first, so the first event after a suspended machine wakes up ends everything
+held; the boot clock counts during suspension. Results already in the outbox are still reported. Expired leases are
+reported lost once nothing of them runs, because if only confirmations get lost, the server itself sees no reason to end
+them. If the server has reassigned a lease meanwhile, the store refuses the late report by its epoch.
 """
 
 from __future__ import annotations
@@ -78,7 +76,7 @@ class LeaseTimer:
         self.deadline = sent_at + self.term
 
     def expire(self, now: int) -> None:
-        """Forget the deadline that has passed; the next heartbeat is due at once, to state what is left."""
+        """Forget the passed deadline; the next heartbeat is due at once, to state the remaining leases."""
         self.deadline, self.confirmed_at = NEVER, None
         self.heartbeat_at = now
 

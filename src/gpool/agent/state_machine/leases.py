@@ -1,4 +1,4 @@
-"""The leases an agent holds, and the reports about them: output, progress, end, return. Starts and ends no sandbox."""
+"""The leases an agent holds, and the reports about them. Starts and ends no sandbox."""
 
 from __future__ import annotations
 
@@ -74,14 +74,13 @@ class Leases:
             self._outbox.add(now, HandedBack(lease.task, lease.epoch))
 
     def drop(self, now: int, lease: AgentLease) -> None:
-        """Forget a lease that is not this node's any more; one in a sandbox stays in `outlived` until that is gone."""
+        """A lease in a sandbox stays in `outlived` until that is gone."""
         lease.move(now, LeaseMove.DROPPED)
         if lease.state is LeaseState.DROPPED:
             self.outlived[lease.task] = lease
         self._remove(lease)
 
     def conclude(self, now: int, lease: AgentLease) -> None:
-        """Report the end of a lease in an ending state, now that nothing of it runs."""
         match lease.state:
             case LeaseState.STOPPING:
                 self.release(now, lease)

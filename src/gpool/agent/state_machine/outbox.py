@@ -1,8 +1,7 @@
 """Reports on their way to the server: output gathered into chunks, reports into numbered batches, kept until `Recorded`.
 
-Batches size themselves. With nothing in flight a report leaves at once; while a batch is in flight, further reports
-gather until it is recorded, `LINGER_US` has passed or `FULL` items wait. At most `MAX_IN_FLIGHT` batches are
-unrecorded; after a reconnect they are sent again.
+With nothing in flight a report leaves at once; else reports gather until the batch is recorded, `LINGER_US` has passed
+or `FULL` items wait. At most `MAX_IN_FLIGHT` batches are unrecorded; a reconnect sends them again.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ LOG_EVERY_US = 100_000
 
 
 class LogBuffer:
-    """Output of one attempt that is not yet reported, at most `LOG_CAP_BYTES` over its life. `due_at`: when to report it."""
+    """Unreported output of one attempt, at most `LOG_CAP_BYTES` over its life. `due_at`: when to report it."""
 
     __slots__ = ("_epoch", "_full", "_parts", "_sequence", "_taken", "_task", "due_at")
 
@@ -81,7 +80,7 @@ class LogBuffer:
 
 
 def _failed_running(item: ReportItem) -> bool:
-    """Without the report of its start, the server would count this as a failed start and retry it elsewhere."""
+    """Without the report of its start, the server would count a failed start and retry it elsewhere."""
     return type(item) is Finished and item.reason is EndReason.SANDBOX_FAILED and item.fault is None
 
 
@@ -128,7 +127,7 @@ class Outbox:
         self._reached[task] = Reached(task, epoch, phase)
 
     def _supersede(self, task: int) -> None:
-        """Drop older checkpoints: sent again after a newer one, they would take progress back."""
+        """Drop older checkpoints: sent after a newer one, they would undo progress."""
 
         def is_older(item: ReportItem) -> bool:
             return type(item) is Checkpointed and item.task == task
@@ -168,7 +167,7 @@ class Outbox:
             self._since = NEVER
 
     def ended_leases(self) -> set[tuple[int, int]]:
-        """Return the leases whose end is not yet recorded: heartbeats still state them, so that the server keeps them."""
+        """Leases whose end is not yet recorded: heartbeats still state them, so that the server keeps them."""
         found = {(i.task, i.epoch) for i in self._items if type(i) is Finished}
         for items, _ in self._batches.values():
             found |= {(i.task, i.epoch) for i in items if type(i) is Finished}

@@ -1,4 +1,4 @@
-"""Handlers of the events that commands and runners report: progress, output, results, ends. Pure."""
+"""Handlers of the events that commands and runners report. Pure."""
 
 from __future__ import annotations
 

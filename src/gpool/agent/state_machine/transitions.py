@@ -1,7 +1,6 @@
 """The one transition table of a lease on the agent. Every change of a lease's state goes through it.
 
-`AgentLease.move` looks a move up here; an illegal one raises `IllegalTransition` with the lease's story. `python -m
-gpool.agent.state_machine.transitions` prints docs/agent-lifecycle.md. Depends on nothing.
+`python -m gpool.agent.state_machine.transitions` prints docs/agent-lifecycle.md. Depends on nothing.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ def transitions_of(story: Story) -> list[LeaseTransition]:
 
 
 class IllegalTransition(AssertionError):
-    """A move that the table does not have: a bug in the state machine, never a mistake of the server or a task."""
+    """A bug in the state machine, never a mistake of the server or a task."""
 
 
 def as_markdown() -> str:

@@ -1,9 +1,9 @@
 """The plan of warm sandboxes: demand and idle memory in, instructions to prepare or discard sandboxes out. Pure.
 
-A warm sandbox has imported the modules of one key and belongs to no user. It is handed out once and then leaves the
-pool. The number kept for a key follows its demand, a count of requests that halves every two minutes, and the memory
-that is not leased. Each sandbox that could be kept is a *candidate* with a weight (demand / position); the heaviest
-that fit into memory are kept, the others discarded, for whatever reason: faded demand, less memory, another key.
+A warm sandbox has imported the modules of one key, belongs to no user and is handed out once. The number kept for a key
+follows its demand, a count of requests that halves every two minutes, and the memory that is not leased. Each possible
+sandbox is a *candidate* with a weight (demand / position); the heaviest that fit into memory are kept, the others
+discarded.
 
 Example: 40 requests for a key within seconds are a demand of 40, or 0.23 requests a second. During the 5 s in which one
 sandbox is prepared 1.2 requests are expected, so 2 are wanted, with weights 40 and 20. Two minutes later the demand is
@@ -70,8 +70,6 @@ class WarmEntry:
 
 @dataclass(slots=True)
 class Demand:
-    """Demand for one key: a count of requests that halves every `HALF_LIFE_US`."""
-
     count: float = 0.0
     at: int = 0
     used_bytes: int = 0  # by the last sandbox that became ready
@@ -85,7 +83,7 @@ class Demand:
         self.count, self.at = self.now(now) + 1, now
 
     def wanted(self, now: int) -> int:
-        """Return the number to keep: the requests expected while one is prepared, at least one."""
+        """Number to keep: the requests expected while one is prepared, at least one."""
         count = self.now(now)
         if count < LEAST_DEMAND:
             return 0
@@ -110,7 +108,6 @@ class WarmPool:
     # ---- events
 
     def ask(self, now: int, key: WarmKey) -> int | None:
-        """Count a request; return the number of a ready sandbox, which leaves the pool, or None."""
         self.demands.setdefault(key, Demand(at=now)).ask(now)
         for number, entry in self.entries.items():
             if entry.key == key and entry.stage is Stage.READY:
@@ -119,7 +116,7 @@ class WarmPool:
         return None
 
     def prepared(self, number: int, used_bytes: int) -> None:
-        """Mark it ready with its measured memory (0: unknown); no effect on one that is being discarded."""
+        """Mark it ready with its measured memory (0: unknown); no effect on a discarded one."""
         entry = self.entries.get(number)
         if entry is None or entry.stage is not Stage.PREPARING:
             return
@@ -220,5 +217,5 @@ def _guess(key: WarmKey, demand: Demand) -> int:
 
 
 def room_for_warm(offered_bytes: int, leased_bytes: int, available_bytes: int, held: int) -> int:
-    """Return half of the idle memory: lent, not leased, and not used by other programs on the machine."""
+    """Half of the idle memory: lent, not leased, not used by other programs."""
     return max(0, min(offered_bytes - leased_bytes, available_bytes + held)) // 2

@@ -1,4 +1,4 @@
-"""Detection of GPUs, processors, memory and installed tools, and of what is missing to lend them. Changes nothing."""
+"""Detection of hardware and tools. Changes nothing."""
 
 from __future__ import annotations
 

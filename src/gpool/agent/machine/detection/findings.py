@@ -1,7 +1,6 @@
-"""The findings of `gpool node doctor`: each requirement of a node, its state, and the command that fixes it.
+"""The findings of `gpool node doctor`: each requirement of a node, its state, and its fix.
 
-A `Probe` is a function of the data directory that returns findings. It must leave the machine as it was, take seconds at
-most and raise nothing; other packages add theirs to the list.
+A `Probe` must leave the machine as it was, take seconds at most and raise nothing.
 """
 
 from __future__ import annotations
@@ -102,7 +101,6 @@ def _namespaces(_: Path) -> list[Finding]:
 
 
 def userns_fix(bwrap: str, switch: str, loaded: str, limit: str) -> str:
-    """Return the command that allows user namespaces, from AppArmor's switch, its loaded profiles and the kernel's limit."""
     if switch == "1":
         named = [line.split(" (")[0] for line in loaded.splitlines() if "bwrap" in line]
         there = f"the loaded profile '{named[0]}' does not allow it; " if named else ""
@@ -289,7 +287,7 @@ def _vm(_: Path) -> list[Finding]:
 
 
 def clock_finding(here: datetime, there: datetime | None) -> Finding:
-    """Compare the clocks of node and server: node proofs and the owner's hours depend on them, leases do not."""
+    """Compare the clocks: node proofs and the owner's hours depend on them, leases do not."""
     if there is None:
         return Finding("clock", Level.NOTE, "cannot be compared: the server did not send its time")
     apart = abs(here - there)

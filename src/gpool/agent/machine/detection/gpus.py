@@ -1,4 +1,4 @@
-"""Detection of the machine's GPUs: NVIDIA's by NVML, others by their vendors' tools, or simulated ones."""
+"""Detection of GPUs: NVIDIA's by NVML, others by their vendors' tools, or simulated ones."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Survey:
 
 
 class Detector:
-    """Surveys repeatedly; a card that stops answering stays listed, closed, until its driver forgets it."""
+    """A card that stops answering stays listed, closed, until its driver forgets it."""
 
     def __init__(
         self,

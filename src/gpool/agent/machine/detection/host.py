@@ -1,4 +1,4 @@
-"""Detection of the processors, memory and disk that affinity and control groups leave the agent."""
+"""Processors, memory and disk that affinity and control groups leave the agent."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def host_capacity(data_dir: Path, cgroup: Path = CGROUP) -> HostCapacity:
 
 
 def site_address(towards: str) -> str:
-    """Return the address by which others are likely to reach this machine: the source address of packets to the server (a URL).
+    """Likely address of this machine for others: the source address of packets to the server (a URL).
 
-    If the server is on this machine, the source address of the default route; without one, loopback. Sends nothing.
+    If the server is here, that of the default route; else loopback. Sends nothing.
     """
     parts = urlsplit(towards)
     hosts = [parts.hostname, PUBLIC] if parts.hostname else [PUBLIC]

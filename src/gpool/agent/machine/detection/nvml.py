@@ -1,8 +1,7 @@
-"""The interface to NVIDIA's management library: cards, their sensors and processes, driver errors, MIG instances.
+"""The interface to NVIDIA's management library.
 
-`real_nvml.RealNvml` implements it over nvidia-ml-py, `gpool.testing.fake_nvml` without a card; one contract suite tests
-both. A card is named by its uuid: indexes change when a card falls off the bus. A value that a card does not support is
-None or empty, never an error; a card that is gone raises `GpuLost`.
+Cards are named by uuid: indexes change when a card falls off the bus. An unsupported value is None or empty, never an
+error; a lost card raises `GpuLost`.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ class NoDriver(NvmlError):
     pass
 
 
-class GpuLost(NvmlError):
-    """The card does not answer: it fell off the bus or was removed."""
+class GpuLost(NvmlError): ...
 
 
 class NotPermitted(NvmlError):
@@ -95,7 +93,7 @@ class Xid:
 
 
 class Nvml(Protocol):
-    """Calls block for milliseconds: use a thread. `open` comes first, `close` last; both are idempotent."""
+    """Calls block for milliseconds: use a thread. `open` and `close` are idempotent."""
 
     def open(self) -> None:
         """Raises `NoDriver`."""
@@ -108,7 +106,7 @@ class Nvml(Protocol):
     def uuids(self) -> tuple[str, ...]: ...
 
     def lost(self) -> int:
-        """Return the number of cards that the driver counts and that do not answer."""
+        """Cards counted by the driver that do not answer."""
         ...
 
     def card(self, uuid: str) -> Card: ...
@@ -118,7 +116,7 @@ class Nvml(Protocol):
     def processes(self, uuid: str) -> tuple[GpuProcess, ...]: ...
 
     def xids(self) -> tuple[Xid, ...]:
-        """Return the errors since the last call; does not wait."""
+        """Errors since the last call; does not wait."""
         ...
 
     # ---- changes of a card, as root
@@ -144,7 +142,7 @@ class Nvml(Protocol):
     def mig_instances(self, uuid: str) -> tuple[MigInstance, ...]: ...
 
     def make_mig(self, uuid: str, profile: int, start: int | None = None) -> MigInstance:
-        """Create an instance at memory slice `start`; None: the driver chooses."""
+        """`start`: memory slice; None: the driver chooses."""
         ...
 
     def unmake_mig(self, uuid: str, instance: int) -> None: ...

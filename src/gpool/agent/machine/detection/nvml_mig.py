@@ -1,4 +1,4 @@
-"""MIG over nvidia-ml-py: profiles and instances of a card, by its device handle. Raises pynvml's errors untranslated."""
+"""MIG over nvidia-ml-py. Raises pynvml's errors untranslated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _UNSUPPORTED = (
 
 
 def if_supported(call: Callable[..., T], *arguments: Any) -> T | None:
-    """Return the result; None if this card or driver does not support the call."""
+    """None if unsupported."""
     try:
         return call(*arguments)
     except _UNSUPPORTED:
@@ -79,7 +79,7 @@ def instances(h: Any) -> tuple[MigInstance, ...]:
 
 
 def create(h: Any, profile: int, start: int | None) -> MigInstance:
-    """Create a GPU instance with one compute instance that fills it; undo the first if the second fails."""
+    """Create a GPU instance filled by one compute instance; undo the first if the second fails."""
     places = [(at, size) for at, size in _placements(h, profile) if at == start]
     if start is None:
         made = pynvml.nvmlDeviceCreateGpuInstance(h, profile)

@@ -1,4 +1,4 @@
-"""Facts for the owner's policy: battery, time since the last input, load of other programs. Reads only."""
+"""Facts for the owner's policy: battery, last input, load of other programs. Reads only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHORTEST_S = 1.0  # processor time is counted in hundredths of a second: shorter
 
 
 def power(supplies: Path = SUPPLIES) -> tuple[float | None, bool | None]:
-    """Return (battery in percent, on mains); None for what the machine does not have or report."""
+    """Return (battery in percent, on mains); None for a missing or unreported value."""
     battery: float | None = None
     mains: bool | None = None
     discharging = False
@@ -40,9 +40,9 @@ def power(supplies: Path = SUPPLIES) -> tuple[float | None, bool | None]:
 
 
 def idle_s(now_s: float, dev: Path = DEV, sessions: str | None = None) -> float | None:
-    """Return seconds since the last input at a terminal or a graphical login; None if there is neither.
+    """Seconds since the last input at a terminal or graphical login; None if there is neither.
 
-    `sessions` is logind's answer (`ask_logind`): a block of KEY=value lines for each login session.
+    `sessions`: logind's KEY=value blocks (`ask_logind`).
     """
     found: list[float] = []
     for terminal in (*dev.glob("pts/[0-9]*"), *dev.glob("tty[0-9]*")):
@@ -90,7 +90,7 @@ class LoadMeter:
         self._before: tuple[float, Mapping[int, int]] | None = None
 
     def measure(self, now_s: float) -> float | None:
-        """Return busy processors since the last call; None for the first call and within `SHORTEST_S` of it."""
+        """Return busy processors since the last call; None for the first call and within `SHORTEST_S`."""
         parents: dict[int, int] = {}
         spent: dict[int, int] = {}
         for name in os.listdir(self._proc):

@@ -1,4 +1,4 @@
-"""Processes of the machine: foreign programs, the agent's own, and killed ones that are still there. Reads /proc only."""
+"""Foreign programs, the agent's own processes, killed ones that still exist. Reads /proc only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KILL_BIT = 1 << 8  # SIGKILL in a signal mask of /proc
 
 
 class ForeignPrograms:
-    """Names of running programs that are not the agent's; each process is read until it is `YOUNG_S` old."""
+    """A process is read again until it is `YOUNG_S` old."""
 
     def __init__(self, own: AgentProcesses, proc: Path = PROC) -> None:
         self._own = own
@@ -42,9 +42,9 @@ def _no_groups() -> Iterable[str]:
 
 
 class AgentProcesses:
-    """The agent's own processes: its descendants, and those in a control group of one of its containers.
+    """The agent's descendants and the processes in its containers' control groups.
 
-    `groups` returns words in the names of such groups: container ids, because a container's parent is its engine.
+    `groups` returns container ids, because a container's parent is its engine.
     """
 
     def __init__(
@@ -96,9 +96,9 @@ def is_dying(pid: int, proc: Path = PROC) -> bool:
 
 
 def has_card_open(pid: int, proc: Path = PROC) -> bool:
-    """Return whether this is the process the driver means: in another process namespace the id may be another's.
+    """Whether the driver means this process: in another process namespace the id may be another's.
 
-    A process whose descriptors cannot be listed counts as the driver's.
+    True if its descriptors cannot be listed.
     """
     folder = proc / str(pid) / "fd"
     try:

@@ -1,7 +1,4 @@
-"""NVML over nvidia-ml-py: initialisation, device handles, error translation, Xid events and the values of cards.
-
-MIG instances are `nvml_mig`. Decides nothing.
-"""
+"""NVML over nvidia-ml-py: device handles, error translation, Xid events, card values."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ _THROTTLES: Mapping[str, int] = {
 
 
 class NvmlLibrary:
-    """The initialised library and its device handles; a lost device is looked up again at the next use."""
+    """A lost device is looked up again at the next use."""
 
     def __init__(self) -> None:
         self._open = False
@@ -108,7 +105,7 @@ class NvmlLibrary:
         return found
 
     def xids(self) -> Iterator[Xid]:
-        """Yield the pending Xid events of all known cards, at most `MOST_XIDS`; register new cards first."""
+        """Register new cards, then yield at most `MOST_XIDS` pending events."""
         with self._lock, _translated():
             if self._events is None:
                 self._events = self.call(pynvml.nvmlEventSetCreate)

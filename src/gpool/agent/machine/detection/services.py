@@ -1,4 +1,4 @@
-"""Detection of installed tools: container engines, uv, QEMU, a default route. Starts nothing."""
+"""Detection of container engines, uv, QEMU and a default route. Starts nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPUs of AMD, Intel and Apple: runs their tools and reads the kernel; `vendors` parses the output. Changes nothing."""
+"""GPUs of AMD, Intel and Apple, from their tools and the kernel. Changes nothing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def ask(argv: list[str]) -> str | None:
 
 
 def others(ask: Ask = ask, root: Path = DRM) -> ParsedGpus:
-    """Return GPUs that are not NVIDIA's; from the kernel where a vendor's tool is missing or reports none."""
+    """From the kernel where a vendor's tool is missing or lists none."""
     found = [_amd(ask), _intel(ask), _apple(ask)]
     known = {gpu.vendor for parsed in found for gpu in parsed.gpus}
     kernel = vendors.drm(_cards(root))

@@ -1,7 +1,6 @@
-"""Parsers of GPU listings: amd-smi, rocm-smi, xpu-smi, system_profiler and the kernel's DRM files. Pure.
+"""Parsers of GPU listings. Pure; a parser returns a message for each part it does not understand and never raises.
 
-A parser returns the devices it understands and a message for each part it does not; it never raises. None was tested on
-its hardware (`tests/agent/detect/recorded` names the source of each format); NVIDIA's cards are read through NVML.
+None was tested on its hardware (`tests/agent/detect/recorded` names the source of each format).
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ class _Unread(Exception):
 
 
 def normalised(name: str) -> str:
-    """Return the name users write: A100 for `NVIDIA A100-SXM4-80GB`, RX7900XTX for `AMD Radeon RX 7900 XTX`."""
+    """Name users write: A100 for `NVIDIA A100-SXM4-80GB`, RX7900XTX for `AMD Radeon RX 7900 XTX`."""
     words = re.findall(r"[A-Z0-9]+", name.upper())
     kept = [word for word in words if not _DECORATION.fullmatch(word)]
     return "".join(kept or words)
 
 
 def amd_smi(static: str, listing: str = "") -> ParsedGpus:
-    """Parse `amd-smi static --json`, with uuids of `amd-smi list --json` if the first has none."""
+    """Parse `amd-smi static --json`; uuids it lacks come from `amd-smi list --json`."""
     uuids: dict[object, str] = {}
     complaints = []
     try:
@@ -158,7 +157,7 @@ def xpu_ids(listing: str) -> list[str]:
 
 
 def xpu_smi(listing: str, devices: Mapping[str, str]) -> ParsedGpus:
-    """Parse `xpu-smi discovery -j`, and `xpu-smi discovery -d ID -j` for each of its devices, by id."""
+    """Parse `xpu-smi discovery -j`, and `xpu-smi discovery -d ID -j` by device id."""
     return _each(listing, "xpu-smi", lambda row, at: _intel_device(row, at, devices), "device_list")
 
 
@@ -190,10 +189,7 @@ def _intel_device(row: Any, at: int, devices: Mapping[str, str]) -> Gpu:
 
 
 def drm(cards: Mapping[str, Mapping[str, str]]) -> ParsedGpus:
-    """Parse the kernel's files of each card, by name (`vendor`, `device`, `vram`, `unique_id`, `bus`, `name`).
-
-    Only cards with memory of their own: integrated ones are not lent.
-    """
+    """Parse the kernel's files of each card. Skips cards without their own memory: integrated ones are not lent."""
     found: list[Gpu] = []
     complaints: list[str] = []
     for key in sorted(cards, key=_natural):
@@ -325,7 +321,7 @@ def _word(table: Mapping[str, Any], key: str) -> str:
 
 
 def _text(value: object) -> str:
-    """Return a short printable text, or empty: it is sent to the server and shown to users."""
+    """Shown to users."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return ""
     text = "".join(letter for letter in str(value) if letter.isprintable()).strip()

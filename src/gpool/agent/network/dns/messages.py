@@ -1,6 +1,6 @@
-"""DNS messages: one question in, IPv4 addresses out. Pure; every byte read is untrusted.
+"""DNS messages: one question in, IPv4 addresses out. Pure; input is untrusted.
 
-Answers are built from the addresses alone: no upstream record, name or text reaches a sandbox.
+No upstream record, name or text reaches a sandbox.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ BITS_A_LETTER = 3.6  # random hexadecimal has 4, natural words about 3
 DEAR = 8
 
 
-class BadMessage(ValueError):
-    """Message that is not answered."""
+class BadMessage(ValueError): ...
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """DNS question. `name` is lower case, without the trailing dot."""
+    """`name` is lower case, without the trailing dot."""
 
     number: int
     name: str
@@ -41,8 +40,6 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Response of an upstream server."""
-
     code: int
     addresses: tuple[IPv4Address, ...]
     ttl_s: int
@@ -65,7 +62,7 @@ def read_question(message: bytes) -> Question:
 
 
 def write_question(number: int, name: str) -> bytes:
-    """Build the upstream query: only the name is taken from the sandbox's message."""
+    """Only the name comes from the sandbox."""
     labels = b"".join(bytes((len(part),)) + part for part in name.encode("ascii").split(b"."))
     extension = b"\0" + struct.pack("!HHIH", OPT, UPSTREAM_BYTES, 0, 0)
     head = HEADER.pack(number, WANTED, 1, 0, 0, 1)
@@ -73,7 +70,7 @@ def write_question(number: int, name: str) -> bytes:
 
 
 def read_answer(message: bytes, number: int, name: str) -> Answer:
-    """Return every IPv4 address of the answer section, through any CNAME chain; it must answer our question."""
+    """Every IPv4 address of the answer section, through any CNAME chain; it must answer our question."""
     if len(message) < HEADER.size:
         raise BadMessage("too short")
     said, flags, questions, answers, _, _ = HEADER.unpack_from(message)
@@ -113,10 +110,7 @@ def write_answer(
 
 
 def cost(name: str) -> int:
-    """Return the cost of a query against the sandbox's allowance: letters, and eightfold for long random labels.
-
-    Names can carry data out; this makes it slow, not impossible.
-    """
+    """Letters of a query, eightfold for long random labels. Slows data carried out in names; does not prevent it."""
     return sum(
         len(label) * (DEAR if len(label) >= LONG_LABEL and _bits(label) > BITS_A_LETTER else 1)
         for label in name.split(".")
@@ -129,7 +123,7 @@ def _bits(label: str) -> float:
 
 
 def _name(message: bytes, at: int) -> tuple[str, int]:
-    """Read the name at an offset; return it and the next offset. Pointers must lead backwards, so it ends."""
+    """Return the name and the next offset. Pointers must lead backwards, so parsing ends."""
     labels: list[str] = []
     total = 0
     after = -1

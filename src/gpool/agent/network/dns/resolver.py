@@ -1,8 +1,6 @@
-"""DNS resolver of the sandbox networks. Its sockets lie inside each network's namespace, so no other process
-can reach it; it queries the host's servers from outside. It answers with addresses the sandbox may reach,
-nothing else, and never blocks.
+"""DNS resolver of the sandbox networks: answers with addresses the sandbox may reach, nothing else; never blocks.
 
-The cap on queries limits data carried in names; it does not prevent it.
+Its sockets lie inside each network's namespace, so no other process reaches it.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ Server = tuple[str, int]
 
 
 def configured_servers(path: Path = Path("/etc/resolv.conf")) -> tuple[Server, ...]:
-    """Return the host's own name servers."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
@@ -44,8 +41,6 @@ def configured_servers(path: Path = Path("/etc/resolv.conf")) -> tuple[Server, .
 
 
 class Allowance:
-    """Token bucket; what does not fit is refused."""
-
     def __init__(self, per_s: float, most: float, now: float) -> None:
         self._per_s = per_s
         self._most = most
@@ -63,8 +58,6 @@ class Allowance:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Configuration of one network's resolver."""
-
     may_reach: Callable[[IPv4Address], bool]
     queries_per_s: int
     servers: Sequence[Server]
@@ -75,8 +68,6 @@ class Names:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of one network's queries by outcome."""
-
     answered: int = 0
     stripped: int = 0  # addresses removed because the sandbox may not reach them
     refused: int = 0  # over the allowance, or not answered
@@ -86,7 +77,7 @@ class Tally:
 
 @dataclass(slots=True)
 class Resolver:
-    """DNS server of one network. Takes ownership of its datagram socket and its listening socket."""
+    """Owns its datagram and listening sockets."""
 
     datagrams: socket.socket
     streams: socket.socket
@@ -116,7 +107,7 @@ class Resolver:
         loop.add_reader(self.streams.fileno(), self._hear_stream)
 
     def _is_too_loud(self) -> bool:
-        """Return whether to stop reading for a while: the kernel drops a flood at no cost to the agent."""
+        """While reading pauses, the kernel drops a flood at no cost."""
         loop = asyncio.get_running_loop()
         if self._heard.take(1, loop.time()):
             return False
@@ -137,7 +128,7 @@ class Resolver:
             task.cancel()
 
     def _hear_datagram(self) -> None:
-        """Read one message per loop iteration, so that a flood does not delay the rest of the agent."""
+        """One message per loop iteration, so that a flood does not delay the agent."""
         if self._is_too_loud():
             return
         try:
@@ -215,7 +206,7 @@ class Resolver:
         return self._say(question, said.addresses, said.ttl_s)
 
     def _say(self, question: messages.Question, found: Sequence[IPv4Address], ttl_s: int) -> bytes:
-        """Answer; a name without a permitted address is reported as missing, also if it exists inside."""
+        """A name without a permitted address is reported missing, even if it exists."""
         reachable = [address for address in found if self.names.may_reach(address)]
         self.tally.answered += 1
         self.tally.stripped += len(found) - len(reachable)
@@ -241,7 +232,7 @@ def _family(server: Server) -> socket.AddressFamily:
 
 
 async def _ask_by_datagram(server: Server, name: str) -> messages.Answer:
-    """Query with a fresh port and id, so that nobody off the path can forge an answer."""
+    """Use a fresh port and id against forged answers."""
     loop = asyncio.get_running_loop()
     number = secrets.randbelow(1 << 16)
     with socket.socket(_family(server), socket.SOCK_DGRAM) as asking:

@@ -1,1 +1,1 @@
-"""Private network of a gang: a relay per member carries IP packets, encrypted, between the members only."""
+"""Private network of a gang, encrypted between members."""

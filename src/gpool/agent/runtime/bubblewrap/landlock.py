@@ -1,9 +1,8 @@
 """Landlock as a second confinement behind the mounts, applied inside by the last program before the command.
 
-The mounts already hide or seal everything a sandbox must not write; Landlock still holds if a mount is wrong. A domain
-cannot be applied from outside, and not to bwrap, which could no longer mount: so a few lines of Perl (part of every
-Debian and Ubuntu; one millisecond) read the variables from a descriptor, apply the domain and exec the command. Perl
-starts with an empty environment: no variable of the task can change its behaviour.
+Landlock still holds if a mount is wrong. A domain cannot be applied from outside, nor to bwrap, which could no longer
+mount: so a few lines of Perl (part of every Debian and Ubuntu; one millisecond) read the variables from a descriptor,
+apply the domain and exec the command. Perl starts with an empty environment, so no variable of the task affects it.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ exit($why == 2 || $why == 20 ? 127 : 126);
 
 
 def version() -> int:
-    """Return the kernel's Landlock ABI version; 0: none, or disabled."""
+    """Kernel's Landlock ABI version; 0: none."""
     libc = ctypes.CDLL(None, use_errno=True)
     found: int = libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(ASK_VERSION))
     return max(0, found)
@@ -59,7 +58,7 @@ def version() -> int:
 def rules(known: int, *, names_threads: bool = False) -> tuple[int, tuple[tuple[str, int], ...]]:
     """Return (handled rights, rights granted per path) under Landlock version `known`.
 
-    `names_threads`: the sandbox may write to the /proc entries of its own processes, as far as the kernel allows.
+    `names_threads`: the sandbox may write to its own /proc entries, as the kernel allows.
     """
     handled = FIRST_RIGHTS
     for since, right in ADDED_RIGHTS:
@@ -74,7 +73,7 @@ def rules(known: int, *, names_threads: bool = False) -> tuple[int, tuple[tuple[
 
 
 def perl() -> str:
-    """Return the path of Perl inside a sandbox; "" if the host has none in /usr."""
+    """ "" if the host has none in /usr."""
     found = shutil.which("perl", path="/usr/bin:/bin")
     return "/usr/bin/perl" if found and os.path.exists("/usr/bin/perl") else ""
 
@@ -82,7 +81,7 @@ def perl() -> str:
 def command(
     variables_at: int, processes: int, known: int, *, names_threads: bool = False
 ) -> Sequence[str]:
-    """Return the words before the command: variables come from descriptor `variables_at`; 0 processes: no limit."""
+    """Words before the command. Variables come from descriptor `variables_at`; 0 processes: no limit."""
     handled, given = rules(known, names_threads=names_threads)
     scoped = SCOPES if known >= SCOPES_FROM else 0
     size = 0 if not known else (8 if known < 4 else 16 if known < SCOPES_FROM else 24)

@@ -1,10 +1,9 @@
 """The launcher: a small process beside the agent that starts sandboxes. A script, standard library only.
 
-It is small so that forking is cheap, single-threaded so that forking is safe, and the reaper of every sandbox: when the
-agent is gone, for whatever reason, the socket ends, and the launcher kills every descendant before it exits. (A parent
-death signal alone would miss a sandbox in the making that has not requested one yet.)
-As root it moves into a mount namespace of its own, in which interpreter, packages and work directories are reachable for
-a dropped uid; each child drops to its uid before `exec`. It never reads data of a task.
+Small, so that forking is cheap; single-threaded, so that forking is safe. It reaps every sandbox: when the agent is
+gone, the socket ends, and the launcher kills every descendant and exits. (A parent death signal alone would miss a
+sandbox that has not requested one yet.) As root it moves into its own mount namespace, in which interpreter, packages
+and work directories are reachable for a dropped uid; each child drops to its uid before `exec`. Reads no task data.
 
 Messages on the socket (one JSON document each, descriptors beside it):
   in   {"start": n, "argv", "uid", "groups", "limits", "mode", "namespaces", "gang", "binds"}  ·  {"kill": n}  ·  {"warn": n}
@@ -60,7 +59,6 @@ def mount(source: str, target: str, kind: bytes | None, flags: int, data: bytes 
 
 
 def enter_own_namespace(place: str, binds: list[dict[str, Any]], tree: dict[str, Any]) -> None:
-    """Mount all parts of a sandbox beneath one directory open to any uid, visible to this process only."""
     checked(libc.unshare(CLONE_NEWNS), "unshare")
     mount("none", "/", None, MS_REC | MS_SLAVE)
     # opened in the new namespace, and before the tmpfs, which could hide one of them
@@ -73,10 +71,7 @@ def enter_own_namespace(place: str, binds: list[dict[str, Any]], tree: dict[str,
 
 
 def mount_root(place: str, tree: dict[str, Any]) -> None:
-    """Mount the root directory of a sandbox once: bwrap then binds one directory instead of mounting each part.
-
-    Everything is sealed as bwrap would seal it, so that bwrap has nothing to remount.
-    """
+    """Seal as bwrap would: bwrap then binds one directory and remounts nothing."""
     root = os.path.join(place, "tree")
     os.mkdir(root, 0o755)
     mount("tree", root, b"tmpfs", MS_NOSUID | MS_NODEV, b"mode=0755,size=1m")
@@ -111,7 +106,7 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(root: int) -> list[int]:
-    """Return every process below `root`, nearest first. Races with forks: repeat until there are none."""
+    """Processes below `root`, nearest first. Races with forks: repeat until there are none."""
     found, wave = [], [root]
     while wave:
         below = [child for pid in wave for child in children(pid)]
@@ -121,7 +116,6 @@ def descendants(root: int) -> list[int]:
 
 
 def reap_all_below(me: int) -> None:
-    """Kill every descendant, orphans included (this process is the subreaper), until none is left."""
     while True:
         for pid in descendants(me):
             with contextlib.suppress(OSError):
@@ -189,7 +183,7 @@ def arrange(descriptors: list[int]) -> None:
 
 
 class LaunchedSandbox:
-    """A started sandbox: live pids (0: gone), and the descriptor of bwrap's report (-1: not started by bwrap)."""
+    """Live pids (0: gone), and the descriptor of bwrap's report (-1: not started by bwrap)."""
 
     def __init__(self, monitor: int, report: int, groups: tuple[str, ...]) -> None:
         self.monitor = monitor
@@ -215,7 +209,7 @@ class LauncherProcess:
         self.spare_pids: dict[tuple[str, ...], int] = {}
 
     def prepare(self, groups: tuple[str, ...]) -> None:
-        """Fork a spare child that is already in its groups and waits for an order: joining is slow (an RCU grace period)."""
+        """Fork a spare child already in its groups: joining is slow (an RCU grace period)."""
         if not groups or groups in self.spares or len(self.spares) >= MOST_SPARES:
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -257,7 +251,7 @@ class LauncherProcess:
             return pid
 
     def expose(self, order: dict[str, Any]) -> None:
-        """Mount a host path where a dropped uid reaches it, once; again if another directory replaced it."""
+        """Mount where a dropped uid reaches it; again if another directory replaced it."""
         if not self.place:
             return  # no uid is dropped: sandboxes reach the same paths as the launcher
         name, target = order["name"], os.path.join(self.place, order["name"])
@@ -322,10 +316,7 @@ class LauncherProcess:
         os._exit(125)
 
     def become(self, order: dict[str, Any], given: int) -> None:
-        """In the child: join groups and namespaces, set limits and uid, exec the program.
-
-        The first `given` descriptors are the program's; the namespaces' come after them.
-        """
+        """In the child: join, limit, drop, exec. The program's `given` descriptors come first, then the namespaces'."""
         join(order["groups"])
         for namespace in range(given, given + order["namespaces"]):
             checked(libc.setns(namespace, 0), "setns")
@@ -362,7 +353,7 @@ class LauncherProcess:
                     os.kill(pid, how)
 
     def warn(self, number: int) -> None:
-        """Send SIGTERM to the command itself: the child of the sandbox's first process or of the supervisor."""
+        """SIGTERM to the child of the sandbox's first process or of the supervisor."""
         entry = self.known.get(number)
         if entry is None:
             return
@@ -429,7 +420,6 @@ class LauncherProcess:
             self.prepare(entry.groups)  # for the next sandbox of this slot
 
     def is_gone(self, pid: int) -> bool:
-        """Whether a namespace's first process is reaped, here or earlier by bwrap."""
         try:
             return os.waitpid(pid, os.WNOHANG)[0] == pid
         except ChildProcessError:

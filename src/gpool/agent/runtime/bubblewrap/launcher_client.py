@@ -1,4 +1,4 @@
-"""The agent's end of the launcher process: sends orders, receives the ends of processes. Knows nothing of tasks."""
+"""The agent's end of the launcher process: sends orders, receives ends. Knows nothing of tasks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RootTree:
 
 @dataclass(frozen=True, slots=True)
 class LaunchOrder:
-    """A program to start. `descriptors` become 0, 1, 2 … and are closed here once sent."""
+    """`descriptors` become 0, 1, 2 … and are closed here once sent."""
 
     mode: str  # "bubblewrap" or "process"
     argv: Sequence[str]
@@ -56,7 +56,7 @@ class LaunchOrder:
 
 @dataclass(frozen=True, slots=True)
 class ProcessExit:
-    """How a process ended: `ran` is false if the command never started."""
+    """`ran` is false if the command never started."""
 
     code: int  # 128+n for a signal n
     ran: bool
@@ -72,14 +72,10 @@ LAUNCHER_DIED = "gpool's launcher on that node died, and the sandbox with it"
 
 
 class StartedProcess(Protocol):
-    """A started program with everything below it: a launcher's child, a container, a guest."""
-
     @property
     def is_over(self) -> bool: ...
 
-    async def exited(self) -> ProcessExit:
-        """Wait until every process of it is gone."""
-        ...
+    async def exited(self) -> ProcessExit: ...
 
     async def kill(self) -> None: ...
 
@@ -113,7 +109,7 @@ class LaunchedProcess:
 
 
 class Launcher:
-    """Starts the launcher process at the first order, and again after its death."""
+    """Starts the launcher process at the first order, and after its death."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""File system layout of a sandbox: host paths mounted read-only, and small files written for it. Shows nothing else."""
+"""File system of a sandbox: read-only host paths and small files."""
 
 from __future__ import annotations
 
@@ -67,8 +67,6 @@ exec(code)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`binds` are host paths by a short name; `seen` their mount points inside."""
-
     binds: tuple[Bind, ...]
     seen: tuple[tuple[str, str], ...]  # (name of the bind, path inside)
     python: str  # the interpreter, inside

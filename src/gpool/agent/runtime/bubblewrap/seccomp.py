@@ -1,6 +1,6 @@
 """The system call filter of a sandbox: classic BPF for x86_64 and aarch64; other machines are refused.
 
-libseccomp is not a dependency; tests/agent/runtime/test_seccomp_oracle.py compares the two verdict by verdict.
+libseccomp is not a dependency; tests/agent/runtime/test_seccomp_oracle.py compares the verdicts.
 """
 
 from __future__ import annotations
@@ -107,8 +107,6 @@ ABSENT: dict[str, tuple[int, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class SyscallTable:
-    """Differences of an architecture: audit word, column of the tables, numbers of calls checked by argument."""
-
     audit: int
     column: int
     clone: int
@@ -136,7 +134,7 @@ def _load_argument(index: int) -> bytes:
 
 
 def _guarded(number: int, *body: bytes) -> list[bytes]:
-    """Return instructions for one call, skipped for others; the last of `body` must be a return."""
+    """Instructions for one call, skipped for others; `body` must end in a return."""
     return [_step(JUMP_EQUAL, number, 0, len(body)), *body]
 
 
@@ -164,7 +162,7 @@ def _kinds_and_protocols() -> list[bytes]:
 
 
 def _interfaces() -> list[bytes]:
-    """Allow of netlink only NETLINK_ROUTE (interfaces and routes); the family of `socket` is loaded."""
+    """Of netlink allow only NETLINK_ROUTE; the family of `socket` is loaded."""
     kinds = (SOCK_RAW, SOCK_DGRAM)  # equal for netlink; the C library uses the raw one
     tests = [_step(JUMP_EQUAL, kind, len(kinds) - at, 0) for at, kind in enumerate(kinds)]
     body = [
@@ -189,9 +187,9 @@ def _device_nodes(number: int, mode_at: int) -> list[bytes]:
 
 
 def program(machine: str = "", *, interfaces: bool = False) -> bytes:
-    """Return the filter in the kernel's format; `LookupError` for an unknown machine.
+    """Filter in the kernel's format; `LookupError` for an unknown machine.
 
-    With `interfaces` a task may list the interfaces of its own network, which gloo and NCCL need in a gang.
+    `interfaces`: allow listing the network's interfaces, which gloo and NCCL need in a gang.
     """
     name = machine or platform.machine()
     known = MACHINES.get(name)

@@ -1,1 +1,1 @@
-"""The Docker runtime: containers of Docker, Podman or gVisor."""
+"""The Docker runtime: Docker, Podman or gVisor."""

@@ -1,11 +1,10 @@
 """The bridge: first process of a runner's container, between the engine's three streams and the runner's six.
 
 `bridge.py RUNNER PACKAGES`; a script, standard library only. The engine gives a container stdin, stdout and stderr; a
-runner also needs calls, answers and files. So everything travels in frames: channel (u8), length (u32, little-endian),
-data.
+runner also needs calls, answers and files, so all travel in frames: channel (u8), length (u32, little-endian), data.
   in   3 calls   ·   5 a file's bytes; an empty frame ends the file
   out  1 stdout   ·   2 stderr   ·   4 answers
-Output printed before an answer is sent before it. As the first process the bridge also reaps orphans of calls.
+Output printed before an answer is sent before it. The bridge also reaps orphans of calls.
 """
 
 from __future__ import annotations
@@ -69,7 +68,6 @@ class Bridge:
         write_all(1, HEAD.pack(channel, len(data)) + data)
 
     def forward(self, descriptor: int, most: int) -> bool:
-        """Forward at most `most` bytes of available data; False if there was none."""
         moved = 0
         while moved < most and descriptor in self.open:
             try:

@@ -1,4 +1,4 @@
-"""Confinement of a container, as the body of the engine's `create` request. Pure."""
+"""Confinement of a container, as the body of the engine's `create`. Pure."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _rule(names: Sequence[str], code: int, *arguments: Json) -> Json:
 
 
 def _outside(allowed: Sequence[int], most: int) -> Iterator[tuple[str, int]]:
-    """Yield comparisons; one holds for each number that is not allowed. `most` is the highest allowed one."""
+    """Yield comparisons, one of which holds for each number not allowed. `most`: the highest allowed."""
     for value in range(most):
         if value not in allowed:
             yield "SCMP_CMP_EQ", value
@@ -185,10 +185,9 @@ class ContainerSpec:
 
 
 def request(spec: ContainerSpec, seccomp_profile: str, *, podman: bool = False) -> Json:
-    """Return the body of the engine's `create`; the engine's defaults refuse everything else.
+    """Body of `create`; the engine's defaults refuse everything else.
 
-    `seccomp_profile` is the profile's text for Docker, and the path of its file for Podman, which also takes masked
-    paths as a security option.
+    `seccomp_profile`: the profile's text for Docker, its path for Podman, which also takes masked paths as an option.
     """
     masked = [*MASKED, *(() if spec.devices or spec.cdi else MASKED_WITHOUT_GPU)]
     options = ["no-new-privileges", f"seccomp={seccomp_profile}"]

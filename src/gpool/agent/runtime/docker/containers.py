@@ -1,7 +1,4 @@
-"""Containers of one agent: started under the right OCI runtime, watched to their end, removed by a guard if it dies.
-
-Depends on the engine and on `network`; knows nothing of jobs or work directories.
-"""
+"""Containers of one agent. Knows nothing of jobs or work directories."""
 
 from __future__ import annotations
 
@@ -37,18 +34,13 @@ log = structlog.get_logger(__name__)
 
 
 class Gvisor(StrEnum):
-    """Whether containers run under gVisor: where it works, always, or never."""
-
     AUTO = "auto"
     ALWAYS = "always"
     NEVER = "never"
 
 
 class ContainerGuard:
-    """Keeps `guard.py` running, which removes this agent's containers after the agent's death.
-
-    Every method blocks; thread-safe.
-    """
+    """Keeps `guard.py` running, which removes containers after the agent's death. Blocks; thread-safe."""
 
     def __init__(self, socket: str, label: str) -> None:
         # -I -S: the standard library only
@@ -57,7 +49,7 @@ class ContainerGuard:
         self.process: subprocess.Popen[bytes] | None = None
 
     def ensure(self) -> None:
-        """Start the guard if it does not run; `SandboxFailed` if it cannot start. Called before a container is made."""
+        """Call before a container is made; `SandboxFailed` if it cannot start."""
         with self._lock:
             if self.process is not None and self.process.poll() is None:
                 return
@@ -83,7 +75,7 @@ class ContainerGuard:
 
 
 class RunningContainer:
-    """A `StartedProcess`: a container, removed before its end is reported. Make it on the loop, after the start."""
+    """Removed before its end is reported. Make it on the loop, after the start."""
 
     def __init__(
         self,
@@ -148,7 +140,7 @@ class RunningContainer:
         self._reporting = self._loop.create_task(self._report(exit))
 
     async def _report(self, exit: ContainerExit | None) -> None:
-        """Report the end once the last output is in the pipes, unless they are full and not read."""
+        """Wait until the last output is in the pipes, unless they are full and not read."""
         await asyncio.wait([self._streams], timeout=LAST_OUTPUT_S)
         self.exit = exit
         if exit is None:
@@ -196,7 +188,7 @@ class ContainerStarter:
         self.running: set[RunningContainer] = set()
 
     async def start(self, spec: ContainerSpec) -> tuple[str, socket.socket]:
-        """Return (container id, its streams); a container that does not start is removed."""
+        """A container that does not start is removed."""
         await asyncio.to_thread(self.guard.ensure)
         # gVisor passes no GPU through and has its own network stack.
         beyond = bool(spec.devices or spec.cdi or spec.sandbox_network is not None)
@@ -263,7 +255,7 @@ class ContainerStarter:
 
 
 async def undivided(threads: Executor, work: Callable[[], T], undo: Callable[[T], object]) -> T:
-    """Run `work` in a thread; on cancellation wait for it and undo its result, since a thread cannot be cancelled."""
+    """On cancellation wait for `work` and undo its result: a thread cannot be cancelled."""
     loop = asyncio.get_running_loop()
     future = loop.run_in_executor(threads, work)
 

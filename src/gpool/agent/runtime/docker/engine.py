@@ -1,7 +1,6 @@
-"""Client of the container engine on this machine, Docker or Podman, through the docker SDK. Every call blocks.
+"""Client of the local container engine, Docker or Podman, through the docker SDK. Every call blocks.
 
-The SDK's errors become `SandboxFailed`, which says what the owner or the consumer can do. An engine on another machine
-is refused: it could not see the work directory.
+The SDK's errors become `SandboxFailed` with the remedy. A remote engine is refused: it could not see the work directory.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ def translated(what: str) -> Iterator[None]:
 
 
 class EngineClient:
-    """Thread-safe. Each method is short, except `wait` and `pull`."""
+    """Thread-safe. Only `wait` and `pull` are long."""
 
     def __init__(self, address: str) -> None:
         if not address:
@@ -171,7 +170,7 @@ class EngineClient:
         return str(made["Id"])
 
     def attach(self, container: str, *, with_input: bool) -> socket.socket:
-        """Open the container's streams as one socket; before the start, so that no output is lost."""
+        """Open the streams as one socket; before the start, so that no output is lost."""
         wanted = {"stdout": 1, "stderr": 1, "stream": 1, "stdin": 1 if with_input else 0}
         with translated("cannot attach to the container"):
             given = self._api.attach_socket(container, params=wanted)
@@ -197,10 +196,10 @@ class EngineClient:
         )
 
     def exceeded_memory(self, container: str, *, kernel_log: str = KERNEL_LOG) -> bool:
-        """Whether an ended container was killed for memory though its state does not say so; call before `remove`.
+        """Whether an ended container was killed for memory; call before `remove`.
 
-        Docker's state is right only if containerd's event came before the end; under load it comes later or never.
-        Podman with runc has none. The kernel log is exact where it is readable; otherwise Docker's events are asked.
+        Docker's state is right only if containerd's event came before the end; Podman with runc has none. The kernel log is
+        exact where readable; otherwise Docker's events are asked.
         """
         if exceeded_its_limit(container, records(kernel_log)):
             return True
@@ -226,7 +225,6 @@ class EngineClient:
                     raise  # the two mean "is not running": Docker's and Podman's
 
     def remove(self, container: str) -> None:
-        """Kill and remove. Idempotent."""
         with translated("cannot remove the container"), contextlib.suppress(NotFound):
             try:
                 self._api.remove_container(container, force=True, v=True)
@@ -240,7 +238,7 @@ class EngineClient:
         return [str(entry["Id"]) for entry in found]
 
     def pid_of(self, container: str) -> int:
-        """Return the host pid of the first process; 0: the container has ended."""
+        """0: the container has ended."""
         with translated("cannot look at the container"):
             try:
                 return int(self._api.inspect_container(container)["State"].get("Pid") or 0)
@@ -257,14 +255,13 @@ class EngineClient:
             raise SandboxFailed(f"the engine refused an image: {answer[:200]}") from unknown
 
     def unnamed_images(self, label: str) -> list[str]:
-        """List images with this label and no name; a pulled image has a name, whatever its label."""
         with translated("cannot list images"):
             found = self._api.images(filters={"label": [label]}, all=True)
         images = [image_from(entry) for entry in found]
         return [one.id for one in images if all(name.startswith("<none>") for name in one.names)]
 
     def remove_image(self, image: str) -> None:
-        """Remove an image unless a container uses it. Idempotent."""
+        """Does nothing while a container uses the image. Idempotent."""
         with translated("cannot remove an image"), contextlib.suppress(NotFound):
             try:
                 self._api.remove_image(image)

@@ -1,4 +1,4 @@
-"""Real GPUs of a lease in a container: device nodes and driver libraries, or the engine's CDI device names."""
+"""A lease's real GPUs in a container: device nodes and libraries, or CDI names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LDCONFIG = ("/sbin/ldconfig", "-p")
 
 @dataclass(frozen=True, slots=True)
 class GpuMounts:
-    """Either `nodes` and `binds`, or `cdi`; empty for a lease without a real GPU."""
+    """Either `nodes` and `binds`, or `cdi`; empty without a real GPU."""
 
     nodes: tuple[str, ...] = ()
     binds: tuple[tuple[str, str, bool], ...] = ()
@@ -34,7 +34,7 @@ class GpuMounts:
 
 
 def driver_libraries(cache: str) -> dict[str, str]:
-    """Return soname -> host path from the output of `ldconfig -p`; the loader takes the first of a name."""
+    """Return soname -> host path from `ldconfig -p`; the loader takes the first of a name."""
     found: dict[str, str] = {}
     for name, path in CACHE_LINE.findall(cache):
         if LIBRARIES.fullmatch(name):

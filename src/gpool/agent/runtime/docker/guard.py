@@ -1,8 +1,8 @@
 """The guard: a process beside the agent that outlives it to remove its containers. A script, standard library only.
 
-`guard.py SOCKET LABEL`; prints `ready`. When its stdin ends, every container with the label is killed and removed, until
-none has appeared for `QUIET_S` (one may have been requested just before); then images with the label and no name, which
-are the agent's own. `done` on stdin: nothing is left to remove.
+`guard.py SOCKET LABEL`; prints `ready`. When stdin ends, every container with the label is killed and removed, until
+none has appeared for `QUIET_S` (one may have been requested just before); then unnamed images with the label, which are
+the agent's. `done` on stdin: nothing is left to remove.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Image references, and the progress of a pull as the engine reports it. Pure; the engine stores images."""
+"""Image references and pull progress. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_REFERENCE = 512
 
 @dataclass(frozen=True, slots=True)
 class ContainerImage:
-    """An image on this node: `id` identifies the content, whatever a tag denotes later."""
+    """`id` identifies the content, whatever a tag denotes later."""
 
     id: str
     size_bytes: int
@@ -83,7 +83,7 @@ def follow(image: str, documents: Iterator[Any], observe: Callable[[ImagePull], 
 
 
 def wrong_reference(image: str) -> str:
-    """Return why this is no image reference; "" if it is one."""
+    """Reason; empty if valid."""
     if DIGEST.fullmatch(image):
         return ""
     if len(image) <= MOST_REFERENCE and REFERENCE.fullmatch(image):
@@ -92,7 +92,7 @@ def wrong_reference(image: str) -> str:
 
 
 def registry_of(reference: str) -> str:
-    """Return the registry named by a reference, by the engines' own rule; "" for the engine's default."""
+    """ "" means the engine's default."""
     first, slash, _ = reference.partition("/")
     return first if slash and ("." in first or ":" in first or first == "localhost") else ""
 
@@ -111,7 +111,7 @@ def image_from(document: Mapping[str, Any]) -> ContainerImage:
 
 
 def answers_to(image: ContainerImage, reference: str) -> bool:
-    """Whether the image has the digest of the reference; a tag without digest matches any image."""
+    """Whether the image has the reference's digest; a tag without digest matches any image."""
     wanted = DIGEST.search(reference)
     if wanted is None:
         return True

@@ -1,7 +1,6 @@
-"""Processes the kernel killed for memory, read from the kernel log; without the right to read it, none are found.
+"""Processes the kernel killed for memory, from the kernel log; none without the right to read it.
 
-The kernel writes the record before the victim is gone, so it is there when the container's end is seen. The engine's
-own notification may come after the end, or be lost if the engine subscribed too late.
+The record precedes the container's end; the engine's notification may come later or be lost.
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ def records(path: str = KERNEL_LOG) -> Iterator[str]:
 
 
 def exceeded_its_limit(container: str, found: Iterable[str]) -> bool:
-    """Whether a process of this container was killed at the container's own limit.
-
-    False if the machine, or a group above the container's, ran out of memory: the container may be within its limit.
-    """
+    """False if the machine or a group above ran out of memory: the container may be within its limit."""
     for record in found:
         about, _, text = record.partition(";")
         number = about.partition(",")[0]

@@ -1,10 +1,10 @@
 """Sandbox networks for Docker containers, entered by way of a namespace holder. Every step is verified.
 
-Docker makes a container's network itself and accepts none from outside; but a container may join the network of
-another one, which Docker finds through that container's first process. So a namespace holder starts first: a container
-of the agent, from an empty image, whose only program (the host's nsenter) moves into the sandbox network and waits. The
-task's container joins it, is in the sandbox network before any process of the task runs, and never has another one.
-Then the holder is removed. While it lives it has one capability, to enter namespaces, and runs host programs only.
+Docker accepts no network from outside, but a container may join that of another, which Docker finds through its first
+process. So a namespace holder starts first: a container from an empty image, whose only program (the host's nsenter)
+moves into the sandbox network and waits. The task's container joins it, so it is in the sandbox network before any
+process of the task runs, and never has another. Then the holder is removed. It has one capability, to enter
+namespaces, and runs host programs only.
 """
 
 from __future__ import annotations
@@ -77,10 +77,7 @@ def holder_request(
     network: str = "",
     joins: str = "",
 ) -> Json:
-    """Return the body of the engine's `create` for a holder.
-
-    `network` is the host path of the namespace to enter; or the container `joins` another one, without any capability.
-    """
+    """A holder enters `network` (host path of a namespace), or `joins` another container without any capability."""
     shown = [(f"/{name}", f"/{name}") for name in system.folders]
     shown += [(network, NETWORK_AT)] if network else []
     host: Json = {
@@ -149,12 +146,12 @@ def name_files(place: WorkDirectory, network: SandboxNetwork | None) -> list[tup
 
 
 def path_of(network: SandboxNetwork) -> str:
-    """Return the namespace's path for root processes of this host; valid while the agent lives."""
+    """Valid while the agent lives."""
     return f"/proc/{os.getpid()}/fd/{network.namespaces[0]}"
 
 
 def is_in(pid: int, network: SandboxNetwork) -> bool | None:
-    """Whether a host process is in the sandbox network; None: the process is gone."""
+    """None: the process is gone."""
     try:
         there = os.stat(f"/proc/{pid}/ns/net")
     except OSError:
@@ -164,10 +161,7 @@ def is_in(pid: int, network: SandboxNetwork) -> bool | None:
 
 
 class ProbeCache:
-    """The result of a slow test that may change: taken at the first call, renewed later in another thread.
-
-    `begin` runs a function in another thread; it may refuse with `RuntimeError`.
-    """
+    """Result of a slow test, renewed in another thread by `begin`, which may refuse with `RuntimeError`."""
 
     def __init__(
         self,
@@ -181,7 +175,7 @@ class ProbeCache:
         self._renewing = False
 
     def why_not(self) -> str:
-        """Return the last result: empty, or why it does not work. Slow at the first call only."""
+        """Slow at the first call only."""
         with self._lock:
             if self._found is None:
                 self._found = (self._clock(), self._test())
@@ -206,7 +200,7 @@ class ProbeCache:
 
 
 class NamespaceHolders:
-    """Holds sandbox networks for one engine's containers to join. Every method blocks; thread-safe."""
+    """Holds sandbox networks for containers to join. Every method blocks; thread-safe."""
 
     def __init__(
         self,
@@ -215,7 +209,7 @@ class NamespaceHolders:
         boot: tuple[str, str],
         guarded: Callable[[], None] = lambda: None,
     ) -> None:
-        """Every object gets `label`, for the next agent's sweep, and `boot`, for the guard that `guarded` starts."""
+        """`label` marks objects for the next agent's sweep, `boot` for the guard that `guarded` starts."""
         self._engine = engine
         self._label = label
         self._guarded = guarded
@@ -224,7 +218,7 @@ class NamespaceHolders:
         self._making = threading.Lock()
 
     def why_not(self) -> str:
-        """Test with the agent's own network and two holders; "" if the second joined it by way of the first."""
+        """Test with two holders: "" if the second joined the agent's network by way of the first."""
         own = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         try:
             network = SandboxNetwork((own,), "")
@@ -251,7 +245,7 @@ class NamespaceHolders:
 
     @contextlib.contextmanager
     def holding(self, network: SandboxNetwork) -> Iterator[str]:
-        """Run a container in the sandbox network, to be joined while the block lasts. Raises `SandboxFailed`."""
+        """Container to join during the block. Raises `SandboxFailed`."""
         program = shutil.which("nsenter")
         if program is None:
             raise SandboxFailed(f"{CANNOT}: there is no nsenter here (Debian: util-linux)")

@@ -1,4 +1,4 @@
-"""Image pulls: one per image at a time, with progress for every task that waits. The engine stores the images."""
+"""Image pulls: one per image at a time, with progress for every waiting task."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ RESOLVE_WITHIN_S = 10.0
 
 
 class BadImage(SandboxFailed):
-    """An image that no node of this kind can ever run."""
-
     reason = EndReason.BAD_INPUT
 
 
@@ -35,10 +33,8 @@ class _Pulling:
 
 
 class ImagePulls:
-    """Finds images on the node or pulls them.
-
-    An image is pulled from a private address only if the node's owner lists the registry (`registries`): the engine
-    would connect to any host a consumer names, in the owner's own network.
+    """A private address is used only if the owner lists the registry (`registries`): the engine would connect to any host a
+    consumer names, in the owner's network.
     """
 
     def __init__(

@@ -1,10 +1,9 @@
 """The Docker runtime: containers of Docker, Podman, or gVisor under either, for tasks that name an image.
 
-Isolation. The engine makes a container from an image whose root is read-only; of the host the container sees its own
-work directory, for functions the runner, and the GPUs of the lease. It runs under a uid that nothing else on the host
-uses (a root agent), or under the agent's own. The engine, which runs as root, learns the task's variables; that is
-unavoidable with an engine, and the reason why bubblewrap is the default. A guard process beside the agent removes its
-containers when the agent dies. Environments are refused.
+Isolation. The image's root is read-only; of the host the container sees its own work directory, for functions the
+runner, and the GPUs of the lease. It runs under a uid that nothing else on the host uses (a root agent), or the agent's.
+The engine, which runs as root, learns the task's variables; this is unavoidable, and the reason why bubblewrap is the
+default. A guard process removes the containers when the agent dies. Environments are refused.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ log = structlog.get_logger(__name__)
 
 
 class DockerRuntime(PlainRuntime):
-    """A `Runtime`. Make it once, in the agent's main thread; it starts its guard at the first container."""
+    """Make it in the main thread."""
 
     name = "docker"
     tier = Tier.CONTAINER
@@ -138,7 +137,7 @@ class DockerRuntime(PlainRuntime):
 
     @property
     def networks(self) -> frozenset[Network]:
-        """Networks the engine's containers can enter; tested at the first call, which takes a second, and renewed."""
+        """Tested at the first call, which takes a second, and renewed."""
         given = {Network.NONE} if self._network_probe.why_not() else {Network.NONE, Network.EGRESS}
         return frozenset(given)
 
@@ -220,7 +219,7 @@ class DockerRuntime(PlainRuntime):
         await asyncio.get_running_loop().run_in_executor(self._containers.threads, self._sweep)
 
     def _sweep(self) -> None:
-        """Containers first: they use their work directories until then."""
+        """Containers first: they use their work directories."""
         for container in self._engine.labelled(f"{AGENT_LABEL}={self._labels[AGENT_LABEL]}"):
             self._engine.remove(container)
         self._containers.holders.sweep()
@@ -338,7 +337,7 @@ def _remapped(first_uid: int) -> Callable[[int], tuple[int, int]]:
 
 
 def disk_device(path: Path) -> str:
-    """Return the device node of the whole disk that holds the path; "" if it is not one disk."""
+    """Empty if it is not one disk."""
     number = cgroups.disk_of(path)
     node = Path("/dev") / Path(f"/sys/dev/block/{number}").resolve().name
     return str(node) if number and node.is_block_device() else ""

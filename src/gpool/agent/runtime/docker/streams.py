@@ -1,7 +1,6 @@
-"""Copies between a container's single stream and the pipes of commands and runners, one piece at a time.
+"""Copies between a container's single stream and the pipes of commands and runners.
 
-The engine sends both outputs in frames over one socket. While the pipes are not read, the socket is not read either,
-the engine's buffer fills and the command blocks: back-pressure all the way.
+While the pipes are not read, the socket is not read either, the engine's buffer fills and the command blocks.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ HEAD_BYTES = 512
 
 
 class FrameDecoder:
-    """Decodes (channel, length, data) frames; a long frame is yielded in pieces."""
-
     def __init__(self, head: struct.Struct) -> None:
         self._head = head
         self._held = b""
@@ -69,10 +66,7 @@ async def _received(channel: socket.socket) -> bytes:
 async def pour(
     channel: socket.socket, ends: Mapping[int, int], explain: Callable[[bytes], bytes]
 ) -> None:
-    """Copy a command's output until the container's streams end; closes all descriptors.
-
-    `explain` returns text to append, given the beginning of stderr.
-    """
+    """Closes all descriptors. `explain` returns text to append, given the beginning of stderr."""
     for descriptor in ends.values():
         os.set_blocking(descriptor, False)
     frames = FrameDecoder(ENGINE_HEAD)
@@ -92,7 +86,7 @@ async def pour(
 
 
 async def relay(channel: socket.socket, given: Sequence[int]) -> None:
-    """Copy a runner's six descriptors over the container's three until its streams end; closes all descriptors."""
+    """Closes all descriptors."""
     nothing, out, err, calls, answers, files = given
     os.close(nothing)
     for descriptor in (out, err, calls, answers, files):
@@ -119,7 +113,6 @@ async def relay(channel: socket.socket, given: Sequence[int]) -> None:
 
 
 async def _inward(channel: socket.socket, calls: int, files: int) -> None:
-    """Forward calls and their files; a file was received before its call and is sent before it."""
     with socket.socket(fileno=os.dup(files)) as received, contextlib.suppress(OSError):
         while True:
             try:

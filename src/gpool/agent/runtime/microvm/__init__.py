@@ -1,1 +1,1 @@
-"""The microVM runtime: each task in a guest with its own kernel."""
+"""The microVM runtime."""

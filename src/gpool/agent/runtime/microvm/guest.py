@@ -1,7 +1,7 @@
 """The guest's first process: mounts, starts one command without privileges, reports to the agent. A script; stdlib only.
 
-Everything travels over one line to the agent (a virtio-serial port, or a vsock if the monitor has no such port) in
-frames: length (u32, of the body), stream (u8), body; little-endian.
+Everything travels over one connection (a virtio-serial port, or a vsock if the monitor has no such port) in frames:
+length (u32, of the body), stream (u8), body; little-endian.
   0 messages  one JSON document
   1, 2        output of the command                          out, by credit
   3           calls for a runner                             in, by credit
@@ -12,7 +12,7 @@ Messages in:  begin {argv, env, limits, runner, inputs …} · file {path, size,
               collect {number, wanted, most} · take {number, name, most} · stop
 Messages out: hello {version} · started · ended {code, oom} · output {number, path, size, executable} ·
               collected {number} · refused {number, text} · failed {text}
-The agent trusts none of it; this program is careful so that an honest task's outputs are exactly its files.
+The agent trusts none of it; this program only ensures that an honest task's outputs are exactly its files.
 One file because the guest runs it by path, without imports of gpool.
 """
 
@@ -83,7 +83,7 @@ def open_line(how: str) -> int:
 
 
 class AgentLine:
-    """Frames of the line. Never blocks; queued output is bounded by credit and by `serve`."""
+    """Frames of the connection. Never blocks; queued output is bounded by credit and by `serve`."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -105,7 +105,7 @@ class AgentLine:
             return
 
     def receive(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the complete frames received; powers off if the agent is gone."""
+        """Yield complete frames; powers off if the agent is gone."""
         try:
             more = os.read(self.number, 1 << 18)
             if not more:
@@ -449,8 +449,7 @@ class Guest:
                     del self.sending[0]
 
 
-class OutputRefused(Exception):
-    """An output that cannot be sent; the text goes to the agent."""
+class OutputRefused(Exception): ...
 
 
 def down(above: int, name: str, path: str, wanted: str) -> int:
@@ -477,7 +476,7 @@ def kind(mode: int) -> str:
 
 
 def supervise(job: dict[str, Any], given: list[int], group: int) -> NoReturn:
-    """Be the first process of the command's namespaces: mount its view, start it, reap; all die with this process."""
+    """Be the first process of the command's namespaces: mount, start, reap; all die with it."""
     signal.set_wakeup_fd(-1)
     checked(libc.unshare(CLONE_NEWNS | CLONE_NEWIPC), "unshare")
     mount("none", "/", "", MS_REC | MS_PRIVATE)
@@ -504,7 +503,7 @@ def supervise(job: dict[str, Any], given: list[int], group: int) -> NoReturn:
 
 
 def mount_view(memory_bytes: int) -> None:
-    """Mount the task's view: no disk, no line, no control groups, no /sys; a few harmless devices."""
+    """No disk, agent connection, control groups or /sys."""
     quiet = MS_NOSUID | MS_NODEV
     half = f"size={max(1 << 20, memory_bytes // 2)},mode=1777"
     mount("proc", "/proc", "proc", quiet | MS_NOEXEC)

@@ -1,7 +1,7 @@
-"""The agent's end of the line to a guest: messages and bytes in both directions, without any unlimited wait.
+"""The agent's end of the connection to a guest, without any unlimited wait.
 
-The guest, kernel included, may be under the task's control. So every frame has a maximal length, every stream a window
-the guest may not exceed, every answer a timeout; a violation ends the machine.
+The guest, kernel included, may be under the task's control: frames have a maximal length, streams a window, answers a
+timeout; a violation ends the machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ KILLED = 137
 
 
 class GuestConnection:
-    """The line of one guest. `over` is done when the command has ended or the machine is gone, whichever is first."""
+    """`over` is done when the command has ended or the machine is gone."""
 
     def __init__(self, connection: socket.socket, pipes: GuestPipes) -> None:
         connection.setblocking(False)

@@ -1,4 +1,4 @@
-"""Outputs sent by a guest: requested, checked, bounded and hashed by the agent, which believes none of the guest's data."""
+"""Outputs sent by a guest: checked, bounded and hashed by the agent, which trusts no data of the guest."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class _IncomingFile:
 
 
 class OutputRequests:
-    """Requests for outputs over one line, one at a time; each may fail and leave the line usable."""
+    """One at a time; each may fail and leave the connection usable."""
 
     def __init__(self, writer: FrameWriter, is_readable: Callable[[], bool]) -> None:
         self._writer = writer

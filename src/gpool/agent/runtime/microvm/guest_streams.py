@@ -1,4 +1,4 @@
-"""Streams of the line to a guest: the frame writer, output into pipes, and calls out of a pipe, each under credit."""
+"""Streams to a guest, each under credit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class GuestViolation(Exception):
 
 @dataclass(frozen=True, slots=True)
 class GuestPipes:
-    """The agent's pipes of one guest: outputs are written to the first three, calls and files read. -1: none."""
+    """Outputs are written to the first three, calls and files read. -1: none."""
 
     out: int
     err: int
@@ -43,7 +43,7 @@ class GuestPipes:
 
 
 class FrameWriter:
-    """Writes frames to the guest, one at a time; errors are ignored, since the monitor's end is reported elsewhere."""
+    """Ignores errors, since the monitor's end is reported elsewhere."""
 
     def __init__(self) -> None:
         self.stream: asyncio.StreamWriter | None = None
@@ -81,7 +81,7 @@ class FrameWriter:
 
 
 class OutputInflow:
-    """Copies one output stream of the guest into a pipe, and grants credit for the bytes the pipe took."""
+    """Grants credit for the bytes the pipe took."""
 
     def __init__(
         self, stream: int, descriptor: int, grant: Callable[[int, int], Awaitable[None]]

@@ -1,4 +1,4 @@
-"""Requirements of the microVM runtime and whether this node meets them, for `gpool node doctor`. Boots nothing."""
+"""Requirements of the microVM runtime, for `gpool node doctor`. Boots nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class GuestRequirement:
 
 
 def facts(disks: Path | None = None) -> list[GuestRequirement]:
-    """Check every requirement; `disks` holds the result of a runtime's probe (`<data>/microvm-disks`)."""
+    """`disks` holds the result of a runtime's probe (`<data>/microvm-disks`)."""
     return [
         _kernel(),
         _monitor(),
@@ -76,7 +76,7 @@ def _tool(name: str, package: str) -> GuestRequirement:
 
 
 def _kvm(disks: Path | None) -> GuestRequirement:
-    """Return the result of the last probe; always `ok`, since emulation is only slower."""
+    """Result of the last probe; always `ok`, since emulation is only slower."""
     if not os.path.exists(KVM_AT):
         return GuestRequirement(
             "kvm", True, "there is no /dev/kvm: guests are emulated, several times slower"

@@ -1,9 +1,9 @@
 """The microVM runtime: each task in a guest with its own kernel, behind a machine monitor that is itself confined.
 
-Isolation. In the guest, the task is confined by the guest's first process; the guest by the monitor; the monitor by
-bubblewrap, under a uid of its own: no network, no host file but its programs and libraries, the guest's read-only disks
-and one writable disk, whose size is the task's disk limit. Inputs and outputs travel over one line to the guest's first
-process; the host never mounts or parses a file system that a task wrote. Guests have no GPU.
+Isolation. The guest's first process confines the task, the monitor the guest, bubblewrap the monitor, under a uid of its
+own: no network, no host file but its programs and libraries, the guest's read-only disks and one writable disk, whose
+size is the task's disk limit. Inputs and outputs travel over the connection to the guest's first process; the host never
+mounts or parses a file system that a task wrote. Guests have no GPU.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class RunningGuest:
 
 
 class MicrovmRuntime(PlainRuntime):
-    """A `Runtime`. Make it once, in the agent's main thread; the first guest builds the disks and probes the monitor."""
+    """Make it in the main thread; the first guest builds the disks and probes the monitor."""
 
     name = "microvm"
     tier = Tier.VM
@@ -228,7 +228,7 @@ class MicrovmRuntime(PlainRuntime):
         pipes: GuestPipes,
         place: GuestWorkDirectory | None = None,
     ) -> RunningGuest:
-        """Boot a guest and start the command in it; the pipes are taken over in any case."""
+        """Takes over the pipes in any case."""
         place = place or GuestWorkDirectory(root.root, root.uid, asyncio.get_running_loop())
         connection: GuestConnection | None = None
         launched: LaunchedProcess | None = None
@@ -329,7 +329,7 @@ def _limit(
 
 
 async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
-    """Await work that uses a thread; on cancellation wait for it, since the thread still uses its files."""
+    """On cancellation wait for the work, since its thread still uses its files."""
     working = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(working)

@@ -1,4 +1,4 @@
-"""A guest as a sandbox: its started process, its work directory and its console."""
+"""A guest as a sandbox: started process, work directory, console."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Console:
 
 
 class StartedGuest:
-    """A `StartedProcess`: over with the command, though the machine stays until the outputs are fetched."""
+    """Over with the command, though the machine stays until the outputs are fetched."""
 
     def __init__(
         self, monitor: StartedProcess, connection: GuestConnection, console: Console
@@ -90,7 +90,7 @@ class StartedGuest:
 
 
 class GuestWorkDirectory(WorkDirectory):
-    """A work directory inside a guest: outputs come over the line. The host holds its disk image, unread."""
+    """Outputs come over the connection; the host holds the disk image, unread."""
 
     __slots__ = ("_connection", "_loop")
 

@@ -1,1 +1,1 @@
-"""Disks, kernel and boot archive of a guest, made from files of the host."""
+"""Disks, kernel and boot archive of a guest."""

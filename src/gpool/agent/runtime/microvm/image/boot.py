@@ -1,8 +1,8 @@
-"""The guest's boot program, a sequence of system calls, and the archive that contains it. Pure.
+"""The guest's boot program and the archive that contains it. Pure.
 
-The kernel starts `/init` from the archive. This one needs no compiler, interpreter or shell: it is a table of system
-calls (load modules, mount disks, exec Python) and ten instructions that execute it. Failures are ignored; after one, the
-final exec fails, the kernel reports it on the console, and the machine ends.
+`/init` needs no compiler, interpreter or shell: it is a table of system calls (load modules, mount disks, exec Python)
+and ten instructions that execute it. Failures are ignored; after one, the final exec fails, the kernel reports it on
+the console, and the machine ends.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ def steps(plan: BootPlan) -> list[BootStep]:
 
 
 def program(row: Sequence[BootStep]) -> bytes:
-    """Return a static x86-64 ELF program that makes these calls only."""
     code_at = ADDRESS + 64 + 56
     table_at = code_at + len(POINT_AT_TABLE) + 8 + len(WALK)
     data_at = table_at + len(row) * (ARGUMENTS + 1) * 8
@@ -130,7 +129,6 @@ def _entry(number: int, name: str, mode: int, data: bytes, device: tuple[int, in
 
 
 def archive(init: bytes, modules: Mapping[str, bytes]) -> bytes:
-    """Return the first file system as a cpio archive (newc)."""
     nowhere = (0, 0)
     entries: list[tuple[str, int, bytes, tuple[int, int]]] = [
         *((name, DIRECTORY, b"", nowhere) for name in ("dev", "system", "modules")),

@@ -41,7 +41,7 @@ class GuestImage:
 
 
 class GuestImageBuilder:
-    """Builds images. Slow the first time: call it in a thread."""
+    """Slow the first time: call it in a thread."""
 
     def __init__(self, disks: DiskStore, found: layout.Layout, kernel: Kernel) -> None:
         self._disks = disks
@@ -54,7 +54,7 @@ class GuestImageBuilder:
     def image(
         self, environment: PreparedEnvironment | None, *, unpacked_kernel: bool
     ) -> GuestImage:
-        """Return the image, checked once: neither the agent's files nor a named environment change while it runs."""
+        """Checked once: neither the agent's files nor a named environment change while it runs."""
         key = (environment.name if environment is not None else "", unpacked_kernel)
         made = self._made.get(key)
         if made is None or not all(path.exists() for path in made.paths):
@@ -143,7 +143,7 @@ def _below(inside: str) -> str:
 
 
 def clock_word() -> str:
-    """Return the kernel word with the clock rate of an emulated processor, which the guest cannot measure.
+    """Clock rate of an emulated processor, which the guest cannot measure.
 
     The emulated counter equals the host's, so it is measured here; without executable memory, `cpu MHz` is taken.
     """

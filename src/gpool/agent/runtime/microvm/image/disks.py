@@ -1,7 +1,7 @@
-"""A guest's disks: read-only ones built once from host files and kept by content, and an empty writable one.
+"""A guest's disks: read-only ones built once from host files, and an empty writable one.
 
-The contents of a disk are a mapping inside path -> host path; its fingerprint (names, sizes, times, modes, links) is the
-disk's name, so a disk is rebuilt only after a change. No file system is mounted on the host.
+A disk is a mapping inside path -> host path, named by its fingerprint (names, sizes, times, modes, links), so it is
+rebuilt only after a change. No file system is mounted on the host.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FOLDER = 0o755
 
 @dataclass(frozen=True, slots=True)
 class DiskContents:
-    """Contents of a disk. Directories are made as needed; `folders` exist even if empty."""
+    """Directories are made as needed; `folders` exist even if empty."""
 
     files: Mapping[str, str]  # inside -> host; plain files and links, beneath "/" of the disk
     folders: tuple[str, ...] = ()
@@ -106,7 +106,7 @@ class DiskStore:
         folder.chmod(0o711)
 
     def path(self, kind: str, plan: DiskContents) -> Path:
-        """Return the disk with these contents, built if missing, which takes seconds: call it in a thread."""
+        """Builds a missing disk, which takes seconds: call it in a thread."""
         made = self.folder / f"{kind}-{fingerprint(plan)}.squashfs"
         if made.exists():
             os.utime(made)
@@ -136,7 +136,7 @@ class DiskStore:
         return self.folder / f"building-{os.getpid()}-{secrets.token_hex(8)}"
 
     def keep(self, name: str, make: bytes | None) -> Path | None:
-        """Keep a small file beside the disks under a name derived from its content; `make` None: only look it up."""
+        """Keep a small file under a name derived from its content; `make` None: only look it up."""
         path = self.folder / name
         if make is not None and not path.exists():
             building = self._new()

@@ -1,4 +1,4 @@
-"""The guest's kernel: one of the host's own packages with the modules a guest needs. Downloads nothing."""
+"""The guest's kernel: a package of the host with the modules a guest needs. Downloads nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LZ4_LEGACY = b"\x02\x21\x4c\x18"
 
 
 class NoKernel(Exception):
-    """No kernel of the host can boot a guest; the text says what to install."""
+    """The text says what to install."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Kernel:
 
 
 def find_kernel(root: Path = Path("/")) -> Kernel:
-    """Return the newest kernel with all modules, cloud kernels first, as they boot faster. Raises `NoKernel`."""
+    """Newest kernel with all modules, cloud kernels first, as they boot faster. Raises `NoKernel`."""
     images = [*root.glob("boot/vmlinuz-*"), *root.glob("usr/lib/modules/*/vmlinuz")]
     reasons = []
     for image in sorted(images, key=_rank, reverse=True):
@@ -118,7 +118,7 @@ def read_module(file: Path) -> bytes:
 
 
 def vmlinux(image: bytes) -> bytes:
-    """Return the ELF program inside a compressed kernel, for Firecracker. `NoKernel` for an unknown compression."""
+    """ELF program inside a compressed kernel, for Firecracker. `NoKernel` for an unknown compression."""
     if image[:4] == b"\x7fELF":
         return image
     if image[HEADER_AT + 0x11 : HEADER_AT + 0x15] != b"HdrS":
@@ -142,7 +142,7 @@ def vmlinux(image: bytes) -> bytes:
 
 
 def unpack_lz4(data: bytes) -> bytes:
-    """Decompress LZ4's legacy frame: blocks of at most 8 MiB, each after its length; the kernel's size follows."""
+    """LZ4's legacy frame: blocks of at most 8 MiB, each after its length; the kernel's size follows."""
     out = bytearray()
     at = 4
     while at + 8 <= len(data):

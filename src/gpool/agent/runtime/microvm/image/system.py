@@ -1,8 +1,7 @@
-"""The host files of a guest's system disk: essential packages and the libraries of Python. Writes nothing.
+"""The host files of a guest's system disk. Writes nothing.
 
-All of `/usr` would work, but on a workstation that is gigabytes that change with every upgrade. On a host with dpkg, a
-guest gets the packages that Debian marks as essential, required or important, some that tasks expect, and their
-dependencies; on other hosts `/usr` without its documentation.
+All of `/usr` would be gigabytes that change with every upgrade. With dpkg, a guest gets the packages that Debian marks
+essential, required or important, some that tasks expect, and dependencies; else `/usr` without documentation.
 """
 
 from __future__ import annotations

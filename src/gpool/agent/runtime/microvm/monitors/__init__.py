@@ -1,1 +1,1 @@
-"""Machine monitors: the programs that run guests, behind one protocol."""
+"""Machine monitors: programs that run guests."""

@@ -1,7 +1,7 @@
-"""The choice of a monitor: found by booting a probe, and remembered with the versions it was tested with.
+"""The choice of a monitor: found by booting a probe, and remembered with the tested versions.
 
-`/dev/kvm` may exist and boot nothing, or be closed to the uid of monitors. So the probe is a kernel whose first process
-prints one line and restarts, in the same confinement as every guest.
+`/dev/kvm` may exist and boot nothing, or be closed to the uid of monitors. The probe's first process prints one line and
+restarts, confined like every guest.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def qemu_version(program: str) -> str:
 
 
 async def choose(folder: Path, kernel: Kernel, boots: Boots) -> MachineMonitor:
-    """Return QEMU, with KVM if that boots; Firecracker if only that is installed. `SandboxFailed` without either."""
+    """QEMU, with KVM if that boots; Firecracker if only that is installed. `SandboxFailed` without either."""
     found = find_qemu()
     if not found:
         other = find_firecracker()

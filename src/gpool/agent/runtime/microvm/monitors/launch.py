@@ -1,6 +1,6 @@
-"""The start of a machine monitor, confined by bubblewrap under a uid of its own.
+"""The start of a machine monitor, confined by bubblewrap under its own uid.
 
-A monitor sees the host's programs and libraries, its guest's disks and its devices; no network and no other file.
+It sees the host's programs and libraries, its guest's disks and its devices; no network, no other file.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class MonitorLauncher:
 def monitor_arguments(
     confined: MonitorCommand, read_only: Sequence[str], place: str, *, disk: bool = True
 ) -> list[str]:
-    """Return bwrap's options; `read_only` paths keep their place, the work disk becomes `/work.img`."""
+    """`read_only` paths keep their place, the work disk becomes `/work.img`."""
     words = ["--unshare-all", "--unshare-user", "--new-session", "--die-with-parent"]
     words += ["--cap-drop", "ALL", "--hostname", "monitor", "--clearenv"]
     words += ["--uid", str(layout.INSIDE_UID), "--gid", str(layout.INSIDE_UID)]

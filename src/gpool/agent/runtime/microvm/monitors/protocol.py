@@ -1,4 +1,4 @@
-"""The protocol of machine monitors: a guest's hardware, and the monitor's start and line. Knows nothing of tasks."""
+"""The protocol of machine monitors. Knows nothing of tasks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class GuestDisk:
 
 @dataclass(frozen=True, slots=True)
 class GuestMachine:
-    """One guest. The disks become vda, vdb, … in this order."""
+    """The disks become vda, vdb, … in this order."""
 
     kernel: str
     archive: str  # the first file system
@@ -57,17 +57,15 @@ FOLDER_AT = "/vmm"
 
 
 class MonitorLine(Protocol):
-    """The connection between the agent and a guest, made before the monitor starts."""
-
     descriptor: int
     """Inherited by the monitor; the launch closes it."""
 
     async def connect(self, machine: GuestMachine, within_s: float) -> socket.socket:
-        """Return the line's end once the monitor runs; `SandboxFailed` after `within_s`. Ends the object's use."""
+        """Agent's end once the monitor runs; `SandboxFailed` after `within_s`. Call once."""
         ...
 
     def close(self) -> None:
-        """Close everything of a line that was not connected, except `descriptor`. Idempotent."""
+        """Close everything of an unconnected line except `descriptor`. Idempotent."""
         ...
 
 
@@ -81,19 +79,14 @@ class MachineMonitor(Protocol):
     def description(self) -> str: ...
 
     @property
-    def kernel_words(self) -> tuple[str, ...]:
-        """Words for the kernel's command line, beside those of every guest."""
-        ...
+    def kernel_words(self) -> tuple[str, ...]: ...
 
     def command(self, machine: GuestMachine, line: int) -> MonitorCommand:
-        """Return how to start the monitor; `line` is the number of the inherited descriptor. Pure."""
+        """`line` is the number of the inherited descriptor. Pure."""
         ...
 
-    def open_line(self, directory: Path, uid: int) -> MonitorLine:
-        """Make the line of one guest whose files lie in `directory`; the monitor runs under `uid`."""
-        ...
+    def open_line(self, directory: Path, uid: int) -> MonitorLine: ...
 
 
 def guest_memory_mib(memory_bytes: int) -> int:
-    """Return a guest's memory for a task of `memory_bytes`: the guest kernel's own share is added."""
     return (memory_bytes + memory_bytes // 32) // MIB + 96

@@ -1,4 +1,4 @@
-"""QEMU's `microvm` machine: few devices, minimal firmware, no PCI. Makes the command line; the launcher starts it."""
+"""QEMU's `microvm` machine: few devices, minimal firmware, no PCI."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ def find_qemu() -> str:
 
 
 class SocketPairLine:
-    """A `MonitorLine` for a monitor that inherits its end of a socket pair."""
-
     def __init__(self) -> None:
         self._ours, theirs = socket.socketpair()
         self.descriptor = theirs.detach()
@@ -43,8 +41,6 @@ class SocketPairLine:
 
 
 class Qemu:
-    """A `MachineMonitor`. `accelerator` is the one with which a probe booted a guest."""
-
     name = "qemu"
     control = "port"
     unpacked_kernel = False

@@ -1,6 +1,6 @@
-"""Firecracker's API: the configuration requests of a guest, and their exchange over its socket.
+"""Firecracker's API: a guest's configuration requests, and their exchange over its socket.
 
-The requests follow the published API description, which `tests/agent/microvm/test_firecracker.py` checks.
+`tests/agent/microvm/test_firecracker.py` checks them against the published API description.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _encoded(request: ApiRequest) -> bytes:
 async def configure(
     folder: Path, uid: int, made: Sequence[ApiRequest], within_s: float = ANSWER_WITHIN_S
 ) -> None:
-    """Send the requests, each after the last was granted; `SandboxFailed` names the refused one."""
+    """Send the requests in turn; `SandboxFailed` names the refused one."""
     try:
         async with asyncio.timeout(within_s):
             connection = await _connect(folder / API_NAME, uid)
@@ -99,7 +99,7 @@ async def configure(
 
 
 async def _connect(path: Path, uid: int) -> socket.socket:
-    """Connect to a socket owned by the monitor's uid; a link left by a hostile monitor is not followed."""
+    """The socket must be the monitor uid's; a link of a hostile monitor is not followed."""
     while True:
         with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
             held = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -146,7 +146,7 @@ def listen(folder: Path, port: int, uid: int) -> socket.socket:
 
 
 async def accept(listening: socket.socket, within_s: float) -> socket.socket:
-    """Accept one connection, the guest's first process's, and close the listener: the task can connect no more."""
+    """Accept the guest's first process only and close the listener: the task cannot connect."""
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(within_s):

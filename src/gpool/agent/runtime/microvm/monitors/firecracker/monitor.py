@@ -1,7 +1,6 @@
-"""The Firecracker monitor: started empty, configured over its API socket, with a vsock as the guest's line.
+"""The Firecracker monitor: configured over its API socket, with a vsock to the guest. Never run on real hardware here.
 
-It has no virtio-serial port; it boots uncompressed kernels only, and the guest finds its devices by ACPI, which
-Firecracker describes since version 1.8. Never run on real hardware here.
+It boots uncompressed kernels only; the guest finds devices by ACPI, described since version 1.8.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def find_firecracker() -> str:
 
 
 class VsockLine:
-    """A `MonitorLine`: Firecracker connects to a listening socket when the guest dials the agent's vsock port."""
+    """Firecracker connects to a listening socket when the guest dials the agent's vsock port."""
 
     def __init__(self, folder: Path, uid: int) -> None:
         folder.mkdir(mode=0o700)
@@ -55,8 +54,6 @@ class VsockLine:
 
 
 class Firecracker:
-    """A `MachineMonitor`."""
-
     name = "firecracker"
     control = "vsock"
     unpacked_kernel = True
