@@ -81,7 +81,7 @@ class ApiKey:
 
 
 @dataclass(frozen=True, slots=True)
-class SignInSession:
+class StoredSession:
     """A sign-in and its refresh tokens; `identity.refresh` explains the fields."""
 
     id: str
@@ -102,7 +102,7 @@ class Rotation:
     """`won`: this call created the new generation. `session`: the row after the call, whichever call changed it."""
 
     won: bool
-    session: SignInSession | None
+    session: StoredSession | None
 
 
 @dataclass(frozen=True, slots=True)
