@@ -1,4 +1,4 @@
-"""gpool: pool GPUs. `import gpool` is cheap: what a name needs is loaded when the name is first used."""
+"""gpool: pool GPUs. `import gpool` is cheap: a name's modules are loaded when the name is first used."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -64,7 +64,7 @@ _ELSEWHERE = {
     "submit": "task.submit(...)",
     "wait": "run.wait()",
 }
-"""What other libraries call it: said when it is missed, for one thing has one name."""
+"""Names in other libraries and the gpool name to suggest for each. They are not aliases."""
 
 __all__ = [
     "Cancelled",

@@ -18,16 +18,16 @@ from gpool.server.identity.tokens.refresh import (
     Repeat,
     Rotate,
 )
-from gpool.server.store.identity_values import SigningKey, SignInSession
+from gpool.server.store.identity_values import SigningKey, StoredSession
 from gpool.server.store.operation import operation
 from gpool.server.store.operations.identity import sessions, teams, users
 from gpool.server.store.protocol import Operation
 from tests.store.store_pool import Database, Pool, race
 
 
-def row_of(family: Family, label: str = "") -> SignInSession:
+def row_of(family: Family, label: str = "") -> StoredSession:
     """As the server would, but for the sealing."""
-    return SignInSession(
+    return StoredSession(
         family.id,
         family.user,
         family.seed,
@@ -40,7 +40,7 @@ def row_of(family: Family, label: str = "") -> SignInSession:
     )
 
 
-def family_of(row: SignInSession | None) -> Family | None:
+def family_of(row: StoredSession | None) -> Family | None:
     if row is None:
         return None
     return Family(
@@ -55,13 +55,13 @@ def family_of(row: SignInSession | None) -> Family | None:
     )
 
 
-def begun(pool: Pool, user: UserId | None = None) -> tuple[SignInSession, str]:
+def begun(pool: Pool, user: UserId | None = None) -> tuple[StoredSession, str]:
     entropy = next(pool.numbers).to_bytes(48, "big")[::-1]
     family, token = refresh.begin(pool.ann if user is None else user, entropy, pool.now())
     return row_of(family), token
 
 
-def opened_session(pool: Pool, user: UserId | None = None) -> SignInSession:
+def opened_session(pool: Pool, user: UserId | None = None) -> StoredSession:
     row, _ = begun(pool, user)
     pool.write(sessions.open_session(row))
     return row

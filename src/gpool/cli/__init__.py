@@ -1,1 +1,1 @@
-"""The command line: parses arguments, calls the client, prints results; starts server and agent."""
+"""Command line: parses arguments, calls the client, prints; starts server and agent."""

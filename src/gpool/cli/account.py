@@ -1,4 +1,4 @@
-"""Verbs of the user's account: `register`, `login`, `logout`, `keys`."""
+"""Verbs `register`, `login`, `logout`, `keys`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ profile_option = click.option(
 
 
 def password_of(prompt: str, *, confirm: bool = False) -> str:
-    """GPOOL_PASSWORD, else asked for on the terminal; never an argument, which is visible in process lists."""
+    """GPOOL_PASSWORD, else from the terminal; never an argument, which process lists show."""
     given = os.environ.get("GPOOL_PASSWORD")
     if given is not None:
         return given
@@ -42,7 +42,6 @@ def password_of(prompt: str, *, confirm: bool = False) -> str:
 
 
 def anonymous(ctx: click.Context) -> ApiTransport:
-    """The connection without credentials."""
     client = client_of(ctx)
     api: ApiTransport = client.api.without_credentials()
     ctx.call_on_close(api.close)
@@ -50,7 +49,6 @@ def anonymous(ctx: click.Context) -> ApiTransport:
 
 
 def store_sign_in(ctx: click.Context, answer: Any, profile: str | None) -> dict[str, Any]:
-    """Save the tokens, select their profile, and return the account."""
     from gpool.client.connection.config import home, save_sign_in
     from gpool.client.connection.sign_in import SessionFile, SignInSession, Tokens
 

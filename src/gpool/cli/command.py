@@ -1,4 +1,4 @@
-"""Building blocks of the verbs: the client of a command, shared options, option sections, renamed verbs."""
+"""Parts of the verbs: client of a command, shared options, option sections, renamed verbs."""
 
 from __future__ import annotations
 
@@ -21,25 +21,21 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON inste
 
 
 def examples(*commands: str) -> str:
-    """The epilog of a command's `--help`: examples, one per line."""
     return "\n  ".join(("\b\nExamples:", *commands))
 
 
 class SectionOption(click.Option):
-    """An option that `--help` lists under the heading `section`."""
-
     def __init__(self, *args: Any, section: str, **attrs: Any) -> None:
         super().__init__(*args, **attrs)
         self.section = section
 
 
 def option_section(title: str) -> MakeOption:
-    """`click.option` for options listed under `title`; the command's class is `SectionedCommand`."""
     return partial(click.option, cls=SectionOption, section=title)
 
 
 class SectionedCommand(click.Command):
-    """A command whose `--help` groups its options by section, in order of definition; others come last."""
+    """`--help` groups options by section, in order of definition; others come last."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -56,10 +52,7 @@ class SectionedCommand(click.Command):
 
 
 class VerbGroup(click.Group):
-    """A group of verbs, some of which had another name in the last release.
-
-    `renamed` maps old names to new ones. Old names work, are not listed, and print a note on standard error.
-    """
+    """`renamed`: old names and new ones. Old names work unlisted, with a note on standard error."""
 
     def __init__(self, *args: Any, renamed: Mapping[str, str] | None = None, **attrs: Any) -> None:
         super().__init__(*args, **attrs)
@@ -89,7 +82,6 @@ def into_option(option: MakeOption = click.option) -> Callable[[F], F]:
 
 
 def listing(function: F) -> F:
-    """Add `--json --all --limit N`, the options of every listing."""
     function = click.option(
         "--limit",
         type=click.IntRange(min=1),
@@ -103,7 +95,7 @@ def listing(function: F) -> F:
 
 
 def client_of(ctx: click.Context) -> Client:
-    """The client of this command; a test passes its own as the context's object."""
+    """A test passes its own client as the context's object."""
     from gpool.client.client import Client
 
     warn_on_stderr(ctx)
@@ -117,7 +109,7 @@ def client_of(ctx: click.Context) -> Client:
 def listed(
     client: Client, what: str, *, everything: bool, limit: int, **filters: str
 ) -> list[dict[str, Any]]:
-    """Read a listing as `--all` and `--limit` request it; print a note if rows were left out."""
+    """Print a note if rows were left out."""
     if everything:
         return client.listing(what, limit=None, **filters)
     found = client.listing(what, limit=limit + 1, **filters)
@@ -135,7 +127,6 @@ class _WarningPrinter(logging.Handler):
 
 
 def warn_on_stderr(ctx: click.Context) -> None:
-    """Print warnings of the SDK on standard error until this command ends."""
     if __name__ in ctx.meta:
         return
     ctx.meta[__name__] = handler = _WarningPrinter(logging.WARNING)

@@ -1,6 +1,6 @@
-"""The `gpool` command: the table of verbs, and the translation of errors to messages and exit codes.
+"""The `gpool` command: the table of verbs; errors become messages and exit codes.
 
-A verb's module is imported when the verb is used; this module must not import any of them, nor an HTTP library.
+A verb's module is imported when the verb is used: this module imports none, nor an HTTP library.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ ELSEWHERE = {
 
 
 class LazyVerbs(click.Group):
-    """The root group: imports a verb's module when the verb is used, and translates `GpoolError` to an exit code."""
+    """Imports a verb's module at its use; translates `GpoolError` to an exit code."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         return list(VERBS)
@@ -113,7 +113,7 @@ class LazyVerbs(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Resolve as click does, with a suggestion: click compares with loaded verbs only, and none is loaded."""
+        """Add a suggestion: click compares with loaded verbs only, and none is loaded."""
         word = args[0]
         if word not in VERBS and not word.startswith("-") and not ctx.resilient_parsing:
             like = difflib.get_close_matches(word, VERBS, 1)

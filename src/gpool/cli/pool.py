@@ -1,4 +1,4 @@
-"""Verbs about the pool: `gpus`, `whoami`, and `node` for owners of machines."""
+"""Verbs `gpus`, `whoami`, and `node` for owners of machines."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def _set(
 
 
 def _set_gpu(client: Client, gpu: str, available: bool, now: bool) -> dict[str, Any]:
-    """Resuming ends a quarantine too; the server refuses this while the agent reports the GPU as unhealthy."""
+    """Resuming ends a quarantine too, unless the agent reports the GPU as unhealthy."""
     path = f"/v1/resources/{gpu}"
     if available and client.api.get_json(path).get("quarantined"):
         client.api.send_json("PATCH", path, {"quarantined": None})
@@ -198,7 +198,7 @@ def _set_gpu(client: Client, gpu: str, available: bool, now: bool) -> dict[str, 
 
 
 def _gpu(client: Client, what: str | None) -> str | None:
-    """The id of a GPU named by its id, as `gpu0` (of the only node) or `NODE/gpu0`; None: not a GPU."""
+    """Id from an id, `gpu0` (of the only node) or `NODE/gpu0`; None: not a GPU."""
     if what is None or what.startswith("g-"):
         return what
     found = _GPU_NAME.fullmatch(what)

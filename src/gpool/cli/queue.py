@@ -1,4 +1,4 @@
-"""`gpool queue`: running and waiting tasks, in the order of their expected start, each with its reason. One request; reads only."""
+"""`gpool queue`: running and waiting tasks with expected start and reason."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def queue(ctx: click.Context, team: str | None, everybody: bool, limit: int, as_
 def _read(
     client: Client, limit: int, filters: dict[str, str]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
-    """Running tasks, the oldest `limit` waiting ones, and the number of all waiting ones; one request per 200."""
+    """Running tasks, the oldest `limit` waiting ones, the number of all waiting ones; one request per 200."""
     query = dict(filters)
     running: list[dict[str, Any]] = []
     waiting: list[dict[str, Any]] = []
@@ -94,6 +94,5 @@ def _read(
 
 
 def _start(task: dict[str, Any], why: dict[str, Any]) -> tuple[str, int, str]:
-    """Sort key: expected start, then position, then age."""
     starts = (why.get("estimate") or {}).get("at")
     return starts or _LAST, why.get("position") or 1 << 60, task["created_at"]

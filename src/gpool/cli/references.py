@@ -1,4 +1,4 @@
-"""Ids and names: resolve a name to an id, and choose what to show for an id. An ambiguous name is an error."""
+"""Names resolved to ids, and the text shown for an id. An ambiguous name is an error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ _ID = re.compile(rf"(?:{'|'.join(PREFIXES.values())})-[{ALPHABET}]{{{DIGITS}}}")
 
 
 def quoted(text: str) -> str:
-    """Quote for use as one segment of a URL path."""
     return quote(text, safe="")
 
 
@@ -44,15 +43,14 @@ def _id(client: Client, text: str, prefix: str, kind: str, **filters: str) -> st
 
 
 def principal_names(client: Client) -> dict[str, str]:
-    """Names of all users and teams by id; operators only."""
+    """Operators only."""
     return names_of(client, "users") | names_of(client, "teams", all="true")
 
 
 def node_id(client: Client, what: str | None, *, own: bool = False) -> str:
-    """The id of a node, given by id or name; without either, of the only node.
+    """Id of a node by id or name; without either, of the only node. `own`: prefer the caller's nodes.
 
-    `own`: prefer the caller's nodes. Names are unique among the nodes of one owner only. `NotFound` or `Invalid`
-    if the name fits no node or several.
+    `NotFound` or `Invalid` if a name fits none or several: names are unique per owner only.
     """
     if what is not None and what.startswith("n-"):
         return quoted(what)
@@ -95,14 +93,14 @@ def shared_names(nodes: Iterable[tuple[str | None, str | None]]) -> frozenset[st
 
 
 def shown_as(id_: str | None, name: str | None, shared: frozenset[str] = frozenset()) -> str:
-    """The name, or the id if the name is shared or looks like an id."""
+    """The id if the name is shared or looks like an id."""
     own_prefix = (id_ or "").partition("-")[0]
     is_like_an_id = bool(name and (name.startswith(f"{own_prefix}-") or _ID.fullmatch(name)))
     return (name if name and name not in shared and not is_like_an_id else id_) or "-"
 
 
 def names_of(client: Client, what: str, **filters: str) -> dict[str, str]:
-    """Text to show for each id; empty if the caller may not read the listing."""
+    """Empty if the caller may not read the listing."""
     try:
         found = client.listing(what, limit=None, **filters)
     except Forbidden:

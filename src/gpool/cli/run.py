@@ -1,4 +1,4 @@
-"""`gpool run`: submit a command, stream its output, download its output files, exit with its code."""
+"""`gpool run`: submit a command, stream its output, download its files, exit with its code."""
 
 from __future__ import annotations
 
@@ -280,7 +280,6 @@ def follow_run(client: Client, submitted: Run, into: Path, *, quiet: bool) -> in
 
 
 def script_of(command: tuple[str, ...], workdir: Path | None) -> LocalFile | None:
-    """The local Python file named by the first word, in `workdir` or the current directory, with its path on the node."""
     base = Path(os.path.normpath(Path() if workdir is None else workdir)).absolute()
     here = Path(os.path.normpath(Path(command[0]).absolute()))
     there = Path(os.path.normpath(base / command[0]))
@@ -329,7 +328,7 @@ def variables(given: tuple[str, ...]) -> dict[str, str]:
 
 
 def secrets(given: tuple[str, ...]) -> dict[str, str]:
-    """Secrets from `K` (the caller's variable) or `K=@FILE`; `K=VALUE` is refused: command lines are public."""
+    """`K` (the caller's variable) or `K=@FILE`; `K=VALUE` is refused: command lines are public."""
     found = {}
     for one in given:
         name, equals, source = one.partition("=")

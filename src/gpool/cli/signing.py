@@ -1,4 +1,4 @@
-"""Sign-in messages (EIP-4361): signed with a key file, or printed for an external wallet to sign."""
+"""Sign-in messages (EIP-4361), signed with a key file or by an external wallet."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ADDRESS = re.compile(r"(?:0x)?([0-9a-fA-F]{40})")
 
 
 def signed(api: ApiTransport, key_file: Path | None, address: str | None) -> dict[str, str]:
-    """Create a sign-in message for this pool and get its signature; `Invalid` for a malformed address."""
+    """`Invalid` for a malformed address."""
     try:
         from gpool.wallet.address import from_bytes
     except ImportError as exc:

@@ -50,7 +50,6 @@ task_id = click.argument("task", metavar="ID", callback=_one_task)
 
 
 def whose(function: F) -> F:
-    """Add `--team TEAM --everybody`, the filters of task listings."""
     function = click.option("--everybody", is_flag=True, help="Tasks of all users (operators).")(
         function
     )
@@ -125,7 +124,7 @@ def places(tasks: Iterable[dict[str, Any]]) -> Iterator[tuple[str | None, str | 
 
 
 def where(task: dict[str, Any], shared: frozenset[str] = frozenset()) -> str:
-    """The node, the nodes of a gang, or the number of nodes a waiting gang needs."""
+    """Node or nodes; for a waiting gang the number it needs."""
     members = [
         shown_as(member["node"], member.get("node_name"), shared)
         for member in task.get("members") or ()
@@ -306,7 +305,7 @@ def cancel(ctx: click.Context, tasks: tuple[str, ...], as_json: bool) -> None:
 
 
 def _has_ended(client: Client, batch: str) -> bool:
-    """Whether all tasks of the batch have ended; False for a key that may cancel but not read."""
+    """False for a key that may cancel but not read."""
     try:
         about = client.batch(batch)
     except Forbidden:

@@ -1,4 +1,4 @@
-"""Targets of `gpool wait`: a task, or a whole batch. Prints nothing; results are passed to a callback."""
+"""Targets of `gpool wait`: a task or a batch. Prints nothing; results go to a callback."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ MOST_REPORTED = 10
 
 @dataclass(frozen=True, slots=True)
 class WaitOutcome:
-    """Exit code for one id, and its document if `--json` was given."""
-
     code: int
     document: dict[str, Any] = field(default_factory=dict)
 
 
 Report = Callable[["Result | str"], None]
 Wait = Callable[[float | None, Report], WaitOutcome]
-"""Wait for at most so many seconds and report results and messages; `TimeoutError` if the target has not ended."""
+"""Wait at most so many seconds; `TimeoutError` if the target has not ended."""
 
 
 def is_batch(id_: str) -> bool:
@@ -32,7 +30,7 @@ def is_batch(id_: str) -> bool:
 
 
 def awaited(client: Client, id_: str, *, as_json: bool) -> Wait:
-    """The function that waits for this id; `NotFound` if the id is unknown."""
+    """`NotFound` if the id is unknown."""
     return (_batch if is_batch(id_) else _task)(client, id_, as_json)
 
 

@@ -1,4 +1,4 @@
-"""`gpool wallet`: wallets of the user's account. Linking and unlinking require proof of wallet and account."""
+"""`gpool wallet`. Linking and unlinking require proof of wallet and account."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The SDK: clients, tasks, runs. It reaches the server through `connection.transport` and imports no server or agent."""
+"""The SDK: clients, tasks, runs. It imports no server or agent."""

@@ -1,4 +1,4 @@
-"""`Client`: one pool and one credential. Builds requests and decodes responses; `ApiTransport` sends them."""
+"""`Client`: one pool and one credential. Builds requests, decodes responses; `ApiTransport` sends."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class Client:
         return wait_for(self, decode_submitted(reply.body).ids[0], None)
 
     def _post(self, task: Task[..., Any], path: str, body: Callable[[], bytes]) -> Reply:
-        """Submit calls; if the server has deleted the unused function, upload it again."""
+        """Upload the function again if the server has deleted it as unused."""
         try:
             return self.api.send("POST", path, body=body(), headers=_JSON, read_s=_READ_S)
         except Unprocessable as error:
@@ -168,7 +168,6 @@ class Client:
         return b"{%s%s%s]}" % (_deadline(task), self._head(task), call)
 
     def _head(self, task: Task[..., Any]) -> bytes:
-        """JSON of a function submission without braces, up to the first call; uploads the function once."""
         head = self._heads.get(task)
         if head is None:
             function = {"sha256": self.artifacts.put(task.pickled()), "python": PYTHON}
@@ -207,8 +206,10 @@ class Client:
         options: Options | None = None,
         progress: TransferProgress | None = None,
     ) -> Run:
-        """Upload the inputs and submit. Inputs are relative to the current folder, unless they are `LocalFile`s;
-        outputs to the task's work directory."""
+        """Upload the inputs and submit.
+
+        Inputs are relative to the current folder, unless they are `LocalFile`s; outputs to the task's work directory.
+        """
         if isinstance(command, str) or not command:
             raise Invalid("a command is a list of words, e.g. ['python', 'train.py']")
         options = options or Options()
@@ -286,8 +287,8 @@ class Client:
     ) -> Run:
         """A task submitted earlier or elsewhere.
 
-        `trust`: the function is yours, so a value from your own node may be unpickled. `results="pickle"`: values of
-        any node may be.
+        `trust`: the function is yours, so a value from your own node may be unpickled. `results="pickle"`: values of any
+        node may be.
         """
         pickle_requested = results == "pickle"
         document = self.api.get_json(f"/v1/tasks/{quote(task, safe='')}")
@@ -348,7 +349,6 @@ class Client:
 
 
 def _script_in(command: Sequence[str]) -> str | None:
-    """Name of a command in listings: `train.py` for `python train.py`."""
     if len(command) < 2 or not _INTERPRETER.fullmatch(Path(command[0]).name):
         return None
     word = Path(str(command[1])).name

@@ -1,4 +1,4 @@
-"""Environment specs from package names, requirements files and a script's inline metadata (PEP 723). Installs nothing.
+"""Environment specs from package names, requirements files and inline metadata (PEP 723). Installs nothing.
 
 Packages come from the node's own index, so pip options and URLs are refused, with file and line.
 """
@@ -33,7 +33,7 @@ def environment_spec(
     script: Path | None = None,
     image: str | None = None,
 ) -> Recipe | None:
-    """Combine all sources; None if they are empty, which selects the node's own environment."""
+    """None if all sources are empty, which selects the node's own environment."""
     packages = list(pip)
     if requirements is not None:
         packages += _from_file(requirements, ())
@@ -81,7 +81,7 @@ def _from_file(file: Path, above: tuple[Path, ...]) -> Iterator[str]:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield (number of the first line, content) of non-empty lines, continuations joined, comments removed."""
+    """Yield (number of the first line, content), continuations joined."""
     begun, held = 0, ""
     for number, line in enumerate([*text.splitlines(), ""], start=1):
         begun = begun or number
@@ -132,7 +132,7 @@ def _dependencies(block: dict[str, Any], script: Path) -> list[str]:
 
 
 def _minor_for(block: dict[str, Any], script: Path) -> str | None:
-    """Python version to request: None if any will do, the caller's own if it fits, else the oldest that fits."""
+    """None: any version; the caller's own if it fits, else the oldest that fits."""
     wanted = block.get("requires-python", "")
     if not isinstance(wanted, str):
         raise Invalid(f"{script}: 'requires-python' is not text like '>=3.11'")

@@ -1,4 +1,4 @@
-"""A task's output, by page or as a stream. A broken stream resumes after the last cursor without repetition."""
+"""A task's output, by page or as a stream that resumes after the last cursor without repetition."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from gpool.core.errors import Unreachable
 
 @dataclass(frozen=True, slots=True)
 class Printed:
-    """A piece of output: its bytes, and their text.
-
-    A character split between two pieces is in the `text` of the second.
-    """
+    """Bytes and their text. A character split between two pieces is in the `text` of the second."""
 
     cursor: int
     stream: str  # "stdout" or "stderr"
@@ -28,7 +25,7 @@ class Printed:
 
 @dataclass(frozen=True, slots=True)
 class TaskProgress:
-    """Status of a task, epoch of its lease (0: none yet) and phase of its attempt."""
+    """`epoch` of the lease; 0: none yet."""
 
     epoch: int
     status: str
@@ -51,7 +48,7 @@ KEEP_ALIVE = ":"
 
 
 def printed(items: Iterable[dict[str, Any]]) -> Iterator[Printed]:
-    """Decode log documents; one more piece at the end if a stream broke off inside a character."""
+    """One more piece at the end if a stream broke off inside a character."""
     decoders: dict[tuple[int, str], codecs.IncrementalDecoder] = {}
     cursor = 0
     for item in items:
@@ -68,7 +65,6 @@ def printed(items: Iterable[dict[str, Any]]) -> Iterator[Printed]:
 
 
 def pages(api: ApiTransport, task: str, after: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield the log documents present now."""
     while True:
         page = api.get_json(f"/v1/tasks/{task}/logs?after={after}")
         for item in page["items"]:
@@ -82,9 +78,9 @@ def pages(api: ApiTransport, task: str, after: int = 0) -> Iterator[dict[str, An
 def follow(
     api: ApiTransport, task: str, after: int = 0, on_progress: OnProgress | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield present and future log documents until the task has ended.
+    """Log documents until the task has ended.
 
-    `on_progress` is called for each change of progress, and again with the same value on keep-alives.
+    `on_progress` is called for each change, and again with the same value on keep-alives.
     """
     tries, last = api.pauses(), None
     while True:

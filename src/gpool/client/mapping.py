@@ -1,8 +1,8 @@
 """`.map`: many calls in one open batch, results yielded in input order while calls are still being submitted.
 
-The caller's thread consumes inputs, pickles and submits in growing chunks; a background thread reads the result stream
-and resumes after the last sequence number. At most `WINDOW` calls are outstanding, so endless inputs take bounded
-memory. If a quota refuses a chunk, smaller ones are submitted as results come in.
+The caller's thread submits in growing chunks; a background thread reads the result stream and resumes after the last
+sequence number. At most `WINDOW` calls are outstanding, so endless inputs take bounded memory. After a refusal by
+quota, smaller chunks are submitted as results come in.
 """
 
 from __future__ import annotations
@@ -44,20 +44,18 @@ _ASKED_AGAIN_S = 5.0
 
 
 class Submit(Protocol):
-    """Submit rendered calls to a batch (None: a new one) and return its id."""
+    """Submit rendered calls to a batch (None: a new one); return its id."""
 
     def __call__(self, calls: list[bytes], batch: str | None, more: bool) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderFailure:
-    """The error after which the reader gave up."""
-
     error: GpoolError
 
 
 class ResultReader:
-    """Background reader of a batch's results; puts lists into `inbox`, each result once."""
+    """Puts lists of results into `inbox`, each result once."""
 
     def __init__(self, api: ApiTransport, batch: str) -> None:
         self._api, self._batch = api, batch
@@ -67,7 +65,6 @@ class ResultReader:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after its next read; does not wait for it."""
         self._stopped.set()
 
     def _read(self) -> None:
@@ -128,7 +125,7 @@ def stream(
     *,
     window: int = WINDOW,
 ) -> Iterator[object]:
-    """Yield values (or `Raised`) of rendered calls in order; `abandon(batch)` if the caller stops early."""
+    """Values (or `Raised`) in order; `abandon(batch)` if the caller stops early."""
     batch: str | None = None
     reader: ResultReader | None = None
     early: dict[int, Result] = {}
@@ -199,7 +196,7 @@ def ended(
     within_s: float | None = None,
     monotonic: Callable[[], float] = time.monotonic,
 ) -> Iterator[Result]:
-    """Yield results of a batch in order of completion until it is closed and complete.
+    """Yield results in order of completion until the batch is closed and complete.
 
     `TimeoutError` after `within_s` seconds; `NotFound` at once.
     """
@@ -230,7 +227,7 @@ def ended(
 
 
 def _take(reader: ResultReader, early: dict[int, Result], within_s: float | None = None) -> int:
-    """Wait for one list of results and add it to `early`; return its length, 0 after the timeout."""
+    """Add one list of results to `early`; return its length, 0 after the timeout."""
     try:
         got = reader.inbox.get(timeout=within_s)
     except Empty:
@@ -243,7 +240,7 @@ def _take(reader: ResultReader, early: dict[int, Result], within_s: float | None
 
 
 def _chunk(calls: Iterator[bytes], room: int) -> tuple[list[bytes], bool]:
-    """Take up to `room` calls, fewer if large or slow; also whether the inputs are exhausted."""
+    """Up to `room` calls, fewer if large or slow; also whether the inputs are exhausted."""
     chunk: list[bytes] = []
     began, size_bytes = time.monotonic(), 0
     for call in islice(calls, room):

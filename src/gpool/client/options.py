@@ -56,7 +56,7 @@ class Options:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
-        """Build from keyword arguments; `TypeError` lists the known names."""
+        """`TypeError` lists the known names."""
         known = [one.name for one in fields(cls)]
         unknown = sorted(set(given) - set(known))
         if unknown:
@@ -71,7 +71,7 @@ class Options:
         return self.results == "pickle"
 
     def members(self) -> dict[str, object]:
-        """The set members of a `TaskRequest`; the server's defaults apply to the rest."""
+        """Set members of a `TaskRequest`; the rest has server defaults."""
         members: dict[str, object] = {
             "name": self.name,
             "gpu": self.gpu,
@@ -124,14 +124,14 @@ class Options:
 
 
 def _words(option: str, given: Sequence[str], like: str) -> list[str]:
-    """A list of words; a single string is refused, since it would be taken for its letters."""
+    """Refuse a single string: it would be taken for its letters."""
     if isinstance(given, str):
         raise Invalid(f"{option} is {given!r}; give a list, like {option}=[{like!r}]")
     return [str(word) for word in given]
 
 
 def _variables(option: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Names and values as text. An error does not show the value: it may be secret."""
+    """An error does not show the value: it may be secret."""
     if not isinstance(given, Mapping):
         raise Invalid(f"{option} is not a mapping; write {option}={{'NAME': 'value'}}")
     return {str(name): str(value) for name, value in given.items()}

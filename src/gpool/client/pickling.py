@@ -44,7 +44,7 @@ PICKLING_ERRORS = (
 
 
 class OwnModules:
-    """Distinguishes the caller's own modules (next to the script, or editable) from installed ones."""
+    """The caller's own modules: next to the script, or editable; not installed ones."""
 
     def __init__(self, installed: Iterable[str] | None = None) -> None:
         self._installed = tuple(_installed_folders() if installed is None else installed)
@@ -82,8 +82,6 @@ _own = OwnModules()
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
-    """Registers a module of the caller by value when an object of it is reached."""
-
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=PROTOCOL)
         self.registered: list[types.ModuleType] = []
@@ -106,7 +104,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is unt
 
 
 def dumps(value: object) -> bytes:
-    """Pickle a value, the caller's own modules by value."""
     with _ONE_AT_A_TIME, io.BytesIO() as file:
         pickler = _Pickler(file)
         try:
@@ -118,7 +115,7 @@ def dumps(value: object) -> bytes:
 
 
 def dumps_function(function: Callable[..., object], name: str) -> bytes:
-    """Pickle a function; `Invalid` says why it cannot be pickled."""
+    """`Invalid` says why the function cannot be pickled."""
     try:
         return dumps(function)
     except PICKLING_ERRORS as exc:
@@ -132,7 +129,7 @@ def dumps_function(function: Callable[..., object], name: str) -> bytes:
 def dumps_call(
     function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> bytes:
-    """Pickle `(args, kwargs)`; `Invalid` names the argument that cannot be pickled."""
+    """`Invalid` names the argument that cannot be pickled."""
     for value in args:
         if type(value) not in _PLAIN:
             break
@@ -171,5 +168,5 @@ def _which_argument(
 
 
 def loads(content: bytes) -> Any:
-    """Unpickle a value from a trusted node; untrusted bytes must never reach this."""
+    """Unpickle a value from a trusted node only."""
     return pickle.loads(content)

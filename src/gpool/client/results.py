@@ -1,7 +1,7 @@
-"""Results of finished tasks: decoded from the server's documents into Python values or exceptions.
+"""Results of finished tasks, decoded into Python values or exceptions.
 
-A pickle is loaded only if the caller's own node produced it or the caller asked for `results="pickle"`: loading runs
-code chosen by the node's owner.
+A pickle is loaded only from the caller's own node or with `results="pickle"`: loading runs code chosen by the node's
+owner.
 """
 
 from __future__ import annotations
@@ -75,8 +75,6 @@ decode_submitted = msgspec.json.Decoder(SubmittedBatch).decode
 
 
 class RemoteTraceback(Exception):
-    """Cause of an exception raised on a node; its text is the traceback there."""
-
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.text = text
@@ -90,7 +88,7 @@ class Raised(msgspec.Struct, frozen=True):
 
 
 def outcome(result: Result, fetch: Fetch, *, pickle_requested: bool) -> object:
-    """Value of a function's call, or `Raised`. `pickle_requested`: also load pickles of other accounts' nodes."""
+    """Value or `Raised`. `pickle_requested`: also load pickles of other accounts' nodes."""
     is_trusted = result.own_node or pickle_requested
     if result.reason == "returned" and result.status == "succeeded":
         if not is_trusted:
@@ -131,7 +129,7 @@ def _fetched(result: Result, fetch: Fetch) -> bytes:
 
 
 def _raised(result: Result, fetch: Fetch, *, is_trusted: bool) -> BaseException:
-    """The exception if its pickle is trusted, else `TaskFailed` with its text; the remote traceback is the cause."""
+    """`TaskFailed` with the text if the pickle is not trusted; the remote traceback is the cause."""
     exception: object = None
     if is_trusted and (result.value or result.value_sha256):
         try:
@@ -152,7 +150,7 @@ def _raised(result: Result, fetch: Fetch, *, is_trusted: bool) -> BaseException:
 
 
 def failure(result: Result) -> TaskFailed:
-    """Exception for a task that failed without raising one of its own."""
+    """Error of a task that raised none itself."""
     text = f": {result.error_text.strip()}" if result.error_text.strip() else ""
     task = f"task {result.id}"
     if result.reason == "timed_out":
@@ -190,7 +188,7 @@ def failure(result: Result) -> TaskFailed:
 
 
 def exit_code(result: Result) -> int:
-    """Exit code of `gpool run` and `gpool wait`: the task's own, or a conventional one for its end reason."""
+    """Exit code of the task, or a conventional one for its end reason."""
     if result.reason == "timed_out":
         return 124
     if result.status == "cancelled" or result.reason == "cancelled":

@@ -133,7 +133,7 @@ def wait_for(
     timeout: float | None,
     monotonic: Callable[[], float] = time.monotonic,
 ) -> Result:
-    """Poll until the task has ended; after `EXPLAINED_AFTER_S`, log why it waits, since it may never start."""
+    """After `EXPLAINED_AFTER_S`, log why the task waits: it may never start."""
     path = f"/v1/tasks/{quote(task, safe='')}/result"
     began, is_explained = monotonic(), False
     ends = None if timeout is None else began + timeout
@@ -151,7 +151,6 @@ def wait_for(
 
 
 def _explained(client: Client, task: str, document: dict[str, Any]) -> bool:
-    """Log why a queued task waits; whether it was logged."""
     if document.get("status") != "queued":
         return False
     try:

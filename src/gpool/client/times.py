@@ -1,6 +1,6 @@
-"""Durations (`90s`, `2h`, `1h30m`, or seconds) and due times (`18:00`, `2h` from now, an ISO date) as users write them.
+"""Durations (`90s`, `2h`, `1h30m`, seconds) and due times (`18:00`, `2h` from now, an ISO date) as users write them.
 
-A time without a zone is in the caller's own. Depends on nothing but the local clock.
+A time without a zone is in the caller's own.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _FORMS = "write 18:00, 2026-11-15T18:00, or 2h for in two hours"
 
 
 def is_duration(text: str) -> bool:
-    """Whether the text is a duration with units, like `2h`; a bare number is not."""
+    """False for a bare number."""
     return _DURATION.fullmatch(text.strip().lower()) is not None
 
 
 def seconds(duration: str | float, *, zero: bool = False) -> float:
-    """Seconds of `90`, `"90"`, `"90s"`, `"2h"` or `"1h30m"`; `Invalid` otherwise, and for 0 unless `zero`."""
+    """Parse `90`, `"90"`, `"90s"`, `"2h"` or `"1h30m"`; `Invalid` otherwise, and for 0 unless `zero`."""
     if isinstance(duration, int | float):
         found = float(duration)
     else:
@@ -45,7 +45,7 @@ def seconds(duration: str | float, *, zero: bool = False) -> float:
 
 
 def due_at(text: str, now: datetime) -> datetime:
-    """Parse a due time relative to `now`. If `now` has no zone, a time without one gets none. `Invalid` if malformed."""
+    """`Invalid` if malformed. If `now` has no zone, a time without one gets none."""
     try:
         if is_duration(text):
             return now + timedelta(seconds=seconds(text))
@@ -60,7 +60,7 @@ def due_at(text: str, now: datetime) -> datetime:
 
 
 def moment(text: str, after: datetime | None = None) -> datetime:
-    """Parse a due time into an instant with its local zone on that day. `after`: reference time, default now."""
+    """Parse in the local zone of that day. `after`: reference time, default now."""
     start = (after or now()).astimezone()
     # A duration counts elapsed time, so a change of the clocks in between does not matter.
     given = due_at(text, start if is_duration(text) else start.replace(tzinfo=None))
@@ -75,7 +75,7 @@ def moment(text: str, after: datetime | None = None) -> datetime:
 
 
 def due(given: str | datetime) -> str:
-    """ISO text of a future time, as the server expects it; `Invalid` for a past one."""
+    """`Invalid` for a past time."""
     found = given.astimezone() if isinstance(given, datetime) else moment(given)
     if found < now():
         raise Invalid(f"{str(given)!r} is in the past; give a future time, like 18:00")

@@ -1,1 +1,1 @@
-"""The World (a simulated pool) and the fakes that an author of a plug-in needs. Not imported by production code."""
+"""The World and fakes for authors of plug-ins. Not imported by production code."""

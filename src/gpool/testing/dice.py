@@ -1,4 +1,4 @@
-"""Random numbers of a run, all derived from one seed: branches by name, so that a draw added in one affects no other."""
+"""Random numbers from one seed: a draw added in one named branch affects no other."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ T = TypeVar("T")
 
 
 class Dice(random.Random):
-    """A named `random.Random`; `branch` returns an independent one."""
-
     def __init__(self, name: str) -> None:
         super().__init__(name)  # text is hashed by SHA-512, the same in every process
         self.name = name
@@ -23,7 +21,6 @@ class Dice(random.Random):
         return self.random() < probability
 
     def between(self, low: int, high: int) -> int:
-        """An integer in [low, high]; plain arithmetic, cheaper than `randint`."""
         return low + int(self.random() * (high - low + 1))
 
     def pick(self, choices: Sequence[T]) -> T:

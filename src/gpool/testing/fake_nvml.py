@@ -1,4 +1,4 @@
-"""A fake of `gpool.agent.machine.detection.nvml.Nvml` without a GPU; a test sets the cards and their faults."""
+"""Fake of `gpool.agent.machine.detection.nvml.Nvml`; a test sets the cards and their faults."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class FakeCard:
 
 
 class FakeNvml:
-    """`cards` may be changed at any time; `root`: whether settings of cards may be changed."""
+    """`cards` may change at any time; `root`: may change settings of cards."""
 
     def __init__(self, *cards: Card, root: bool = True, driver: str = "580.95.05") -> None:
         self.cards = {card.uuid: FakeCard(card) for card in cards}

@@ -1,7 +1,4 @@
-"""A runtime without processes, for tests: a table defines commands, functions run in this process. No isolation.
-
-It fulfils the contract of `agent.runtime.protocol` as far as possible without a kernel.
-"""
+"""Runtime without processes, for tests: a table defines commands, functions run in this process. No isolation."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ FAKE_BYTES = 1 << 20  # memory of a waiting runner
 
 @dataclass(frozen=True, slots=True)
 class FakeRun:
-    """Behaviour of a command. `waits`: it prints and then runs until it is killed."""
+    """`waits`: the command prints and then runs until it is killed."""
 
     output: tuple[tuple[int, bytes], ...] = ()
     exit_code: int = 0
@@ -102,8 +99,6 @@ class FakeCommand:
 
 
 class FakeRunner:
-    """Runs functions in this process, in order, when its events are read."""
-
     forks = True
 
     def __init__(self, runtime: FakeRuntime) -> None:
@@ -174,7 +169,7 @@ class FakeRunner:
 
 
 class FakeRuntime(PlainRuntime):
-    """A `Runtime`. `runs` defines each command line; an unknown one exits with 127."""
+    """`runs` defines each command line; an unknown one exits with 127."""
 
     name = "fake"
     networks = frozenset({Network.NONE})

@@ -1,6 +1,6 @@
 """An asyncio loop under virtual time: nothing waits, the clock jumps to the next timer.
 
-It refuses sockets, threads and executors: a program on it is a function of its inputs.
+Sockets, threads and executors are refused: a program is a function of its inputs.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Livelock(RuntimeError):
 
 
 class OutsideSimulation(RuntimeError):
-    """A thread, socket or process was requested under virtual time."""
+    """Thread, socket or process requested under virtual time."""
 
 
 class _JumpingClock:
-    """Replaces the selector: instead of waiting for I/O it advances the clock."""
+    """Replaces the selector: advances the clock instead of waiting for I/O."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -86,7 +86,7 @@ class VirtualLoop(BaseEventLoop):
 
 
 class SimulatedProcess:
-    """Tasks that one simulated process started, directly or through its tasks; they die together."""
+    """Tasks started by one simulated process or its tasks; they die together."""
 
     def __init__(self, name: str, on_end: Callable[[asyncio.Task[Any]], None]) -> None:
         self.name = name
@@ -113,7 +113,6 @@ class SimulatedProcess:
             self._on_end(task)
 
     def kill(self) -> None:
-        """Cancel all tasks; their `finally` blocks run as those of a dead process."""
         self.alive = False
         for task in self.tasks:
             task.cancel()

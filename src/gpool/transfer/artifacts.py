@@ -1,7 +1,6 @@
 """Upload and download of artifacts, as generators that yield requests and receive replies. No I/O.
 
-An upload first asks which bytes the server has, then sends the rest in parts; a download resumes an earlier one.
-Both can be restarted after any failure, which `patiently` does.
+An upload asks which bytes the server has and sends the rest in parts; a download resumes an earlier one.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Steps = Generator[Request, Reply, None]
 
 @dataclass(frozen=True, slots=True)
 class LeaseRef:
-    """Lease under which an agent uploads: the fence of its artifacts."""
+    """Fence of the artifacts an agent uploads."""
 
     task: int
     epoch: int
@@ -36,8 +35,6 @@ class LeaseRef:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Wait this long before the next request."""
-
     seconds: float
 
 
@@ -49,13 +46,12 @@ def path_of(sha256: str) -> str:
 
 
 def hash_of(file: Path) -> tuple[str, int]:
-    """Return (SHA-256, size) of a file, in constant memory."""
+    """(SHA-256, size) of a file, in constant memory."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest(), opened.tell()
 
 
 def upload(source: Path | bytes, sha256: str, size: int, lease: LeaseRef | None = None) -> Steps:
-    """Send the content with this hash; bytes that the server has are not sent."""
     headers = {LEASE_HEADER: lease.header} if lease is not None else {}
     reply = yield Request("HEAD", path_of(sha256), headers)
     if reply.status == 200:
@@ -86,7 +82,7 @@ def upload(source: Path | bytes, sha256: str, size: int, lease: LeaseRef | None 
 
 
 def download(sha256: str, landing: Landing, lease: LeaseRef | None = None) -> Steps:
-    """Fetch an artifact; returns once the landing holds all of it, verified."""
+    """Return once the landing holds all of it, verified."""
     if landing.size and landing.sha256 == sha256:
         return
     headers = {"Accept-Encoding": "identity"}  # ranges must count the hashed bytes
@@ -109,9 +105,7 @@ def download(sha256: str, landing: Landing, lease: LeaseRef | None = None) -> St
 
 
 def patiently(begin: Callable[[], Steps], pauses: Callable[[], Iterator[float]]) -> PatientSteps:
-    """Repeat the steps after each `Unreachable`; the patience starts over whenever bytes have moved, also by another
-    sender of the same content.
-    """
+    """Repeat the steps after `Unreachable`; patience restarts whenever bytes have moved, also by another sender."""
     left = pauses()
     furthest = 0
     while True:
@@ -139,7 +133,7 @@ def patiently(begin: Callable[[], Steps], pauses: Callable[[], Iterator[float]])
 
 
 def _refusal(reply: Reply, sha256: str) -> GpoolError:
-    """A part at the wrong offset is no refusal: an earlier try or another sender was further."""
+    """A part at the wrong offset is no refusal: another try or sender was further."""
     error = error_from(reply)
     if type(error) is Conflict:
         return Unreachable(f"another upload of {sha256} is not through yet; trying again")

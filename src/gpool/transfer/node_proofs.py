@@ -1,8 +1,7 @@
-"""Node's side of its proofs: its Ed25519 key and the signed statements. Shared with the server.
+"""Node's Ed25519 key and the statements it signs. Shared with the server.
 
-The signed bytes contain everything a proof is good for: purpose, the server's name *as the node knows it* (never as
-the challenge says it), node, key and nonce; or, for one request, its method, path, lease, token and time. A proof
-shown to another server or for another purpose is a signature of something else.
+The signed bytes hold everything a proof is good for: purpose, the server's name *as the node knows it* (never as
+the challenge says it), node, key and nonce; or, for one request, its method, path, lease, token and time.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Purpose(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ChallengeStatement:
-    """Statement that answers a challenge. `node` is empty while joining: it has no id yet."""
+    """`node` is empty while joining: the node has no id yet."""
 
     purpose: Purpose
     server: str
@@ -49,8 +48,6 @@ class ChallengeStatement:
 
 @dataclass(frozen=True, slots=True)
 class RequestStatement:
-    """Statement of a proof for one request with this token, now."""
-
     server: str
     method: str
     path: str  # with its query
@@ -74,7 +71,7 @@ def _message(*parts: str | bytes) -> bytes:
 
 
 class NodeKey:
-    """Key of the node. Its private half never leaves the machine."""
+    """Its private half never leaves the machine."""
 
     __slots__ = ("_private", "public")
 
@@ -100,17 +97,15 @@ class NodeKey:
         return _b64(self._private.sign(statement.message()))
 
     def request_proof(self, statement: RequestStatement) -> str:
-        """Return the value of the `Gpool-Proof` header."""
+        """Value of the `Gpool-Proof` header."""
         return f"{statement.at_s}.{statement.nonce}.{self.sign(statement)}"
 
 
 def public_text(public: bytes) -> str:
-    """Format a public key for documents and the store."""
     return _b64(public)
 
 
 def public_from(text: str) -> bytes | None:
-    """Parse a public key in its canonical spelling."""
     if len(text) != KEY_LETTERS or not text.isascii():
         return None
     try:
@@ -137,7 +132,6 @@ def parse_request_proof(header: str) -> RequestProof | None:
 
 
 def signature_from(text: str) -> bytes | None:
-    """Parse a signature in its canonical spelling."""
     if len(text) != SIGNATURE_LETTERS or not text.isascii():
         return None
     try:

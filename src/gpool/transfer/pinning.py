@@ -1,7 +1,6 @@
 """TLS to a server identified by its certificate's SHA-256, as in the join link. No CA, no host name check.
 
-The check is part of the handshake, so nothing (no request, no key) is sent to a server with another certificate. It
-works wherever an `ssl.SSLContext` does: httpx2 in threads and asyncio, uvloop, websockets.
+The check is part of the handshake: nothing (no request, no key) is sent to a server with another certificate.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 
 
 def fingerprint_of(der: bytes) -> str:
-    """Return 64 lower-case hexadecimal digits, as in links and profiles."""
+    """64 lower-case hexadecimal digits, as in links and profiles."""
     return hashlib.sha256(der).hexdigest()
 
 
@@ -27,7 +26,7 @@ def spelt_out(fingerprint: str) -> str:
 
 
 def parse_fingerprint(text: str) -> str:
-    """Parse a fingerprint with colons or blanks, in capitals, behind `sha256=`."""
+    """Accept colons, blanks, capitals and the prefix `sha256=`."""
     plain = re.sub(r"[:\s]", "", re.sub(r"^\s*sha-?256\s*[=:]", "", text, flags=re.IGNORECASE))
     plain = plain.lower()
     if not _HEX.fullmatch(plain):
@@ -36,8 +35,6 @@ def parse_fingerprint(text: str) -> str:
 
 
 class WrongCertificate(ssl.SSLError):
-    """The server showed another certificate than the pinned one."""
-
     def __init__(self, pinned: str, shown: str | None) -> None:
         self.pinned, self.shown = pinned, shown
         seen = f"shows {spelt_out(shown)}" if shown else "shows none"
@@ -53,7 +50,6 @@ class WrongCertificate(ssl.SSLError):
 
 
 def pinned_context(fingerprint: str) -> ssl.SSLContext:
-    """Return a client context for the one server with this certificate."""
     pinned = parse_fingerprint(fingerprint)
 
     def check(der: bytes | None) -> None:
@@ -62,15 +58,11 @@ def pinned_context(fingerprint: str) -> ssl.SSLContext:
             raise WrongCertificate(pinned, shown)
 
     class PinnedSocket(ssl.SSLSocket):
-        """For blocking sockets."""
-
         def do_handshake(self, block: bool = False) -> None:
             super().do_handshake(block)
             check(self.getpeercert(binary_form=True))
 
     class PinnedObject(ssl.SSLObject):
-        """For event loops."""
-
         def do_handshake(self) -> None:
             super().do_handshake()
             check(self.getpeercert(binary_form=True))
@@ -86,7 +78,6 @@ def pinned_context(fingerprint: str) -> ssl.SSLContext:
 
 
 def wrong_certificate(error: BaseException) -> WrongCertificate | None:
-    """Return the `WrongCertificate` behind a library's error, if there is one."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, WrongCertificate):

@@ -36,7 +36,7 @@ def write_private(path: Path, data: bytes, *, replace: bool) -> None:
 
 
 def read_private(path: Path) -> bytes:
-    """Return the bytes; `Invalid` if anybody but the owner could have read or written them."""
+    """`Invalid` if anybody but the owner could have read or written the file."""
     with path.open("rb") as file:
         facts = os.fstat(file.fileno())
         mode = stat.S_IMODE(facts.st_mode)

@@ -1,4 +1,4 @@
-"""Requests and replies as values, problem documents as errors, and the file a download is written to. Sends nothing."""
+"""Requests and replies as values, problem documents as errors, download targets. Sends nothing."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ _BY_STATUS: Mapping[int, type[GpoolError]] = {
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Server address. `fingerprint`: of its certificate, from the join link or profile. `plain`: the user permits keys over
-    unencrypted HTTP; without it only loopback is unencrypted.
+    """`fingerprint`: of the server's certificate, from the join link or profile.
+
+    `plain`: the user permits keys over unencrypted HTTP; without it only loopback is unencrypted.
     """
 
     url: str
@@ -78,8 +79,6 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """Range of a file to be sent as a body."""
-
     file: Path
     offset: int
     length: int
@@ -118,7 +117,6 @@ class Patience:
     longest_s: float = 2.0
 
     def pauses(self, random: Random) -> Iterator[float]:
-        """Yield the pause before each further try until the time is over."""
         ends, pause = time.monotonic() + self.total_s, self.first_s
         while (left := ends - time.monotonic()) > 0:
             yield min(pause * random.uniform(0.5, 1.0), left)
@@ -126,7 +124,6 @@ class Patience:
 
 
 def error_from(reply: Reply) -> GpoolError:
-    """Build the error that the server meant: by its code, else by its status."""
     try:
         document = json.loads(reply.body) if reply.body else {}
     except ValueError:
@@ -172,7 +169,6 @@ class Landing:
         self._told(self.size)
 
     def begin_again(self) -> None:
-        """Discard the bytes received so far."""
         self._file.seek(0)
         self._file.truncate()
         self._digest, self.size = hashlib.sha256(), 0

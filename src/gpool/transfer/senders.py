@@ -1,7 +1,6 @@
-"""HTTP senders: one for threads, one for asyncio. Requests and the meaning of replies are decided elsewhere.
+"""HTTP senders for threads and for asyncio; they know nothing of what they send.
 
-The one for threads is on the client's hot path: it drives the transport directly, at a third of the cost of an HTTP
-client.
+The one for threads is on the client's hot path and drives the transport directly: a third of an HTTP client's cost.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ def _headers(token: str | None) -> dict[str, str]:
 
 
 def _tls(address: Address) -> ssl.SSLContext | bool:
-    """Return the TLS context: the pinned certificate, else the system's authorities."""
     address.refuse_if_open()
     return True if address.fingerprint is None else pinned_context(address.fingerprint)
 
@@ -65,7 +63,6 @@ def _unreachable(address: Address, error: httpx2.TransportError) -> GpoolError:
 
 
 def _lands(request: Request, status: int) -> Landing | None:
-    """Prepare and return the landing of the body; None: into memory."""
     into = request.into
     if into is None or status not in (200, 206):
         return None
@@ -76,7 +73,7 @@ def _lands(request: Request, status: int) -> Landing | None:
 
 @contextmanager
 def _part_of(target: Path) -> Iterator[BinaryIO]:
-    """Yield a file beside the target, which replaces it when the block succeeds and is kept for a resume otherwise."""
+    """File beside the target: it replaces the target on success, else it is kept for a resume."""
     part = target.with_name(target.name + ".part")
     part.touch()
     with part.open("r+b") as file:
@@ -90,7 +87,7 @@ def _part_of(target: Path) -> Iterator[BinaryIO]:
 
 
 class Sender:
-    """Sender for threads; any number of threads may share it."""
+    """Thread-safe."""
 
     def __init__(
         self,
@@ -119,12 +116,11 @@ class Sender:
         """The server's clock at its last answer, as HTTP writes it."""
 
     def close(self) -> None:
-        """Close connections; waiting retries give up."""
         self._closed.set()
         self._transport.close()
 
     def send(self, request: Request, read_s: float = READ_S) -> Reply:
-        """Send one request, return its reply; `Unreachable` without one."""
+        """`Unreachable` without a reply."""
         with self.open(request, read_s) as answer:
             landing = _lands(request, answer.status_code)
             if landing is None:
@@ -137,7 +133,7 @@ class Sender:
 
     @contextmanager
     def open(self, request: Request, read_s: float = READ_S) -> Iterator[httpx2.Response]:
-        """Open a streamed response. Broken connections raise `Unreachable`, in the block too."""
+        """A broken connection raises `Unreachable`, in the block too."""
         pairs = [*self._headers, *request.headers.items()]
         built = httpx2.Request(
             request.method,
@@ -161,18 +157,16 @@ class Sender:
             raise _unreachable(self._address, error) from error
 
     def pauses(self) -> Iterator[float]:
-        """Yield the pause before each further try."""
         patience = self._patience
         if not self._answered:
             patience = replace(patience, total_s=min(FIRST_CONTACT_S, patience.total_s))
         return patience.pauses(self._random)
 
     def wait(self, seconds: float) -> bool:
-        """Pause between tries; True if the sender was closed meanwhile."""
+        """True if the sender was closed meanwhile."""
         return self._closed.wait(seconds)
 
     def carry_out(self, begin: Callable[[], Steps]) -> None:
-        """Run a transfer with retries."""
         steps = patiently(begin, self.pauses)
         came: Reply | Unreachable | None = None
         with suppress(StopIteration):
@@ -192,7 +186,7 @@ class Sender:
         self.carry_out(lambda: upload(file, sha256, size, lease))
 
     def download(self, sha256: str, target: Path, lease: LeaseRef | None = None) -> None:
-        """Download to `target`: complete and verified, or not at all."""
+        """Write a complete, verified file or none."""
         with _part_of(target) as file:
             landing = Landing(file)
             self.carry_out(lambda: download(sha256, landing, lease))
@@ -206,7 +200,7 @@ def _read(answer: httpx2.Response) -> bytes:
 
 
 async def _to_its_end(work: Callable[[bytes], None], data: bytes) -> None:
-    """Run in a thread and wait for it despite cancellation: a later write must not overlap."""
+    """Wait for the thread despite cancellation: a later write must not overlap."""
     running = asyncio.ensure_future(asyncio.to_thread(work, data))
     try:
         await asyncio.shield(running)
@@ -216,8 +210,6 @@ async def _to_its_end(work: Callable[[bytes], None], data: bytes) -> None:
 
 
 class AsyncSender:
-    """Sender for an event loop, with a token or with per-request proofs."""
-
     def __init__(
         self,
         address: Address,
@@ -241,7 +233,6 @@ class AsyncSender:
         await self._http.aclose()
 
     async def send(self, request: Request) -> Reply:
-        """Send one request, return its reply; `Unreachable` without one."""
         is_file = isinstance(request.body, FilePart)
         content = await asyncio.to_thread(_body, request) if is_file else _body(request)
         vouched = self._vouch(request) if self._vouch is not None else {}
@@ -272,7 +263,6 @@ class AsyncSender:
             raise _unreachable(self._address, error) from error
 
     async def carry_out(self, begin: Callable[[], Steps]) -> None:
-        """Run a transfer with retries."""
         steps = patiently(begin, lambda: self._patience.pauses(self._random))
         came: Reply | Unreachable | None = None
         with suppress(StopIteration):
@@ -293,7 +283,6 @@ class AsyncSender:
         await self.carry_out(lambda: upload(file, sha256, size, lease))
 
     async def download(self, sha256: str, target: Path, lease: LeaseRef | None = None) -> None:
-        """Download to `target`: complete and verified, or not at all."""
         with _part_of(target) as file:
             landing = await asyncio.to_thread(Landing, file)  # hashes the existing bytes
             await self.carry_out(lambda: download(sha256, landing, lease))

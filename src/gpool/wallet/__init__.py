@@ -1,4 +1,4 @@
-"""Wallets: addresses, signatures, sign-in messages, key files, Merkle trees. Pure; imported module by module.
+"""Wallets: addresses, signatures, sign-in messages, key files, Merkle trees. No I/O except key files.
 
-`keccak` and `curve` need the `wallet` extra; `import gpool` loads nothing of it.
+`keccak` and `curve` need the `wallet` extra; `import gpool` loads neither.
 """

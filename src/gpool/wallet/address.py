@@ -9,14 +9,13 @@ from gpool.wallet.errors import BadAddress, shown
 from gpool.wallet.keccak import keccak256
 
 Address = NewType("Address", str)
-"""Canonical spelling: `0x` and 40 hex digits with EIP-55 capitals."""
+"""`0x` and 40 hex digits with EIP-55 capitals."""
 
 LENGTH = 20
 _HEX = re.compile(r"0x[0-9a-fA-F]{40}")
 
 
 def parse(text: str) -> Address:
-    """Parse an address in its exact EIP-55 spelling."""
     if not _HEX.fullmatch(text):
         raise BadAddress(f"{shown(text)} is not an address; one is 0x and 40 hex digits")
     right = _spelled(text[2:].lower())
@@ -38,7 +37,7 @@ def to_bytes(address: Address) -> bytes:
 
 
 def of_public_key(point: bytes) -> Address:
-    """Return the address of an uncompressed public key: x and y, 64 bytes, without the leading 4."""
+    """Address of an uncompressed public key: x and y, 64 bytes, without the leading 4."""
     if len(point) != 64:
         raise BadAddress(f"a public key has 64 bytes, not {len(point)}")
     return from_bytes(keccak256(point)[-LENGTH:])

@@ -1,6 +1,6 @@
-"""EIP-1271: encoding of the question to a contract wallet and decoding of its answer. No I/O.
+"""EIP-1271: call to a contract wallet and its answer, encoded and decoded. No I/O.
 
-An answer counts only from a successful call, at the message's address, on the message's chain.
+An answer counts only from a successful call, at the message's address, on its chain.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _HEX = re.compile(r"0x(?:[0-9a-f]{2})*")
 
 
 def parse_signature(text: str) -> bytes:
-    """Parse a contract's signature: any bytes, also none (`0x`), up to a limit."""
+    """Any bytes, also none (`0x`), up to a limit."""
     if len(text) > 2 + 2 * MAX_SIGNATURE_BYTES:
         raise BadSignature(f"the signature has more than {MAX_SIGNATURE_BYTES} bytes")
     if not _HEX.fullmatch(text):
@@ -29,7 +29,6 @@ def parse_signature(text: str) -> bytes:
 
 
 def call_data(digest: bytes, signature: bytes) -> bytes:
-    """Return the ABI encoding of `isValidSignature(digest, signature)`."""
     if len(digest) != 32:
         raise BadSignature(f"a digest has 32 bytes, not {len(digest)}")
     if len(signature) > MAX_SIGNATURE_BYTES:
@@ -39,7 +38,7 @@ def call_data(digest: bytes, signature: bytes) -> bytes:
 
 
 def says_yes(answer: bytes) -> bool:
-    """Return whether the answer is exactly the magic value and 28 zero bytes. An address without code answers nothing."""
+    """Exactly the magic value and 28 zero bytes. An address without code answers nothing."""
     return answer == _YES
 
 

@@ -1,4 +1,4 @@
-"""secp256k1: public key, sign, recover. The only module that knows the library."""
+"""secp256k1: public key, sign, recover. No other module imports the library."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ ORDER = 0xFFFFFFFF_FFFFFFFF_FFFFFFFF_FFFFFFFE_BAAEDCE6_AF48A03B_BFD25E8C_D036414
 
 
 def public_key(secret: bytes) -> bytes:
-    """Return x and y (64 bytes) of a secret, a non-zero scalar below the order."""
+    """x and y (64 bytes) of a secret, a non-zero scalar below the order."""
     return PublicKey.from_valid_secret(secret).format(compressed=False)[1:]
 
 
 def sign(secret: bytes, digest: bytes) -> bytes:
-    """Return r, s and the parity (65 bytes): deterministic (RFC 6979), low s."""
+    """r, s and the parity (65 bytes): deterministic (RFC 6979), low s."""
     return PrivateKey(secret).sign_recoverable(digest, hasher=None)
 
 
 def recover(signature: bytes, digest: bytes) -> bytes | None:
-    """Return x and y of the key behind r, s and the parity; None if there is no such point."""
+    """x and y of the key behind r, s and the parity; None if there is no such point."""
     try:
         key = PublicKey.from_signature_and_message(signature, digest, hasher=None)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Key from disk for `gpool login`: a bare hex key or an encrypted key file. Warns if others could read it."""
+"""Private key from a file: bare hex or an encrypted key file. Warns if others could read the file."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from gpool.wallet.signing import WalletKey
 class KeyFile:
     content: WalletKey | Keystore
     warnings: tuple[str, ...]
-    """Warnings for the terminal; may be empty."""
 
 
 def read(path: Path) -> KeyFile:
-    """Read a key file, or raise `BadKeyFile`. No error repeats its content."""
+    """Read a key file; `BadKeyFile` never repeats its content."""
     data, mode = _load(path)
     content = _content(path, data)
     warnings = []
@@ -58,5 +57,5 @@ def _load(path: Path) -> tuple[bytes, int]:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Open without blocking: a named pipe would wait for a writer."""
+    """A named pipe would wait for a writer."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))

@@ -1,7 +1,6 @@
 """Encrypted key files: Web3 Secret Storage version 3 (scrypt or PBKDF2, AES-128-CTR, Keccak MAC). Decrypts only.
 
-The file names its own work factor, so an untrusted file could ask for any memory and time: excessive factors are
-rejected before any work.
+The file names its own work factor: an excessive one is rejected before any work.
 """
 
 from __future__ import annotations
@@ -82,8 +81,6 @@ class Pbkdf2:
 
 @dataclass(frozen=True, slots=True)
 class Keystore:
-    """Parsed file with a bounded work factor; `decrypt` does the work."""
-
     kdf: Scrypt | Pbkdf2
     iv: bytes
     ciphertext: bytes = field(repr=False)
@@ -144,7 +141,6 @@ class _File(msgspec.Struct):
 
 
 def parse(data: bytes) -> Keystore:
-    """Parse a key file, or raise `BadKeyFile` naming the fault."""
     if len(data) > MAX_FILE_BYTES:
         raise BadKeyFile(f"a key file has at most {MAX_FILE_BYTES} bytes, this one {len(data)}")
     file = _decoded(data, _File)

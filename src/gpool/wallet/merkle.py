@@ -16,7 +16,7 @@ MAX_DEPTH = 64
 
 
 def leaf(value: bytes) -> bytes:
-    """Hash a value to its leaf; for a contract the value is the ABI encoding of the claim."""
+    """Hash a value: for a contract, the ABI encoding of the claim."""
     return keccak256(keccak256(value))
 
 
@@ -26,7 +26,7 @@ def node(one: bytes, other: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class MerkleTree:
-    """Leaves are sorted at the end of one list, last first; the parent of entry i is (i - 1) // 2, the root is entry 0."""
+    """Leaves are sorted at the end of one list, last first; the parent of entry i is (i - 1) // 2, the root entry 0."""
 
     nodes: tuple[bytes, ...] = field(repr=False)
     places: dict[bytes, int] = field(repr=False, compare=False)
@@ -55,7 +55,6 @@ class MerkleTree:
         return self.nodes[0]
 
     def proof(self, value: bytes) -> tuple[bytes, ...]:
-        """Return the siblings from the value's leaf to the root."""
         return self.proof_of_leaf(leaf(value))
 
     def proof_of_leaf(self, hashed: bytes) -> tuple[bytes, ...]:
@@ -70,7 +69,6 @@ class MerkleTree:
 
 
 def verify(root: bytes, value: bytes, proof: Sequence[bytes]) -> bool:
-    """Return whether a tree with this root contains the value."""
     return verify_leaf(root, leaf(value), proof)
 
 

@@ -1,6 +1,4 @@
-"""Formats in a sign-in message: RFC 3339 times with their original spelling (leap seconds are rejected), and the RFC 3986
-rules `URI` and `authority`.
-"""
+"""Formats in a sign-in message: RFC 3339 times in their original spelling, RFC 3986 `URI` and `authority`."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ class Moment:
 
     @classmethod
     def of(cls, at: Instant) -> Moment:
-        """Format in UTC with Z; to the millisecond, or microsecond if there is one."""
+        """UTC with Z, to the millisecond, or microsecond if there is one."""
         try:
             when = _EPOCH + timedelta(microseconds=at)
         except OverflowError:
@@ -102,13 +100,12 @@ def is_authority(text: str, *, empty_host: bool = True) -> bool:
 
 
 def is_uri(text: str) -> bool:
-    """Absolute URI with a scheme; a fragment may follow."""
+    """Absolute URI; a fragment may follow."""
     found = _URI_RULE.fullmatch(text)
     return found is not None and (found["authority"] is None or is_authority(found["authority"]))
 
 
 def is_pchars(text: str) -> bool:
-    """Characters of one path segment, possibly none."""
     return _PCHARS_RULE.fullmatch(text) is not None
 
 

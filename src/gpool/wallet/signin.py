@@ -1,8 +1,7 @@
-"""Sign-In with Ethereum (EIP-4361): build, format, parse and check messages. Strict: deviations from the grammar are
-rejected with the line, so `format(parse(text)) == text`.
+"""Sign-In with Ethereum (EIP-4361): build, format, parse and check messages; `format(parse(text)) == text`.
 
 Stricter than the grammar where two texts would mean the same: no leading zeros in the chain id, no empty host, no
-leap seconds. The signature is verified by `signing` and `contracts`.
+leap seconds. `signing` and `contracts` verify the signature.
 """
 
 from __future__ import annotations
@@ -45,8 +44,9 @@ _LABELS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignIn:
-    """Message, checked on construction: every value can be formatted and parses back to itself. `request_id` and
-    `resources` may be present and empty, which differs from absent.
+    """Message whose values are checked on construction: each can be formatted and parses back to itself.
+
+    `request_id` and `resources` may be present and empty, which differs from absent.
     """
 
     domain: str
@@ -99,7 +99,6 @@ class SignIn:
 
 
 def format(message: SignIn) -> str:
-    """Return the text a wallet signs."""
     lines = [
         (f"{message.scheme}://" if message.scheme is not None else "") + message.domain + _HEADER,
         message.address,
@@ -125,14 +124,12 @@ def format(message: SignIn) -> str:
 
 
 def parse(text: str) -> SignIn:
-    """Parse a message, or raise `BadSignIn` with the first wrong line."""
+    """Parse a message; `BadSignIn` names the first wrong line."""
     _check_letters(text)
     return _Reading(text.split("\n")).message()
 
 
 class SignInReason(StrEnum):
-    """Reason why a well-formed message is not the expected one."""
-
     WRONG_DOMAIN = "wrong_domain"
     WRONG_SCHEME = "wrong_scheme"
     WRONG_URI = "wrong_uri"
@@ -153,7 +150,7 @@ class SignInProblem:
 def check(
     message: SignIn, *, domain: str, uri: str, chain_id: int, nonce: str, now: Instant
 ) -> SignInProblem | None:
-    """Check that this is the expected message at this time. The store ensures that a nonce works once."""
+    """Check against the expected message and time. The store ensures that a nonce works once."""
     if message.domain != domain:
         return _problem(SignInReason.WRONG_DOMAIN, "domain", message.domain, domain)
     scheme = moments.scheme_of(uri)
@@ -177,7 +174,7 @@ def check(
 
 
 def check_times(message: SignIn, *, now: Instant) -> SignInProblem | None:
-    """Check the standard's two times only: valid from `not_before` until just before `expires_at`."""
+    """Valid from `not_before` until just before `expires_at`."""
     if message.expires_at is not None and now >= message.expires_at.at:
         return SignInProblem(
             SignInReason.EXPIRED, f"the message expired at {message.expires_at}; sign a new one"
@@ -219,8 +216,6 @@ def _check_letters(text: str) -> None:
 
 
 class _Reading:
-    """One pass over the lines; remembers the line of each field for errors."""
-
     def __init__(self, lines: list[str]) -> None:
         self._lines = lines
         self._next = 0

@@ -1,7 +1,7 @@
 """EIP-191 personal messages: hash, sign, recover. Non-canonical signatures are rejected.
 
-A message and a key have exactly one signature, up to the counting of v (0, 1 or 27, 28): s is in the lower half
-(EIP-2), r and s are scalars of the curve, the text is `0x` and 130 lower-case hex digits.
+A message and a key have one signature, up to the counting of v (0, 1 or 27, 28): s is in the lower half (EIP-2),
+r and s are scalars of the curve, the text is `0x` and 130 lower-case hex digits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KEY_TEXT = re.compile(r"(?:0x)?([0-9a-fA-F]{64})")
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Well-formed, low-s signature; checked on construction."""
+    """Low-s signature, checked on construction."""
 
     r: int
     s: int
@@ -44,7 +44,7 @@ class Signature:
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Signature:
-        """Parse r, s (32 bytes each) and v (0, 1, 27 or 28)."""
+        """r, s (32 bytes each) and v (0, 1, 27 or 28)."""
         if len(raw) != LENGTH:
             raise BadSignature(f"a signature has {LENGTH} bytes, not {len(raw)}")
         parity = _PARITY.get(raw[64])
@@ -61,7 +61,7 @@ class Signature:
         return cls.from_bytes(bytes.fromhex(text[2:]))
 
     def to_bytes(self) -> bytes:
-        """Format as wallets do: v is 27 or 28."""
+        """v is 27 or 28, as wallets write it."""
         return self._scalars() + bytes([27 + self.parity])
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class Signature:
         return self.r.to_bytes(32, "big") + self.s.to_bytes(32, "big")
 
     def recover(self, digest: bytes) -> Address:
-        """Return the signer of this digest. Almost every signature yields some address, so compare it."""
+        """Return the signer of this digest. Almost every signature yields some address: compare it."""
         if len(digest) != DIGEST_LENGTH:
             raise BadSignature(f"a digest has {DIGEST_LENGTH} bytes, not {len(digest)}")
         point = curve.recover(self._scalars() + bytes([self.parity]), digest)
@@ -82,7 +82,7 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class WalletKey:
-    """Private key. Never shown in a repr, an error or a log."""
+    """Private key: in no repr, error or log."""
 
     secret: bytes = field(repr=False)
 
@@ -94,7 +94,7 @@ class WalletKey:
 
     @classmethod
     def parse(cls, text: str) -> WalletKey:
-        """Parse 64 hex digits, with or without 0x. No error repeats the text."""
+        """64 hex digits, with or without 0x. No error repeats the text."""
         found = _KEY_TEXT.fullmatch(text)
         if found is None:
             raise BadKey("a private key is 64 hex digits, with or without 0x before them")
@@ -119,7 +119,6 @@ def recover(message: bytes, signature: Signature) -> Address:
 
 
 def verify(message: bytes, signature: Signature, signer: Address) -> bool:
-    """Return whether this address signed exactly these bytes."""
     try:
         return recover(message, signature) == signer
     except BadSignature:

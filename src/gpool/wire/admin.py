@@ -14,8 +14,6 @@ Why = Annotated[str, StringConstraints(max_length=500)]
 
 
 class RotateRequest(Document):
-    """`POST /v1/admin/keys/rotate`."""
-
     master: bool = False  # also a new master key
 
 
@@ -42,14 +40,12 @@ class AuditDocument(Answer):
 
 
 class AuditPage(Answer):
-    """Audit entries, newest first."""
-
     items: list[AuditDocument]
     next: str | None = None
 
 
 class AuditCheck(Answer):
-    """`GET /v1/audit?verify=true`: whether the log is unmodified; keep `head` where no operator can change it."""
+    """`GET /v1/audit?verify=true`. Keep `head` where no operator can change it."""
 
     whole: bool
     entries: int  # up to the first invalid one
@@ -58,9 +54,7 @@ class AuditCheck(Answer):
 
 
 class PolicyRequest(Document):
-    """`PATCH /v1/admin/policy`: named fields change; null restores the configured value. `weights`: fair-share
-    weights of users and teams by id; default 1.
-    """
+    """Named fields change; null restores the configured value. `weights`: fair-share weights of users and teams by id; default 1."""
 
     order: Annotated[str, StringConstraints(max_length=100)] | None = None
     ageing_s: Annotated[float, Field(gt=0, le=_YEAR_S)] | None = None
@@ -70,7 +64,7 @@ class PolicyRequest(Document):
 
 
 class ShiftDocument(Answer):
-    """Waiting task and its wait under both policies (null: beyond the simulated time)."""
+    """Wait under both policies; null: beyond the simulated time."""
 
     task: str
     before_s: float | None
@@ -110,7 +104,7 @@ class PolicyDocument(Answer):
 
 
 class CordonRequest(Document):
-    """`PUT /v1/admin/cordons/{node}`: no new task starts there; with `drain`, preemptible tasks are preempted."""
+    """No new task starts on the node; with `drain`, preemptible tasks are preempted."""
 
     why: Why = ""
     drain: bool = False
@@ -125,8 +119,6 @@ class CordonDocument(Answer):
 
 
 class ReservationRequest(Document):
-    """`POST /v1/admin/reservations`: nodes reserved for teams or users between two times."""
-
     nodes: Annotated[list[str], Field(min_length=1, max_length=1000)]
     users: Annotated[list[str], Field(default_factory=list, max_length=1000)]
     teams: Annotated[list[str], Field(default_factory=list, max_length=1000)]

@@ -1,4 +1,4 @@
-"""REST documents of `/v1`. They validate form; `server.actions` decides what is allowed.
+"""REST documents of `/v1`: they validate form; `server.actions` decides what is allowed.
 
 One file because requests and responses share their parts.
 """
@@ -35,13 +35,13 @@ def instant_to_datetime(instant: int) -> datetime:
 
 
 class Document(BaseModel):
-    """Request document. Unknown fields are rejected, so that a typing error does not become a default."""
+    """Request. Unknown fields are rejected, so that a typing error does not become a default."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class Answer(BaseModel):
-    """Response document. Clients ignore unknown fields, so the server may add some."""
+    """Response. Clients ignore unknown fields, so the server may add some."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -70,7 +70,7 @@ class InputDocument(Document):
 
 
 class CallDocument(Document):
-    """Function call: pickled `(args, kwargs)`, inline (base64) or as an artifact."""
+    """Pickled `(args, kwargs)`, inline (base64) or as an artifact."""
 
     payload: str = ""
     payload_sha256: Sha256 | Literal[""] = ""
@@ -94,11 +94,10 @@ class RecipeDocument(Document):
 class TaskRequest(Document):
     """`POST /v1/tasks`: one command, or one function with one or many calls.
 
-    `calls` holds base64 strings (the common case) or `CallDocument`s. `copies` submits the same command
-    many times. `checkpoint` names a directory beneath a command's work directory: saved every
-    `checkpoint_every_s` and on preemption (SIGTERM, then `grace_s`), and restored for the next attempt. With
-    `nodes` above 1 the command runs on that many nodes of one site, started by `engine`; `on_loss` is the
-    policy when one is lost.
+    `calls`: base64 strings (the common case) or `CallDocument`s. `copies`: submissions of the same command.
+    `checkpoint`: directory beneath a command's work directory, saved every `checkpoint_every_s` and on preemption
+    (SIGTERM, then `grace_s`), restored for the next attempt. `nodes` above 1: a gang on that many nodes of one site,
+    started by `engine`; `on_loss`: policy when a node is lost.
     """
 
     name: Name | None = None
@@ -169,7 +168,7 @@ class OutputDocument(Answer):
 
 
 class CheckpointDocument(Answer):
-    """Newest checkpoint of a task, saved by the attempt with this epoch."""
+    """Newest checkpoint, saved by the attempt with this epoch."""
 
     saved_at: AwareDatetime
     size_bytes: int
@@ -178,7 +177,7 @@ class CheckpointDocument(Answer):
 
 
 class MemberDocument(Answer):
-    """Member of a gang on one node: `leased`, `running`, or its end reason."""
+    """Gang member on one node: `leased`, `running`, or its end reason."""
 
     rank: int
     node: str
@@ -188,8 +187,8 @@ class MemberDocument(Answer):
 
 
 class TaskDocument(Answer):
-    """Task. `phase`: phase of its present attempt (fetch, build, start, run, collect). `cpus` to `on_loss` are as
-    requested; `memory_bytes` and `disk_bytes` are null if not requested.
+    """`phase`: of the present attempt (fetch, build, start, run, collect). `cpus` to `on_loss`: as requested;
+    `memory_bytes` and `disk_bytes` are null if not requested.
     """
 
     id: str
@@ -245,8 +244,8 @@ class TaskPage(Answer):
 class ResultDocument(Answer):
     """`GET /v1/tasks/{id}/result`, and each line of `GET /v1/batches/{id}/results` (NDJSON).
 
-    `node` produced the result. `own_node`: that node belongs to the calling account, so its owner is trusted
-    with a pickle; false for a node of another account, for a removed node and for a gang.
+    `own_node`: `node` belongs to the calling account, so its owner is trusted with a pickle; false for another
+    account's node, a removed node and a gang.
     """
 
     id: str
@@ -282,7 +281,7 @@ class EventDocument(Answer):
 
 
 class EstimateDocument(Answer):
-    """Start estimate: the median, and the range into which 80 % of starts fall."""
+    """Median start, and the range of 80 % of starts."""
 
     model_config = ConfigDict(extra="ignore", serialize_by_alias=True, populate_by_name=True)
 
@@ -292,7 +291,7 @@ class EstimateDocument(Answer):
 
 
 class SuggestionDocument(Answer):
-    """Change that started the task at once when planned on a copy of the queue."""
+    """Change that, planned on a copy of the queue, starts the task at once."""
 
     kind: str
     change: str  # to `gpool run`, e.g. "--gpu RTX4090"
@@ -313,7 +312,7 @@ class ExplainDocument(Answer):
 
 
 class QueueEntry(Answer):
-    """A waiting task with its position, expected start and reason; `explain` holds no suggestions here."""
+    """Waiting task: position, expected start, reason; `explain` holds no suggestions here."""
 
     task: TaskDocument
     explain: ExplainDocument
@@ -329,8 +328,8 @@ class QueuePage(Answer):
 
 
 class LogDocument(Answer):
-    """Chunk of output. `data` (base64): its bytes if they are not UTF-8 `text`: binary output, or a character
-    split by the end of the chunk, which `text` has where it is complete.
+    """`data` (base64): the bytes if they are not UTF-8 `text`: binary output, or a character split by the end of the
+    chunk, which `text` has where it is complete.
     """
 
     cursor: int
@@ -341,7 +340,7 @@ class LogDocument(Answer):
 
 
 class ProgressDocument(Answer):
-    """Event in a followed log (`event: progress`): the task's present phase."""
+    """Event of a followed log (`event: progress`)."""
 
     epoch: int
     status: str
@@ -369,7 +368,7 @@ class MeasuredDocument(Answer):
 
 
 class GpuDetailsDocument(Answer):
-    """Properties of a GPU as its driver or tool (`source`) reports them. `links`: NVLinks to other GPUs by index."""
+    """As the driver or tool (`source`) reports them. `links`: NVLinks to other GPUs by index."""
 
     source: str = ""
     driver: str = ""
@@ -395,7 +394,7 @@ class ReadingDocument(Answer):
 
 
 class TelemetryDocument(Answer):
-    """Short history, oldest first, since this server started."""
+    """Oldest first, since this server started."""
 
     id: str
     every_s: float
@@ -403,10 +402,10 @@ class TelemetryDocument(Answer):
 
 
 class GpuDocument(Answer):
-    """Resource: one GPU, or (kind `cpu`) a node's CPU slots.
+    """One GPU, or (kind `cpu`) a node's CPU slots.
 
-    `closed`: why it takes no new task at present. `health`: reported by its agent, `ails`: the cause.
-    `quarantined`: why it is out of the pool until its owner or an operator clears it. `reading`: the latest one.
+    `closed`: why it takes no new task at present. `health`: as its agent reports, `ails`: the cause.
+    `quarantined`: why it is out of the pool until its owner or an operator clears it.
     """
 
     id: str
@@ -444,8 +443,8 @@ class GpuPage(Answer):
 class GpuPatch(Document):
     """Owners set `available`; operators resolve a dispute with `flagged: null`.
 
-    `quarantined`: a reason to take it out of the pool, or null to clear it (refused while its agent reports it
-    sick). With `available: false`, `reclaim` preempts its tasks: warned, checkpointed, stopped and requeued.
+    `quarantined`: a reason, or null to clear it (refused while its agent reports it sick). `reclaim` with
+    `available: false` preempts its tasks: checkpointed and requeued.
     """
 
     available: bool | None = None
@@ -455,12 +454,10 @@ class GpuPatch(Document):
 
 
 class NodeDocument(Answer):
-    """Node. `audience`: allowed users ("me", "user:NAME", "team:NAME"; empty: anyone); null if not visible to the
-    caller.
+    """`audience`: allowed users ("me", "user:NAME", "team:NAME"; empty: anyone); null if not visible to the caller.
 
-    `closed`: why the owner's policy admits no new task at present. `environments` are ready, those of the kinds in
-    `builds` can be built. `problems`: findings for the owner, shown to owners and operators. `cordoned`: an
-    operator's reason to admit no new task, empty if none was given; null: not cordoned.
+    `closed`: why the owner's policy admits no new task at present. `environments` are ready, kinds in `builds` can be
+    built. `problems`: for owners and operators. `cordoned`: an operator's reason, possibly empty; null: not cordoned.
     """
 
     id: str
@@ -499,8 +496,6 @@ class NodePatch(Document):
 
 
 class InviteRequest(Document):
-    """Request of a join token by an owner."""
-
     expires_in_s: Annotated[int, Field(ge=60, le=7 * 86400)] = 3600
 
 
@@ -520,17 +515,17 @@ class OfferedGpu(Document):
 
 
 class NodeProof(Document):
-    """Answer to a challenge of `POST /v1/nodes/challenges`, signed with the node's key."""
+    """Signature of a challenge of `POST /v1/nodes/challenges`."""
 
     nonce: Annotated[str, StringConstraints(max_length=100)]
     signature: Annotated[str, StringConstraints(max_length=100)]
 
 
 class NodeRequest(Document):
-    """`POST /v1/nodes` (and `/v1/resources`, `/register_gpu`): a node joins with a token or its owner's key.
+    """`POST /v1/nodes` (and `/v1/resources`, `/register_gpu`): join with a token or the owner's key.
 
-    An agent sends its public key (Ed25519, base64url) with a proof of possession. Without a key a machine is only
-    listed under its owner's account: nothing is scheduled there.
+    An agent sends its public key (Ed25519, base64url) with a proof of possession. A machine without a key is only
+    listed: nothing is scheduled there.
     """
 
     name: Name
@@ -551,7 +546,7 @@ class NodeJoined(Answer):
 
 
 class NodeChallenge(Answer):
-    """Challenge that a joining node signs, with `server` as the name it is signed for."""
+    """`server`: the name for which the challenge is signed."""
 
     nonce: str
     server: str

@@ -1,12 +1,9 @@
 """Frames of the agent's channel: msgpack over one WebSocket, many leases or reports in each.
 
-Connection: the server sends a `Challenge`, the agent answers `Prove` and gets `Proven` with a short-lived
-token; near its expiry the same three frames pass again. The transport handles these frames and adds the token to
-every `Reports`.
-
-Then the agent sends `Hello`; the server answers `Welcome` or `Refused`. From then on either side sends at any time.
-The agent keeps reports until `Recorded` names their sequence number and sends them again after a reconnect; the
-store's fencing makes the repetition harmless.
+Connection: `Challenge` from the server, `Prove`, then `Proven` with a short-lived token; near its expiry these three
+pass again. The transport handles them and adds the token to every `Reports`. Then `Hello`, and `Welcome` or `Refused`.
+The agent keeps reports until `Recorded` names their sequence number and repeats them after a reconnect; the store's
+fencing makes repetition harmless.
 
 One file because both directions share their parts.
 """
@@ -46,8 +43,6 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Hold(msgspec.Struct, frozen=True, array_like=True):
-    """Lease that the agent holds."""
-
     task: int
     epoch: int
 
@@ -56,14 +51,14 @@ class Hold(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Started(_Frame, frozen=True):
-    """The sandbox runs. Omitted if it ended before the batch was sent: `Finished` implies it."""
+    """Omitted if the sandbox ended before the batch was sent: `Finished` implies it."""
 
     task: int
     epoch: int
 
 
 class Finished(_Frame, frozen=True):
-    """The attempt ended and its sandbox is gone: the allocation is free for the next queued lease."""
+    """The attempt ended and its sandbox is gone: the allocation is free."""
 
     task: int
     epoch: int
@@ -78,21 +73,19 @@ class Finished(_Frame, frozen=True):
 
 
 class Released(_Frame, frozen=True):
-    """A stopped lease (cancelled or stale) has ended: nothing of it runs any more."""
+    """Nothing of a stopped lease (cancelled or stale) runs any more."""
 
     task: int
     epoch: int
 
 
 class HandedBack(_Frame, frozen=True):
-    """A queued lease is returned unstarted."""
-
     task: int
     epoch: int
 
 
 class LogChunk(_Frame, frozen=True):
-    """Output of a running attempt. `sequence` counts from 0 within the epoch."""
+    """`sequence` counts from 0 within the epoch."""
 
     task: int
     epoch: int
@@ -110,8 +103,6 @@ class Reached(_Frame, frozen=True):
 
 
 class Checkpointed(_Frame, frozen=True):
-    """Checkpoint uploaded under this lease, for the next attempt."""
-
     task: int
     epoch: int
     files: tuple[OutputFile, ...]  # paths beneath the work directory
@@ -132,7 +123,7 @@ class Hello(_Frame, frozen=True):
 
 
 class GpuReading(msgspec.Struct, frozen=True, array_like=True):
-    """Telemetry of a GPU since the last heartbeat. None: not reported."""
+    """Since the last heartbeat. None: not reported."""
 
     gpu: int  # its index
     utilisation_percent: int | None = None
@@ -142,7 +133,7 @@ class GpuReading(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TaskReading(msgspec.Struct, frozen=True, array_like=True):
-    """Telemetry of one running attempt, over all its GPUs."""
+    """Telemetry of one attempt over all its GPUs."""
 
     task: int
     epoch: int
@@ -166,14 +157,12 @@ class Reports(_Frame, frozen=True):
 
 
 class OfferChanged(_Frame, frozen=True):
-    """The machine changed: a GPU appeared or disappeared, or the owner's limits changed."""
+    """A GPU appeared or disappeared, or the owner's limits changed."""
 
     offer: Offer
 
 
 class GpuMeasured(_Frame, frozen=True):
-    """Response to `MeasureGpu`."""
-
     uuid: str
     measured: MeasuredSpeed
 
@@ -196,7 +185,7 @@ class GpuOpened(_Frame, frozen=True):
 
 
 class GpuUnable(_Frame, frozen=True):
-    """The agent cannot measure or verify this GPU; `trial` is 0 for a measurement."""
+    """Cannot measure or verify this GPU; `trial` is 0 for a measurement."""
 
     trial: int
     uuid: str
@@ -270,7 +259,7 @@ class Rendezvous(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Line(msgspec.Struct, frozen=True, array_like=True):
-    """Leases to queue, in this order, on one allocation; for a gang one lease, its member here."""
+    """Leases to queue, in this order, on one allocation; for a gang its one member here."""
 
     allocation: Allocation
     user: int
@@ -302,7 +291,7 @@ class Recorded(_Frame, frozen=True):
 
 
 class Refused(_Frame, frozen=True):
-    """The server refuses the agent; `code` is an error code, `retry`: whether a later try may succeed."""
+    """`code`: an error code; `retry`: whether a later try may succeed."""
 
     code: str
     detail: str
@@ -352,7 +341,7 @@ ServerFrame = Welcome | BeatSeen | Grants | Stop | Recorded | Refused | ToGpu
 
 
 class Challenge(_Frame, frozen=True):
-    """Request to prove possession of the node's key for this purpose (`transfer.node_proofs.Purpose`)."""
+    """Request to prove possession of the node's key; `purpose`: a `transfer.node_proofs.Purpose`."""
 
     nonce: str
     purpose: str
@@ -377,7 +366,7 @@ _from_agent: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAg
 _from_server: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
 
 Malformed = msgspec.MsgspecError
-"""Raised by the decoders for bytes that are not a frame."""
+"""Bytes that are not a frame."""
 
 
 def encode(frame: FromAgent | FromServer) -> bytes:
@@ -385,7 +374,6 @@ def encode(frame: FromAgent | FromServer) -> bytes:
 
 
 def weight_of(spec: TaskSpec) -> int:
-    """Return the bytes a spec takes in a frame."""
     return len(_encoder.encode(spec))
 
 
@@ -398,7 +386,6 @@ def decode_from_server(data: bytes) -> ServerFrame:
 
 
 def decode_any_from_agent(data: bytes) -> FromAgent:
-    """Decode including the frames of the connection."""
     return _from_agent.decode(data)
 
 

@@ -1,4 +1,4 @@
-"""REST documents of accounts, sign-ins, keys, wallets, sessions and teams. They validate form only."""
+"""REST documents of accounts, sign-ins, keys, wallets, sessions and teams; they validate form only."""
 
 from __future__ import annotations
 
@@ -39,8 +39,6 @@ DAY_S = 86_400
 
 
 class UserRequest(Document):
-    """`POST /v1/users`: a new account with a password."""
-
     name: UserName
     password: Password
     invite: Token | None = None
@@ -63,7 +61,7 @@ class NonceDocument(Answer):
 
 
 class SignedMessage(Document):
-    """A Sign-In with Ethereum message (EIP-4361) and the wallet's signature of it."""
+    """Sign-In with Ethereum message (EIP-4361) and its signature."""
 
     message: SignInMessage
     signature: SignatureText
@@ -87,14 +85,14 @@ class RefreshRequest(Document):
 
 
 class SignOutRequest(Document):
-    """Ends the session of this refresh token, or the caller's; `everywhere`: all sessions of the account."""
+    """Ends the session of this refresh token, or the caller's; `everywhere`: all sessions."""
 
     refresh_token: Token | None = None
     everywhere: bool = False
 
 
 class OidcStarted(Answer):
-    """Open `url` in a browser; it returns to `redirect_uri` with `code` and `state`, which complete the sign-in."""
+    """Open `url` in a browser; it returns to `redirect_uri` with the `code` and `state` that complete the sign-in."""
 
     url: str
     state: str
@@ -149,14 +147,14 @@ class PasswordChange(Document):
 
 
 class WalletLink(SignedMessage):
-    """Signature of the new wallet, and one existing credential: the password, or a linked wallet's signature."""
+    """Signature of the new wallet, and the password or a linked wallet's signature."""
 
     password: Password | None = None
     proof: SignedMessage | None = None
 
 
 class WalletUnlink(SignedMessage):
-    """Signature of the wallet, and one remaining credential: the password, or another wallet's signature."""
+    """Signature of the wallet, and the password or another wallet's signature."""
 
     password: Password | None = None
     proof: SignedMessage | None = None
@@ -232,9 +230,7 @@ class SessionPage(Answer):
 
 
 class QuotaDocument(Document):
-    """Limits; null: the pool's default. `guaranteed_gpus`: starts within it go first, and borrowed GPUs are reclaimed
-    by preemption.
-    """
+    """Null: the pool's default. Starts within `guaranteed_gpus` go first; borrowed GPUs are reclaimed by preemption."""
 
     running_gpus: Annotated[float, Field(ge=0, le=1_000_000)] | None = None
     queued_tasks: Annotated[int, Field(ge=0, le=1 << 40)] | None = None
@@ -267,8 +263,6 @@ class TeamPage(Answer):
 
 
 class MemberRequest(Document):
-    """`user` is a name or an id."""
-
     user: Annotated[str, StringConstraints(min_length=1, max_length=64)]
     role: RoleName = "member"
 

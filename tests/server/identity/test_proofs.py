@@ -20,9 +20,9 @@ from gpool.server.identity.node_proofs.proofs import (
     _WEAK,
     LIFE,
     REQUEST_LIFE,
+    KeyProof,
     NotProven,
     Proofs,
-    Proven,
     UsedNonces,
     is_sound,
 )
@@ -57,12 +57,12 @@ def test_the_right_answer_is_taken_once() -> None:
     proofs = Proofs(SECRET, HOST)
     said = statement(proofs)
     signature = KEY.sign(said)
-    assert proofs.answered(said, signature, NOW) == Proven(thumbprint(KEY.public))
+    assert proofs.answered(said, signature, NOW) == KeyProof(thumbprint(KEY.public))
     assert proofs.answered(said, signature, NOW) is NotProven.USED
 
 
 def test_an_answer_is_good_until_the_challenge_expires() -> None:
-    for late, outcome in [(LIFE - 1, Proven), (LIFE, NotProven), (LIFE * 100, NotProven)]:
+    for late, outcome in [(LIFE - 1, KeyProof), (LIFE, NotProven), (LIFE * 100, NotProven)]:
         proofs = Proofs(SECRET, HOST)
         said = statement(proofs)
         assert isinstance(proofs.answered(said, KEY.sign(said), later(late)), outcome)
@@ -87,7 +87,7 @@ def test_an_answer_to_another_question_is_refused(heard: dict[str, object], why:
     signature = KEY.sign(said)
     other = replace(said, **heard)  # type: ignore[arg-type]
     assert proofs.answered(other, signature, NOW) is why
-    assert proofs.answered(said, signature, NOW) == Proven(thumbprint(KEY.public))  # the control
+    assert proofs.answered(said, signature, NOW) == KeyProof(thumbprint(KEY.public))  # the control
 
 
 def test_a_relayed_challenge_of_another_server_is_of_no_use_there() -> None:
@@ -106,7 +106,7 @@ def test_a_wrong_answer_does_not_use_up_the_challenge() -> None:
     proofs = Proofs(SECRET, HOST)
     said = statement(proofs)
     assert proofs.answered(said, OTHER_KEY.sign(said), NOW) is NotProven.SIGNATURE
-    assert isinstance(proofs.answered(said, KEY.sign(said), NOW), Proven)
+    assert isinstance(proofs.answered(said, KEY.sign(said), NOW), KeyProof)
 
 
 def test_of_ten_thousand_bad_proofs_none_is_taken() -> None:
@@ -115,7 +115,7 @@ def test_of_ten_thousand_bad_proofs_none_is_taken() -> None:
     elsewhere = Proofs(b"t" * 32, HOST)
     used = statement(proofs)
     spent = KEY.sign(used)
-    assert isinstance(proofs.answered(used, spent, NOW), Proven)
+    assert isinstance(proofs.answered(used, spent, NOW), KeyProof)
     taken: dict[str, int] = {}
     for turn in range(10_000):
         said = statement(proofs, entropy=dice.randbytes(16))
@@ -137,7 +137,7 @@ def test_of_ten_thousand_bad_proofs_none_is_taken() -> None:
             case _:  # signed for another purpose
                 crossed = KEY.sign(replace(said, purpose=Purpose.TOKEN))
                 answer = proofs.answered(said, crossed, NOW)
-        taken[kind] = taken.get(kind, 0) + isinstance(answer, Proven)
+        taken[kind] = taken.get(kind, 0) + isinstance(answer, KeyProof)
     assert taken == dict.fromkeys(taken, 0)
     assert len(taken) == 6
 
@@ -147,8 +147,8 @@ def test_a_server_that_forgets_takes_the_same_replay() -> None:
     forgetful = Proofs(SECRET, HOST, UsedNonces(most=1))
     said = statement(forgetful)
     signature = KEY.sign(said)
-    assert isinstance(forgetful.answered(said, signature, NOW), Proven)
-    assert isinstance(Proofs(SECRET, HOST).answered(said, signature, NOW), Proven)
+    assert isinstance(forgetful.answered(said, signature, NOW), KeyProof)
+    assert isinstance(Proofs(SECRET, HOST).answered(said, signature, NOW), KeyProof)
 
 
 def test_what_is_remembered_is_forgotten_once_it_has_expired_and_a_full_memory_says_so() -> None:
@@ -206,10 +206,10 @@ def asked(**changes: object) -> RequestStatement:
 def test_a_request_signed_by_the_tokens_key_is_taken_once() -> None:
     proofs = Proofs(SECRET, HOST)
     header = KEY.request_proof(asked())
-    assert isinstance(proofs.request(asked(), header, KEY.public, CLAIMS, NOW), Proven)
+    assert isinstance(proofs.request(asked(), header, KEY.public, CLAIMS, NOW), KeyProof)
     assert proofs.request(asked(), header, KEY.public, CLAIMS, NOW) is NotProven.USED
     again = KEY.request_proof(asked(nonce=new_nonce()))
-    assert isinstance(proofs.request(asked(), again, KEY.public, CLAIMS, NOW), Proven)
+    assert isinstance(proofs.request(asked(), again, KEY.public, CLAIMS, NOW), KeyProof)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_a_request_proof_is_remembered_for_as_long_as_its_time_would_be_taken() 
     proofs = Proofs(SECRET, HOST)
     header = KEY.request_proof(asked())
     assert isinstance(
-        proofs.request(asked(), header, KEY.public, CLAIMS, later(-REQUEST_LIFE)), Proven
+        proofs.request(asked(), header, KEY.public, CLAIMS, later(-REQUEST_LIFE)), KeyProof
     )
     for off in range(-REQUEST_LIFE, REQUEST_LIFE + 5 * SECOND, SECOND // 2):
         assert isinstance(

@@ -17,7 +17,7 @@ SAMPLES = 64  # per chunk
 MARK, CLEAN = 0x5C, 0
 
 
-class Refused(Exception): ...
+class CudaCallFailed(Exception): ...
 
 
 def open_driver() -> ctypes.CDLL:
@@ -35,7 +35,7 @@ def call(cuda: ctypes.CDLL, name: str, *arguments: object) -> None:
     if code:
         text = ctypes.c_char_p()
         cuda.cuGetErrorName(code, ctypes.byref(text))
-        raise Refused(f"{name}: {(text.value or b'?').decode()}")
+        raise CudaCallFailed(f"{name}: {(text.value or b'?').decode()}")
 
 
 def take_all(cuda: ctypes.CDLL) -> list[tuple[int, int]]:
@@ -44,7 +44,7 @@ def take_all(cuda: ctypes.CDLL) -> list[tuple[int, int]]:
         place = ctypes.c_uint64()
         try:
             call(cuda, "cuMemAlloc_v2", ctypes.byref(place), ctypes.c_size_t(size))
-        except Refused:
+        except CudaCallFailed:
             size //= 2
             continue
         held.append((place.value, size))
@@ -73,7 +73,7 @@ def main() -> int:
         call(cuda, "cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         held = take_all(cuda)
         wrong = overwrite(cuda, held, MARK) + overwrite(cuda, held, CLEAN)
-    except (Refused, OSError) as why:
+    except (CudaCallFailed, OSError) as why:
         sys.stdout.write(json.dumps({"refused": str(why)}) + "\n")
         return 1
     scrubbed = sum(size for _, size in held)

@@ -1,4 +1,4 @@
-"""`gpool admin`: the group of the operators' verbs. A verb of a module here is added to the list below."""
+"""`gpool admin`. A new verb is added to the list below."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gpool admin keys`: encryption keys of the server; `gpool admin audit`: the audit record."""
+"""`gpool admin keys` (encryption keys of the server) and `gpool admin audit`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gpool admin policy`, `cordon`, `uncordon`, `drain`, `preempt` and `reservations`: control of the scheduler."""
+"""`gpool admin policy`, `cordon`, `uncordon`, `drain`, `preempt` and `reservations`."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def _cordon(ctx: click.Context, node: str, wanted: dict[str, Any], as_json: bool
 
 
 def _weight(client: Client, text: str) -> tuple[str, float | None]:
-    """Parse `WHO=N`. A name shared by a team and a user is refused: team names are free to choose."""
+    """Parse `WHO=N`. A name shared by a team and a user is refused: anybody chooses team names."""
     who, _, value = text.rpartition("=")
     try:
         weight = None if value == "configured" else float(value)

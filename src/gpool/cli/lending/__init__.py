@@ -1,1 +1,1 @@
-"""Verbs that start server and agent on this machine, and joining a pool."""
+"""Verbs that start server and agent here; joining a pool."""

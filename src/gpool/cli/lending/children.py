@@ -1,6 +1,6 @@
 """Server and agent as child processes: start, restart after a crash, stop in order.
 
-A child never outlives its parent: the kernel sends it SIGTERM when the parent dies.
+The kernel sends a child SIGTERM when the parent dies.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ class Program:
 
 
 def exec_module(module: str, env: Mapping[str, str]) -> None:
-    """Replace this process by the program, which then gets our signals and returns our exit code."""
     argv = [sys.executable, "-m", module]
     os.execve(argv[0], argv, {**os.environ, **env})
 
@@ -90,9 +89,9 @@ class ChildProcess:
         return self._process.poll() if self._process is not None else None
 
     def keep_alive(self) -> str | None:
-        """Restart the program if it ended and its pause is over; return a message for the user, or None.
+        """Restart the program if it ended and its pause is over; return a message or None.
 
-        `Invalid` if its first start ended at once with a usage error: a restart would end in the same way.
+        `Invalid` if its first start ended at once with a usage error.
         """
         code = self.exit_code()
         if code is None:
@@ -117,7 +116,7 @@ class ChildProcess:
         return message
 
     def stop(self) -> None:
-        """Terminate the program; kill it after 15 seconds."""
+        """Terminate; kill after 15 seconds."""
         if self._process is None or self._process.poll() is not None:
             return
         self._process.terminate()

@@ -1,4 +1,4 @@
-"""`gpool node doctor`: checks of this machine as a node, of the owner's policy, and of the pool."""
+"""`gpool node doctor`: checks of machine, owner's policy and pool."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _gangs(file: Path | None, data: Path, server: str) -> list[Finding]:
 
 
 def gangs_finding(gangs: GangRules, data: Path, server: str) -> Finding:
-    """Check whether this machine can run members of gangs; opens a sandbox network to find out."""
+    """Try it: open a sandbox network."""
     if not gangs.offered:
         return Finding("gangs", Level.OK, "the policy refuses tasks on several nodes")
     if not gangs.site:
@@ -119,7 +119,6 @@ def _node_problems(client: Client, user: str) -> list[Finding]:
 
 
 def date_of(header: str | None) -> datetime | None:
-    """The time in an HTTP Date header; None if it is absent or malformed."""
     try:
         return None if header is None else parsedate_to_datetime(header)
     except ValueError:

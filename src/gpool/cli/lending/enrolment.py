@@ -1,4 +1,4 @@
-"""Enrolment of a node: create its key, register it with an invite token or the owner's key, keep its identity."""
+"""Enrolment of a node: create its key, register it, keep its identity."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class JoinLink:
 
 @dataclass(frozen=True, slots=True)
 class EnrolledNode:
-    """Identity of this node at a server, and the server's address; the private key is in `key_file`."""
+    """The private key is in `key_file`."""
 
     address: Address
     id: str
@@ -40,8 +40,8 @@ class EnrolledNode:
 def parse_link(text: str, *, plain: bool = False) -> JoinLink:
     """Parse a join link; `Invalid` if it is malformed.
 
-    Its fragment is the fingerprint of the server's certificate; `#tls`, or none for a remote host, means a
-    certificate signed by an authority. Plain HTTP is used on loopback or with `plain` only, never because of a link.
+    Its fragment is the fingerprint of the server's certificate; `#tls`, or none for a remote host: signed by an authority.
+    Plain HTTP is used on loopback or with `plain` only, never because of a link.
     """
     parts = urlsplit(text)
     found = re.fullmatch(r"/join/([A-Za-z0-9_\-.~]+)", parts.path)
@@ -58,7 +58,7 @@ def parse_link(text: str, *, plain: bool = False) -> JoinLink:
 
 
 def identity_file(folder: Path, url: str) -> Path:
-    """The identity file for a server; a machine can join several pools."""
+    """One file per server: a machine can join several pools."""
     place = re.sub(r"[^A-Za-z0-9.-]", "_", url.partition("://")[2])
     return folder / "nodes" / f"{place}.json"
 
@@ -68,7 +68,7 @@ def key_file(file: Path) -> Path:
 
 
 def load_identity(file: Path) -> EnrolledNode | None:
-    """Read the identity; None if this machine has not joined, or joined with a version without node keys."""
+    """None if this machine has not joined, or joined with a version without node keys."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         if "server" not in found:
@@ -84,7 +84,7 @@ def load_identity(file: Path) -> EnrolledNode | None:
 
 
 def enrol(api: ApiTransport, file: Path, *, name: str | None, token: str | None) -> EnrolledNode:
-    """Create a key, register it under a name and save both; authorised by the token, or by the api's API key."""
+    """Authorised by the token, or by the API key of `api`."""
     key = NodeKey.from_file(key_file(file))
     answer = _joined(api, key, name or platform.node() or "node", token, choose=name is None)
     address = api.address
@@ -105,7 +105,7 @@ def enrol(api: ApiTransport, file: Path, *, name: str | None, token: str | None)
 def _joined(
     api: ApiTransport, key: NodeKey, name: str, token: str | None, *, choose: bool
 ) -> dict[str, str]:
-    """Register; a host name in use gets a number, a name chosen by the owner (`choose` false) raises `Conflict`."""
+    """A host name in use gets a number; with `choose` false it raises `Conflict`."""
     number = 1
     while True:
         wanted: dict[str, object] = {"name": name if number == 1 else f"{name}-{number}"}
@@ -120,7 +120,7 @@ def _joined(
 
 
 def _proving(api: ApiTransport, key: NodeKey, wanted: dict[str, object]) -> dict[str, str]:
-    """Register with a new challenge per attempt: a proof is valid once. Retries are idempotent by the node's key."""
+    """New challenge per attempt: a proof is valid once. Retries are idempotent by the node's key."""
     pauses = None
     while True:
         challenge = api.send_json("POST", "/v1/nodes/challenges", {})

@@ -1,4 +1,4 @@
-"""`gpool join LINK`: enrol this machine and run its agent. With the same home directory it stays the same node."""
+"""`gpool join LINK`: enrol this machine, run its agent. The home directory identifies the node."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def join(link: str, name: str | None, plain_http: bool, terms: LendingTerms) -> 
 
 
 def require_same_certificate(known: Address, linked: Address, file: Path) -> None:
-    """`Forbidden` if the link names another certificate than the one saved for this server."""
+    """`Forbidden` if the link names another certificate than the saved one."""
     if known.fingerprint != linked.fingerprint:
         raise Forbidden(
             f"the link has another certificate fingerprint for {linked.url} than the one saved here. "

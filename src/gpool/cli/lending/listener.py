@@ -1,4 +1,4 @@
-"""Listener of the server: the options of `up` and `server` about address and TLS, and the server's variables."""
+"""Options of `up` and `server` for address and TLS, and the server's variables."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Transport:
         return {f"GPOOL_SERVER_{name}": value for name, value in named.items() if value}
 
     def address(self, folder: Path) -> Address:
-        """The server's address for this machine; creates its certificate if there is none."""
+        """Creates the server's certificate if there is none."""
         place = f"{_dialled(self.host)}:{self.port}"
         configured = any(os.environ.get(f"GPOOL_SERVER_{name}") for name in ("TLS", "PLAIN_HTTP"))
         if is_loopback(self.host) and not (
@@ -131,7 +131,6 @@ class Transport:
 
 
 def listening(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of the listener; the verb gets them as `transport`."""
 
     @wraps(function)
     def with_transport(*args: Any, **values: Any) -> None:
@@ -145,7 +144,6 @@ def listening(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _dialled(host: str) -> str:
-    """The address at which this machine reaches a server that listens on `host`."""
     if host in ("0.0.0.0", "::", ""):
         return "127.0.0.1"
     return f"[{host}]" if ":" in host else host

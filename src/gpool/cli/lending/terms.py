@@ -1,4 +1,4 @@
-"""Terms of lending a machine: the options that `up` and `join` share, and the agent's variables made from them."""
+"""Lending options of `up` and `join`, and the agent's variables made from them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from gpool.core.specs import price as prices
 
 @dataclass(frozen=True, slots=True)
 class LendingTerms:
-    """Values of the owner's options, each under the name of its option."""
-
     slots: int | None = None
     simulate_gpus: str | None = None
     allow_process: bool = False
@@ -129,7 +127,6 @@ _OPTIONS = (
 
 
 def lending(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of lending; the verb gets them as `terms`."""
 
     @wraps(function)
     def with_terms(*args: Any, **values: Any) -> None:
@@ -143,7 +140,7 @@ def lending(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def agent_variables(identity: EnrolledNode, data: Path, terms: LendingTerms) -> dict[str, str]:
-    """Environment of the agent; not arguments, which are visible in process lists."""
+    """Environment of the agent; not arguments, which process lists show."""
     named = {
         "SERVER_URL": identity.address.url,
         "PLAIN_HTTP": str(int(identity.address.plain)),

@@ -1,4 +1,4 @@
-"""`gpool up`: server and agent on this machine; `gpool server`: the server alone."""
+"""`gpool up`: server and agent here; `gpool server`: the server alone."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def up(data: Path | None, transport: Transport, no_agent: bool, terms: LendingTe
 
 
 def _check_terms(terms: LendingTerms) -> None:
-    """Report an invalid option before anything starts and before the profile is written."""
+    """Report an invalid option before anything starts or is written."""
     if terms.policy is not None:
         from gpool.agent.machine.monitor import PolicyFile
 
@@ -121,7 +121,7 @@ def _agent(folder: Path, address: Address, key_file: Path, terms: LendingTerms) 
 
 
 def await_ready(server: ChildProcess, address: Address, stop: threading.Event) -> None:
-    """Wait until the server can take tasks; `InternalFault` with its log if it ends instead."""
+    """`InternalFault` with the server's log if it ends instead."""
     import time
 
     from gpool.client.connection.transport import ApiTransport
@@ -159,7 +159,7 @@ def _announce(address: Address, key_file: Path, profile: Path) -> None:
 
 
 def command_name(this: Path, found: str | None, here: Path) -> str:
-    """`gpool` if the shell finds the program `this` under that name (`found`), else its path from `here`."""
+    """`gpool` if the shell finds `this` under that name (`found`), else its path from `here`."""
     if this.name != "gpool" or (found is not None and Path(found).samefile(this)):
         return "gpool"
     if this.parent == here:
@@ -168,7 +168,6 @@ def command_name(this: Path, found: str | None, here: Path) -> str:
 
 
 def loopback_note(link: str) -> str:
-    """A note for a link that other machines cannot use; else empty."""
     if not is_loopback(urlsplit(link).hostname or ""):
         return ""
     return (

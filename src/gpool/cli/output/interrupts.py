@@ -1,8 +1,8 @@
 """Ctrl-C during long reads: each press is counted and wakes the waiting thread, so that none is lost.
 
-KeyboardInterrupt may be raised inside a destructor, a callback or a library's clean-up, and be dropped there. So a
-thread, which gets no signals, reads, and the main thread only waits and prints. Ctrl-C stays ignored in a process
-that was started with it ignored (a script's `gpool run … &`).
+KeyboardInterrupt inside a destructor, a callback or a library's clean-up may be dropped there. So a thread, which gets
+no signals, reads; the main thread waits and prints. Ctrl-C stays ignored in a process started with it ignored
+(a script's `gpool run … &`).
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ class _Note(Enum):
 class Reading(Generic[T, R]):
     """Runs `work` in a thread and passes its pieces to the main thread, until the end or a Ctrl-C.
 
-    Enter it in the main thread: it handles SIGINT until it is left. Left early, the thread runs until the process
-    ends.
+    Handles SIGINT, so it is entered in the main thread. Left early, the thread runs until the process ends.
     """
 
     def __init__(self, work: Callable[[Callable[[T], None]], R]) -> None:
@@ -72,7 +71,7 @@ class Reading(Generic[T, R]):
         return self._presses > 0
 
     def show(self, show_pieces: Callable[[Iterator[T]], None]) -> R | None:
-        """Print the pieces with `show_pieces`; return the result of `work`, or None after a Ctrl-C."""
+        """Return the result of `work`, or None after a Ctrl-C."""
         try:
             self._shows = True
             show_pieces(self._pieces())
@@ -94,7 +93,7 @@ class Reading(Generic[T, R]):
         return self._presses >= 2
 
     def _pieces(self) -> Iterator[T]:
-        """Pieces of the work; raises its error here if it failed before the first piece."""
+        """Raises the error of work that failed before its first piece."""
         is_silent = True
         while not self.was_interrupted:
             match self._next(LONGEST_SLEEP_S):
@@ -156,13 +155,13 @@ class Reading(Generic[T, R]):
 
 
 def unless_interrupted(work: Callable[[], R]) -> R | None:
-    """Run `work`, which reports no pieces; return its result, or None after a Ctrl-C."""
+    """Return the result of `work`, which has no pieces, or None after a Ctrl-C."""
     with Reading[None, R](lambda _: work()) as reading:
         return reading.show(lambda pieces: deque(pieces, 0).clear())
 
 
 class _PassErrors:
-    """Passes an exception raised inside to `report`, to be raised in the main thread."""
+    """Passes exceptions to `report`, to be raised in the main thread."""
 
     def __init__(self, report: Callable[[BaseException], None]) -> None:
         self._report = report

@@ -1,4 +1,4 @@
-"""Printing: tables, JSON, and output of tasks; control sequences from tasks never reach a terminal."""
+"""Tables, JSON and output of tasks; control sequences from tasks never reach a terminal."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _DIRECTION = re.compile(
 
 
 class TerminalText:
-    """Filters a task's output for a terminal: colours, tabs and line ends pass, other control characters are shown.
+    """Filters a task's output: colours, tabs and line ends pass, other control characters are shown.
 
-    A sequence that was split by the stream is joined first.
+    A sequence split by the stream is joined first.
     """
 
     def __init__(self) -> None:
@@ -47,12 +47,11 @@ class TerminalText:
 
 
 def neutral(text: str) -> str:
-    """Replace all control sequences except colours by visible characters."""
     return _CONTROLS.sub(_shown, text.encode("utf-8", "replace").decode())
 
 
 def plain(text: str) -> str:
-    """Make a message with untrusted text safe: no colours, no overwriting, no change of direction."""
+    """Make untrusted text safe in a message: no colours, no overwriting, no change of direction."""
     return neutral(_DIRECTION.sub("\ufffd", text.replace("\r", " ").replace("\x1b", "\u241b")))
 
 
@@ -117,7 +116,6 @@ def _json(document: object) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], empty: str) -> None:
-    """Print a table, or `empty` on standard error."""
     cells = [[_cell(value) for value in row] for row in rows]
     if not cells:
         click.echo(empty, err=True)
@@ -165,7 +163,6 @@ def _cell(value: object) -> str:
 
 
 def styled(text: str, *, bold: bool = False, colour: str | None = None) -> str:
-    """Styled text, plain if NO_COLOR is set; click removes styles without a terminal."""
     import os
 
     if os.environ.get("NO_COLOR"):
@@ -185,7 +182,7 @@ def age(created_at: str, server_date: str | None) -> str:
 
 
 def local_time(at: str, server_date: str | None = None) -> str:
-    """Local time: without today's date, with seconds within ten minutes of now."""
+    """Omit today's date; show seconds within ten minutes of now."""
     then = datetime.fromisoformat(at).astimezone()
     if server_date is None:
         return then.strftime("%Y-%m-%d %H:%M:%S")

@@ -1,4 +1,4 @@
-"""Display of a task that is followed: its output, its phases, its end; progress bars of transfers."""
+"""Display of a followed task: output, phases, end; progress bars of transfers."""
 
 from __future__ import annotations
 
@@ -34,10 +34,7 @@ def on_stderr(line: str) -> None:
 
 
 class ProgressLine:
-    """Prints the phases of a task before it runs, on a terminal (`phases`), and the reason for a long wait anywhere.
-
-    Without the reason a user whose task can never start would wait for ever.
-    """
+    """Prints phases on a terminal (`phases`), and the reason for a long wait anywhere: the task may never start."""
 
     def __init__(
         self,
@@ -83,14 +80,14 @@ class ProgressLine:
 
 
 def show(pieces: Iterator[Printed | str], *, quiet: bool) -> None:
-    """Print the output of a task; messages (`str`) go to standard error."""
+    """Messages (`str`) go to standard error."""
     from gpool.cli.output.printing import LogPrinter
 
     LogPrinter(all_to_stderr=quiet).show(_without_messages(pieces))
 
 
 def show_documents(pieces: Iterator[dict[str, Any] | str]) -> None:
-    """Print documents as one JSON list as they arrive; it is closed even after Ctrl-C."""
+    """Print one JSON list as documents arrive, closed even after Ctrl-C."""
     from gpool.cli.output.printing import emit_json_list
 
     emit_json_list(_without_messages(pieces))
@@ -105,7 +102,6 @@ def _without_messages(pieces: Iterator[T | str]) -> Iterator[T]:
 
 
 def print_outcome(result: Result, *, code_too: bool = False) -> None:
-    """Print the reason of a failure; that of an exit code only with `code_too`."""
     from gpool.cli.output.printing import plain
     from gpool.client.results import failure
 
@@ -115,7 +111,6 @@ def print_outcome(result: Result, *, code_too: bool = False) -> None:
 
 @contextmanager
 def progress_bar() -> Iterator[TransferProgress | None]:
-    """Progress bars of file transfers, on a terminal only."""
     if not sys.stderr.isatty():
         yield None
         return

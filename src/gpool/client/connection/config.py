@@ -1,7 +1,4 @@
-"""Client configuration: server URL and credentials from argument, environment, ./gpool.toml or a profile, in this order.
-
-Reads and writes files only; contacts no server.
-"""
+"""Server URL and credentials from argument, environment, ./gpool.toml or a profile, in this order. Contacts no server."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ _KEYS = {"url", "key", "key_file", "session_file", "fingerprint", "plain_http"}
 
 @dataclass(frozen=True, slots=True)
 class ConnectionSettings:
-    """Server and credentials of a client; `origin`: where they were found."""
+    """`origin`: where server and credentials were found."""
 
     url: str
     key: str = field(repr=False)
@@ -40,7 +37,7 @@ class ConnectionSettings:
 
 
 def home(environ: Mapping[str, str] | None = None) -> Path:
-    """Configuration folder: `GPOOL_HOME`, else the platform's (`~/.config/gpool`)."""
+    """`GPOOL_HOME`, else the platform's configuration folder (`~/.config/gpool`)."""
     chosen = (os.environ if environ is None else environ).get("GPOOL_HOME", "")
     if chosen:
         return Path(chosen).expanduser().absolute()
@@ -126,7 +123,7 @@ def save_profile(
     folder: Path | None = None,
     fingerprint: str | None = None,
 ) -> Path:
-    """Write a profile with a key file; select it if none is selected."""
+    """Select the profile if none is selected."""
     members = {"url": url, "key_file": str(key_file), "fingerprint": fingerprint}
     return _save(name, members, folder, is_chosen=False)
 
@@ -139,7 +136,7 @@ def save_sign_in(
     folder: Path | None = None,
     fingerprint: str | None = None,
 ) -> Path:
-    """Write a profile with a session file and select it. Other members of a profile with this URL stay."""
+    """Select the profile; other members of a profile with this URL stay."""
     file = (folder or home()) / "config.toml"
     before = _table(_table(_read(file).get("profiles", {}), file).get(name, {}), file)
     kept = {key: value for key, value in before.items() if key not in ("key", "key_file")}
@@ -169,7 +166,7 @@ def _save(
 
 
 def write_private(file: Path, content: bytes) -> None:
-    """Replace a file atomically with mode 0600."""
+    """Write atomically with mode 0600."""
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     fresh = file.with_name(f".{file.name}.{os.getpid()}")
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -220,7 +217,7 @@ def _session_of(table: Mapping[str, object], file: Path) -> Path | None:
 
 
 def forget_sign_in(session_file: Path, *, folder: Path | None = None) -> None:
-    """Delete the profiles of an ended sign-in; select the local profile again if it exists."""
+    """Select the local profile again if it exists."""
     import tomli_w  # noqa: PLC0415 - only `gpool up` and `login` write
 
     file = (folder or home()) / "config.toml"
@@ -257,7 +254,7 @@ def _checked_url(url: str) -> str:
 
 
 def _checked_key(key: str) -> str:
-    """Strip white space around the key; an invalid key is not shown in the error."""
+    """Strip white space; an invalid key is not shown in the error."""
     found = key.strip()
     if not found.isascii() or not found.isprintable() or " " in found:
         raise Invalid("the key (GPOOL_KEY, --key or from a file) holds a character no key has")

@@ -1,8 +1,7 @@
 """Tokens of a sign-in session in a file of mode 0600, refreshed when the server rejects the access token.
 
-Threads and processes that share the file refresh one at a time; the second finds the new tokens in the file. The new
-pair is written before its use, and a refresh with a lost response is repeated with the same token, for which the server
-returns the same successor (`server.identity.tokens.refresh`).
+Users of the file refresh one at a time; the second finds the new tokens there. The new pair is written before its use;
+a refresh with a lost response is repeated with the same token, and the server returns the same successor.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ class Tokens:
 
     @classmethod
     def of(cls, document: Any) -> Tokens:
-        """Read the response to a sign-in."""
         try:
             return cls(str(document["access_token"]), str(document["refresh_token"]))
         except (KeyError, TypeError) as exc:
@@ -62,7 +60,6 @@ class SessionFile:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock against other processes on this machine."""
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with self.path.with_name(self.path.name + ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -70,7 +67,7 @@ class SessionFile:
 
 
 class SignInSession:
-    """Tokens of a sign-in session; thread-safe."""
+    """Thread-safe."""
 
     def __init__(self, file: SessionFile) -> None:
         self.file = file
@@ -82,7 +79,7 @@ class SignInSession:
         return None if self._tokens is None else self._tokens.access_token
 
     def renewed(self, rejected: str, renew: Renew) -> str:
-        """Return an access token other than the rejected one; `NotSignedIn` if the session has ended."""
+        """`NotSignedIn` if the session has ended."""
         with self._lock:
             if self._tokens is not None and self._tokens.access_token != rejected:
                 return self._tokens.access_token  # another thread was faster

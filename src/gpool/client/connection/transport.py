@@ -1,7 +1,6 @@
-"""Requests of the SDK and the command line to the server's API, over `gpool.transfer`.
+"""Requests of the SDK and the command line, over `gpool.transfer`.
 
-Problem documents become errors of `core.errors`; only `Unreachable` is retried. POST, PATCH and DELETE carry an
-Idempotency-Key, so a repeated request takes effect once.
+Only `Unreachable` is retried. POST, PATCH and DELETE carry an Idempotency-Key, so a repeated request takes effect once.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _NO_HEADERS: Mapping[str, str] = {}
 
 
 class ApiTransport:
-    """Sends requests over an httpx2 transport with retries; thread-safe."""
+    """Thread-safe."""
 
     def __init__(
         self,
@@ -54,13 +53,13 @@ class ApiTransport:
         return self._sender.date
 
     def without_credentials(self) -> ApiTransport:
-        """Another transport to the same server without credentials, for signing in. The caller closes it."""
+        """Transport for signing in, closed by the caller."""
         return ApiTransport(
             self.address, "", _borrowed(self._transport), patience_s=self._patience_s
         )
 
     def with_session(self, session: SignInSession) -> ApiTransport:
-        """Another transport to the same server in a sign-in session. The caller closes it."""
+        """Transport closed by the caller."""
         return ApiTransport(
             self.address,
             "",
@@ -70,7 +69,6 @@ class ApiTransport:
         )
 
     def close(self) -> None:
-        """Close connections; a waiting retry gives up."""
         self._sender.close()
 
     def send(
@@ -82,7 +80,7 @@ class ApiTransport:
         headers: Mapping[str, str] = _NO_HEADERS,
         read_s: float = READ_S,
     ) -> Reply:
-        """Send one request, retried while the server is unreachable; `path` starts with `/`."""
+        """Retried while the server is unreachable; `path` starts with `/`."""
         request = _keyed(Request(method, path, headers, body))
         pauses: Iterator[float] | None = None
         while True:
@@ -109,7 +107,7 @@ class ApiTransport:
         return reply.json() if reply.body else None
 
     def send_json_once(self, method: str, path: str, document: object) -> Any:
-        """Send without retries: for a body that is valid once, such as an answer to a challenge."""
+        """For a body that is valid once, such as an answer to a challenge."""
         content = json_of(document)
         headers = {"content-type": "application/json"}
         return self._once(_keyed(Request(method, path, headers, content)), READ_S).json()
@@ -118,18 +116,17 @@ class ApiTransport:
     def open(
         self, path: str, *, headers: Mapping[str, str] = _NO_HEADERS, read_s: float = READ_S
     ) -> Iterator[httpx2.Response]:
-        """Stream a GET without retries: the reader knows where to resume. A broken stream raises `Unreachable`."""
+        """No retries: the reader knows where to resume. A broken stream raises `Unreachable`."""
         with self._sender.open(Request("GET", path, headers), read_s) as response:
             if response.status_code >= 400:
                 raise error_from(Reply(response.status_code, response.headers, response.read()))
             yield response
 
     def pauses(self) -> Iterator[float]:
-        """Seconds to wait before each retry of a stream; exhausted: give up."""
         return self._sender.pauses()
 
     def wait(self, seconds: float) -> bool:
-        """Wait between retries; True if the transport was closed meanwhile."""
+        """True if the transport was closed meanwhile."""
         return self._sender.wait(seconds)
 
     def _once(self, request: Request, read_s: float) -> Reply:
@@ -140,7 +137,7 @@ class ApiTransport:
 
 
 def json_of(document: object) -> bytes:
-    """Encode a document as UTF-8 JSON; `Invalid` names the member with unencodable text, not its value."""
+    """Encode as UTF-8 JSON; `Invalid` names the member with unencodable text, not its value."""
     try:
         return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
     except UnicodeEncodeError as exc:
@@ -160,8 +157,6 @@ def _is_text(value: object) -> bool:
 
 
 class _Borrowed(httpx2.BaseTransport):
-    """A transport shared with another owner, who closes it."""
-
     def __init__(self, transport: httpx2.BaseTransport) -> None:
         self._transport = transport
 
@@ -174,7 +169,7 @@ def _borrowed(transport: httpx2.BaseTransport | None) -> httpx2.BaseTransport | 
 
 
 class _SignedSender(Sender):
-    """Sends with the session's access token; after a 401, refreshes the token and sends once more."""
+    """After a 401, refreshes the access token and sends once more."""
 
     def __init__(
         self,

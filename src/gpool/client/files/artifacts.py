@@ -41,7 +41,7 @@ Input = str | os.PathLike[str] | LocalFile
 
 
 def gather(inputs: Iterable[Input], root: Path | None = None) -> list[LocalFile]:
-    """Files of the given paths, folders recursively, named relative to `root`; a `LocalFile` keeps its path."""
+    """List files, folders recursively, relative to `root`; a `LocalFile` keeps its path."""
     base = (root or Path()).absolute()
     found: dict[str, LocalFile] = {}
     for given in inputs:
@@ -100,7 +100,7 @@ def _walk(source: Path, given: str | os.PathLike[str]) -> Iterator[Path]:
 def _files_in(
     folder: Path, where: str, real_top: Path, entered: tuple[Path, ...]
 ) -> Iterator[Path]:
-    """Files beneath `folder`; a link out of `real_top` is refused. `entered`: real paths above, to detect cycles."""
+    """A link out of `real_top` is refused. `entered`: real paths above, to detect cycles."""
     for name in sorted(os.listdir(folder)):
         file = folder / name
         if file.is_symlink() and not file.exists():
@@ -121,14 +121,11 @@ def _files_in(
 
 
 class Artifacts:
-    """Uploads and downloads; remembers which artifacts the server has."""
-
     def __init__(self, api: ApiTransport) -> None:
         self._api = api
         self._uploaded: set[str] = set()
 
     def put(self, content: bytes) -> str:
-        """Upload bytes unless the server has them; return their hash."""
         sha256 = hashlib.sha256(content).hexdigest()
         if sha256 not in self._uploaded:
             self._api.carry_out(lambda: upload(content, sha256, len(content)))
@@ -136,13 +133,13 @@ class Artifacts:
         return sha256
 
     def forget(self, sha256s: Iterable[object]) -> bool:
-        """Drop hashes the server has no more; True if any was believed present."""
+        """True if any was believed present."""
         gone = self._uploaded.intersection(sha256s)
         self._uploaded -= gone
         return bool(gone)
 
     def put_file(self, file: LocalFile, progress: TransferProgress = _silent) -> str:
-        """Upload a file in parts with constant memory, resuming after a break; return its hash."""
+        """Upload in parts with constant memory, resuming after a break; return the hash."""
         try:
             sha256, size_bytes = hash_of(file.source)
         except OSError as exc:
@@ -156,13 +153,13 @@ class Artifacts:
         return sha256
 
     def get(self, sha256: str) -> bytes:
-        """Download a whole artifact into memory: for values, not for files."""
+        """Download into memory: for values, not for files."""
         return self._api.send("GET", path_of(sha256)).body
 
     def fetch(
         self, outputs: Sequence[OutputArtifact], into: Path, progress: TransferProgress = _silent
     ) -> list[Path]:
-        """Write the outputs beneath `into`, replacing existing files; return their paths."""
+        """Replace existing files beneath `into`; return their paths."""
         try:
             into.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
@@ -218,7 +215,7 @@ def _reporting(steps: Steps, file: LocalFile, progress: TransferProgress) -> Ste
 
 
 def _folder_beneath(root: Path, names: Sequence[str]) -> int:
-    """Open a folder beneath `root`, creating missing ones; a link on the way is refused."""
+    """Create missing folders; refuse a link on the way."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     try:
         current = os.open(root, flags)

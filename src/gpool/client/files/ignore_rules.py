@@ -28,7 +28,7 @@ _CLASSES = {
 
 @dataclass(frozen=True, slots=True)
 class IgnoreRule:
-    """One line. `keeps`: a line with `!`, which includes the path again."""
+    """`keeps`: a line with `!`, which includes the path again."""
 
     pattern: re.Pattern[str]
     keeps: bool
@@ -38,15 +38,14 @@ class IgnoreRule:
 
 @dataclass(frozen=True, slots=True)
 class IgnoreRules:
-    """Rules of one folder. `base`: its path ("" for the top); `lead`: prefix of paths if it lies above the top
-    ("project/src/")."""
+    """`base`: path of the folder ("" for the top); `lead`: prefix of paths if it lies above the top ("project/src/")."""
 
     rules: tuple[IgnoreRule, ...]
     base: str = ""
     lead: str = ""
 
     def leaves_out(self, path: str, *, folder: bool) -> bool | None:
-        """Whether the path is ignored; None if no line matches."""
+        """None if no line matches."""
         below = _bytewise(self.lead + (path[len(self.base) + 1 :] if self.base else path))
         name = below.rpartition("/")[2]
         for rule in reversed(self.rules):
@@ -103,7 +102,7 @@ def _trimmed(text: str) -> str:
 
 
 def _expression(text: str) -> re.Pattern[str] | None:
-    """Translate to a regular expression; None if nothing can match (open bracket, trailing backslash)."""
+    """None if nothing can match (open bracket, trailing backslash)."""
     out, at = [], 0
     literal = next((n for n, char in enumerate(text) if char in "*?[\\"), len(text))
     while at < len(text):
@@ -137,8 +136,8 @@ def _expression(text: str) -> re.Pattern[str] | None:
 def _stars(text: str, start: int, end: int, literal: int) -> tuple[str, int]:
     """Translate `text[start:end]`: two stars that fill a path segment match any number of folders, others one name.
 
-    Git compares the rule's first `literal` characters itself and matches only the rest as a pattern. Stars right
-    behind them therefore start a segment: `.**/*` matches `.a/b/c`, and `.a` too.
+    Git compares the rule's first `literal` characters itself and matches only the rest as a pattern. Stars right behind
+    them therefore start a segment: `.**/*` matches `.a/b/c`, and `.a` too.
     """
     opens = start in (0, literal) or text[start - 1] == "/"
     if end - start >= 2 and opens:

@@ -1,7 +1,7 @@
-"""Files of a folder to ship with a task, except ignored ones. Follows no link out of the folder.
+"""Files of a folder to ship with a task. Follows no link out of the folder.
 
-`.gitignore` files apply as in git, from the top of the repository down; a `.gpoolignore` has the same syntax and wins
-in its folder. Version control, caches and virtual environments are never shipped.
+`.gitignore` applies as in git, from the top of the repository down; `.gpoolignore` has the same syntax and wins in its
+folder. Version control, caches and virtual environments are never shipped.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ ADVICE = "remove it, or name it in .gpoolignore"
 def local_files(
     root: Path | str = ".", *, to: str = "", ignore: Sequence[str] = ()
 ) -> tuple[LocalFile, ...]:
-    """Files beneath `root`, sorted by name, to be placed in the folder `to` of the work directory.
+    """Files beneath `root`, sorted, for the folder `to` of the work directory.
 
-    `ignore`: lines of an ignore file that win over the others. `Invalid` names a file that cannot be shipped.
+    `ignore`: lines that win over ignore files. `Invalid` names a file that cannot be shipped.
     """
     top = Path(root).absolute()
     if not top.is_dir():
@@ -82,7 +82,6 @@ def local_files(
 def shipment(
     workdir: str | os.PathLike[str] | None, ignore: Sequence[str], inputs: Iterable[Input]
 ) -> list[Input]:
-    """Files of `workdir` (if given) followed by the inputs."""
     if workdir is None:
         if ignore:
             raise Invalid("'ignore' needs 'workdir', the folder to ship")
@@ -177,7 +176,7 @@ def _rules_in(folder: Path, base: str = "", lead: str = "") -> IgnoreRules:
 
 
 def _rules_above(top: Path) -> tuple[IgnoreRules, ...]:
-    """Rules of the parent folders up to the top of the repository; none outside a repository."""
+    """Rules up to the top of the repository; none outside one."""
     if (top / ".git").exists():
         return ()
     found: list[IgnoreRules] = []

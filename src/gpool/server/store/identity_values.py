@@ -79,7 +79,7 @@ class ApiKey:
 
 
 @dataclass(frozen=True, slots=True)
-class SignInSession:
+class StoredSession:
     id: str
     user: UserId
     seed_sealed: bytes = field(repr=False)
@@ -98,7 +98,7 @@ class Rotation:
     """`won`: this call created the new generation. `session`: the row after the call, whoever changed it."""
 
     won: bool
-    session: SignInSession | None
+    session: StoredSession | None
 
 
 @dataclass(frozen=True, slots=True)

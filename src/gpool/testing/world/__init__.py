@@ -1,4 +1,4 @@
-"""The World: a simulated pool in one process under virtual time, and the planted bugs it must find."""
+"""A simulated pool in one process under virtual time, and the planted bugs it must find."""
 
 from __future__ import annotations
 

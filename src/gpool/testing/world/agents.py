@@ -1,4 +1,4 @@
-"""A simulated agent: the real state machine, driven in virtual time. It connects, freezes, crashes and starts again.
+"""Simulated agent: the real state machine in virtual time. It connects, freezes, crashes and starts again.
 
 Its monotonic clock has a random offset and runs slightly fast or slow.
 """
@@ -88,7 +88,7 @@ class Agent:
         return self._boot is not None
 
     def start(self) -> None:
-        """Start a process, once the sandboxes of the previous one are dead."""
+        """Start once the sandboxes of the previous process are dead."""
         if self._boot is not None:
             return
         if self._clear_us > self._around.loop.us:
@@ -124,7 +124,6 @@ class Agent:
         self._clear_us = self._around.loop.us + boot.machine.crash() + 1
 
     def shut_down(self) -> None:
-        """Ask for a shutdown; the process exits when it has returned its leases."""
         if self._boot is not None:
             self._boot.stopping = True
             self._happened(say.ShutdownAsked())
@@ -152,7 +151,7 @@ class Agent:
             self._boot.machine.freeze()
 
     def thaw(self) -> None:
-        """Resume: all frames and ends of sandboxes of the meantime arrive at once."""
+        """Frames and ends of sandboxes of the meantime arrive at once."""
         if not self._frozen or self._boot is None:
             return
         self._thaw_quietly()
@@ -251,7 +250,7 @@ class Agent:
         boot.link.send_up(data)
 
     def _upload(self, task: int, epoch: int, sha256: str, told: Callable[[bool], None]) -> None:
-        """Upload beside the channel; the request may be lost or late, and the agent gives up after `UPLOAD_PATIENCE_US`."""
+        """The request may be lost or late, and is given up after `UPLOAD_PATIENCE_US`."""
         network, open_now = self._around.network, [True]
 
         def answer(arrived: bool) -> None:
@@ -315,7 +314,6 @@ class Agent:
         self._dial(boot)
 
     def _witness(self, boot: _AgentProcess, frame: frames.ServerFrame) -> None:
-        """Pass acknowledgements to the oracle, which checks that their effects are durable."""
         oracle = self._around.oracle
         match frame:
             case frames.Grants():

@@ -1,7 +1,4 @@
-"""Simulated consumers: they submit, repeat unanswered requests under the same key, cancel, and wait for results.
-
-Requests go through the network: lost, late, repeated, or their answers lost.
-"""
+"""Simulated consumers: submit, repeat unanswered requests under the same key, cancel, wait for results."""
 
 from __future__ import annotations
 
@@ -146,7 +143,6 @@ class Consumer:
         self.unfinished = 0
 
     async def live(self, submissions: list[PlannedSubmission]) -> None:
-        """Carry out all submissions; return when every result was received."""
         self.unfinished = len(submissions)
         await asyncio.gather(*(self._pursue(planned) for planned in submissions))
 
@@ -238,7 +234,7 @@ class Consumer:
         await stopping.cancel_task(server, self._user, task, once)
 
     async def _read_results(self, batch: BatchId, after: int, server: Server) -> bytes:
-        """Read the first piece of the stream; the next request resumes there, as after a broken connection."""
+        """The next request resumes after the first piece, as after a broken connection."""
         stream = await query.batch_results(server, self._user, batch, after)
         try:
             async for chunk in stream:
@@ -250,7 +246,6 @@ class Consumer:
     # ---- the network
 
     async def _persist(self, work: Work[T]) -> T:
-        """Repeat an idempotent request until it is answered."""
         pause_s = 0.05
         while True:
             try:
@@ -293,7 +288,6 @@ class Consumer:
         return process.spawn(work(process.server))
 
     def _deliver_again(self, work: Work[T]) -> None:
-        """Deliver a copy of a request, without waiting for its answer."""
         process = self._around.host.current
         if process is not None:
             self._tell("is repeated")

@@ -1,6 +1,6 @@
-"""The database file of a run: an empty one to start from, its rows read past the server, the state rebuilt from it.
+"""Database file of a run: creation, rows read past the server, the state rebuilt from them.
 
-The reader uses SQL of its own: it sees what a commit made durable, and shares no code with the store.
+The reader's own SQL shares no code with the store.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ class DatabaseReader:
         return found
 
     def new_logs(self) -> Iterator[tuple[int, str]]:
-        """New output as (task, line)."""
         for number, task, data in self._raw.execute(LOGS, (self._log,)).fetchall():
             self._log = number
             for line in data.decode().splitlines():
@@ -118,7 +117,7 @@ def _allocation(number: int, text: str) -> Allocation:
 
 
 def rebuilt(picture: StatePicture, rows: Picture) -> State:
-    """Build the scheduling state from stored rows, with the fields of nodes that only the picture has."""
+    """Scheduling state from stored rows, with the fields of nodes that only the picture has."""
     shapes = {id_: shape_of(spec, user, rows.teams.get(id_)) for id_, user, spec in rows.specs}
     state = build(
         [picture.nodes.annotated(row.node) for row in rows.nodes],
@@ -138,7 +137,6 @@ def rebuilt(picture: StatePicture, rows: Picture) -> State:
 
 @lru_cache(maxsize=1)
 def empty_database() -> bytes:
-    """A migrated file, made once and copied for every run."""
     with tempfile.TemporaryDirectory(dir=fast_folder()) as folder:
         path = Path(folder) / "empty.db"
         open_inline(path, synchronous="OFF").close()
@@ -146,5 +144,4 @@ def empty_database() -> bytes:
 
 
 def fast_folder() -> str | None:
-    """A folder in memory, if the machine has one: no file outlives the run."""
     return "/dev/shm" if Path("/dev/shm").is_dir() else None

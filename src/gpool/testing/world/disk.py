@@ -1,7 +1,7 @@
 """The server's disk: the real store, driven inline, whose commits take time and can be interrupted by a crash.
 
-Operations run in groups inside one open transaction. The commit makes it durable, and only then are callers answered, in
-commit order. A crash before it discards the group; a crash after it leaves effects that no caller knows of.
+A group of operations is one transaction; callers are answered after its commit, in order. A crash before it discards
+the group; a crash after it leaves effects that no caller knows of.
 """
 
 from __future__ import annotations
@@ -49,8 +49,6 @@ class DiskSpeed:
 
 
 class SimulatedDisk:
-    """The store as one process of the server has it; the file behind it outlives the process."""
-
     def __init__(
         self,
         loop: VirtualLoop,
@@ -116,7 +114,7 @@ class SimulatedDisk:
         self._loop.after_us(delay, self._commit)
 
     def executed(self, group: list[PendingOperation]) -> None:
-        """Called when a group has run and is not durable yet. Flaws answer here, too early."""
+        """A group has run and is not durable yet. Flaws answer here, too early."""
 
     def _run(self, asked: PendingOperation, run: Callable[[Operation[Any]], Any]) -> None:
         try:
@@ -155,7 +153,7 @@ class SimulatedDisk:
         return not self.unanswered and self.last_answer_us < self._loop.us
 
     def crash(self) -> bool:
-        """Discard the open group; whether there was one."""
+        """Return whether an open group was discarded."""
         lost = self._open
         if self._open:
             self._file.abandon_group()

@@ -1,6 +1,6 @@
-"""Faults of a run: the plan, drawn from the seed before the run, and the injector that carries it out.
+"""Fault plan of a run, drawn from the seed, and its injector.
 
-Each seed allows only some kinds of fault (swarm testing): rare combinations occur that an even mixture would not show.
+Each seed allows only some kinds of fault (swarm testing): an even mixture would hide rare combinations.
 """
 
 from __future__ import annotations
@@ -222,7 +222,6 @@ class FaultInjector:
             )
 
     def end_all(self) -> None:
-        """End all faults: every node is started, connected and available from now on."""
         self._trace.say("world", "calms down")
         self._network.calm()
         self._host.start()

@@ -1,7 +1,6 @@
-"""Known bugs, planted by replacing a component of the World. Each must be found, or the World is blind.
+"""Known bugs, planted by replacing a component of the World, which must find each.
 
-No flaw is an `if` in production code; `parts_with(flaw)` returns the components. One file because
-each flaw is a small class, and the table at the end names all of them.
+One file because each flaw is a small class, and the table at the end names all of them.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class Flaw(StrEnum):
 
 
 class EarlyAnswers(SimulatedDisk):
-    """Answers before the commit: a crash in between loses acknowledged writes."""
+    """A crash before the commit loses acknowledged writes."""
 
     def executed(self, group: list[PendingOperation]) -> None:
         self._answer([asked for asked in group if self.is_early(asked)])
@@ -104,14 +103,14 @@ class EarlyAnswers(SimulatedDisk):
 
 
 class EarlyGrants(EarlyAnswers):
-    """Answers plans before the commit: grants are sent that may not become durable."""
+    """Sends grants before the commit that makes them durable."""
 
     def is_early(self, asked: PendingOperation) -> bool:
         return isinstance(asked.value, AppliedPlan)
 
 
 class FreesAtCancel(SimulatedDisk):
-    """Releases a lease at its cancellation, while its attempt still runs."""
+    """Releases a cancelled lease while its attempt still runs."""
 
     async def write(self, operation: Operation[T]) -> T:
         return await super().write(_rewritten(operation, _free_at_cancel))
@@ -129,8 +128,6 @@ class WritesInPart(SimulatedDisk):
 
 
 class NeverGrants(SimulatedDisk):
-    """Writes no grant of a gang, so that it stays queued."""
-
     async def write(self, operation: Operation[T]) -> T:
         grants = "UPDATE tasks SET status = 'leased'"
         return await super().write(_with(operation, grants, _of_one_node))
@@ -141,7 +138,7 @@ def _of_one_node(rows: Sequence[Row]) -> Sequence[Row]:
 
 
 class OverWithOne(SimulatedDisk):
-    """Ends a gang once one of its members has ended; the others run on."""
+    """Ends a gang with its first ended member; the others run on."""
 
     async def write(self, operation: Operation[T]) -> T:
         return await super().write(_rewritten(operation, _all_members))
@@ -154,7 +151,6 @@ def _all_members(sql: str) -> str:
 def _with(
     operation: Operation[T], begins: str, keep: Callable[[Sequence[Row]], Sequence[Row]]
 ) -> Operation[T]:
-    """Pass only some rows to statements that begin with this text."""
     answer: object = None
     try:
         while True:
@@ -219,8 +215,6 @@ def _run(statement: Statement) -> Operation[None]:
 
 
 class FencelessChannel(NodeChannel):
-    """Accepts every report as one of the current lease (no fencing)."""
-
     async def _record(self, frame: Reports) -> None:
         for recording in await self._server.write(_unfenced(frame.items, self._server.now)):
             self._server.picture.absorb(recording)
@@ -282,7 +276,7 @@ class HastyChannel(NodeChannel):
 
 
 class DeafChannel(NodeChannel):
-    """Does not send grants again that a connecting agent never received."""
+    """Does not repeat grants that a connecting agent never received."""
 
     _greets = False
 
@@ -306,23 +300,17 @@ class EarlyExpiry(NodeRegistry):
 
 
 class ExpiryAtRestart(NodeRegistry):
-    """Expires every node at once after a restart."""
-
     def ensure_deadline(self, node: NodeId, now: Instant) -> None:
         self._deadlines.setdefault(node, Instant(now - 1))
 
 
 class ReleasesAtCancel(StatePicture):
-    """Folds the early release of `FreesAtCancel`."""
-
     def absorb(self, recording: Recording) -> None:
         stopped = tuple(TaskId(hold.task) for _, hold in recording.to_stop)
         super().absorb(replace(recording, released=recording.released + stopped))
 
 
 class ForgetsRequeued(StatePicture):
-    """Does not fold requeued tasks."""
-
     def fold(self, event: SchedulingEvent) -> None:
         if not (isinstance(event, TasksQueued) and any(task.epoch for task in event.tasks)):
             super().fold(event)
@@ -355,7 +343,7 @@ class SilentAgentState(AgentState):
 
 
 class ReceiptAgentState(AgentState):
-    """Counts its lease time from the confirmation, not from the sending, of a heartbeat."""
+    """Counts its lease time from the confirmation of a heartbeat, not from its sending."""
 
     def handle(self, now: int, event: Event) -> list[Instruction]:
         timer = self._timer
@@ -377,7 +365,7 @@ class RestartingAgentState(AgentState):
 
 
 class LyingAgentState(AgentState):
-    """Reports `Released` when asked to stop, and kills afterwards."""
+    """Reports `Released` first and kills afterwards."""
 
     def handle(self, now: int, event: Event) -> list[Instruction]:
         if isinstance(event, FrameArrived) and isinstance(event.frame, Stop):
@@ -444,8 +432,6 @@ class RepeatingAgentState(AgentState):
 
 
 class BlankMachine(SimulatedMachine):
-    """Starts every attempt without its checkpoint."""
-
     def start_command(self, order: StartCommand) -> None:
         super().start_command(replace(order, checkpoint=()))
 
@@ -459,8 +445,6 @@ class CarelessChannel(NodeChannel):
 
 
 class UndeadMachine(SimulatedMachine):
-    """Its sandboxes survive the agent."""
-
     def _die(self, task: int, epoch: int) -> int:
         self._loop.after_us(
             self._dice.between(1_000_000, 4_000_000),
@@ -505,5 +489,4 @@ _PARTS: dict[Flaw, dict[str, Any]] = {
 
 
 def parts_with(flaw: Flaw | None) -> Parts:
-    """The real components, except for the flaw's."""
     return Parts() if flaw is None else replace(Parts(), **_PARTS[flaw])

@@ -1,6 +1,6 @@
-"""The server's host: it starts the real server over the database file, and kills it without warning.
+"""The server's host: starts the real server over the database file, and kills it without warning.
 
-A server process is a group of tasks that die together; nothing it does afterwards reaches disk or network.
+After that nothing of the process reaches disk or network.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ EPOCH_US = 1_800_000_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The components of a World. A flaw replaces one of them; production code knows of no flaw."""
+    """A flaw replaces one component."""
 
     agent_state: Callable[[str, Offer], AgentState] = AgentState
     disk: Callable[..., SimulatedDisk] = SimulatedDisk
@@ -67,7 +67,7 @@ class Parts:
 
 @dataclass(slots=True)
 class WallClock:
-    """The server's clock: it drifts by `rate`, and is set forward by `steps`: (when, how far)."""
+    """Server's clock: drifts by `rate`, is set forward by `steps`: (when, how far)."""
 
     loop: VirtualLoop
     rate: float = 1.0
@@ -151,7 +151,6 @@ class ServerProcess:
             self._site.fail(f"a task of the server died: {error!r}")
 
     def serve(self, link: SimulatedLink, credentials: NodeCredentials) -> None:
-        """Serve a link as the WebSocket route does: pass frames to the channel one at a time."""
         site, trace, name = self._site, self._site.trace, f"srv:{link.name}"
         inbox: deque[bytes | None] = deque()
         arrived = asyncio.Event()
@@ -186,7 +185,7 @@ class ServerProcess:
         self.spawn(pump())
 
     def kill(self) -> bool:
-        """Kill the process; whether an open group of writes was lost."""
+        """Return whether an open group of writes was lost."""
         lost = self.disk.crash()
         self.process.kill()
         for link in self._links:
@@ -232,7 +231,7 @@ class Host:
     def put(
         self, secret: str, hold: frames.Hold, sha256: str, told: Callable[[bool], None]
     ) -> None:
-        """Store an artifact as the routes do, without its bytes. A process that dies meanwhile does not answer."""
+        """Store an artifact without its bytes. A process that dies meanwhile does not answer."""
         process = self.current
         if process is None:
             return
@@ -248,7 +247,7 @@ class Host:
 
 
 class ErrorLogHandler(logging.Handler):
-    """Fails the run on any logged error: an exception that the loop runner survives is still a bug."""
+    """Fails the run: an exception that the loop runner survives is still a bug."""
 
     def __init__(self, fail: Callable[[str], None]) -> None:
         super().__init__(logging.ERROR)

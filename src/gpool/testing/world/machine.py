@@ -1,6 +1,6 @@
 """A provider's machine: sandboxes that take time to start, run, fail, hang, run out of memory and die when killed.
 
-It reports to the oracle what really runs, and to the agent what an agent would observe. It knows nothing of leases.
+Reports to the oracle what runs, to the agent what an agent observes. It knows no leases.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ CALL_US = ((1 * MS, 10 * MS), (1 * MS, 80 * MS), (1 * MS, 80 * MS), (100 * MS, 2
 
 
 def tag(task: int, epoch: int, node: str, boot: int) -> str:
-    """Mark of an attempt in its result, by which the oracle knows whose it is."""
     return f"{task}.{epoch}.{node}.{boot}"
 
 
@@ -91,7 +90,7 @@ Upload = Callable[[int, int, str, Callable[[bool], None]], None]
 
 
 class SimulatedMachine:
-    """A machine during one process of its agent; it does nothing after `crash`."""
+    """One process of its agent; inert after `crash`."""
 
     def __init__(
         self,
@@ -134,7 +133,7 @@ class SimulatedMachine:
             self._due(step, args)
 
     def crash(self) -> int:
-        """Kill all sandboxes with the agent; return the time until the last is dead, in microseconds."""
+        """Return the time until the last sandbox is dead, in microseconds."""
         self._off = True
         last = 0
         for command in self._commands.values():
@@ -216,7 +215,7 @@ class SimulatedMachine:
             self._later(command.spec.checkpoint_every, self._save_periodically, command)
 
     def _save(self, command: _Command, then: Callable[[], None]) -> None:
-        """Upload a checkpoint and report it, then call `then`; only call it if there is no new progress."""
+        """Upload a checkpoint, report it, call `then`; without new progress only call `then`."""
         progress = command.progress(self._loop.us)
         if progress <= command.saved:
             then()
@@ -244,7 +243,7 @@ class SimulatedMachine:
     def _command_ends(
         self, command: _Command, reason: EndReason, exit_code: int | None, text: str
     ) -> None:
-        """End a command. A failed or preempted one is saved before its end is reported."""
+        """A failed or preempted command is saved before its end is reported."""
         if command.dead:
             return
         command.dead = True
@@ -373,6 +372,6 @@ class SimulatedMachine:
 
 
 def duration_us(spec: TaskSpec, dice: Dice) -> int:
-    """Run time of a command; its first argument is the maximum in milliseconds."""
+    """The first argument of a command is its maximum in milliseconds."""
     longest = int(spec.command[1]) if len(spec.command) > 1 else 500
     return dice.between(10 * MS, longest * MS)

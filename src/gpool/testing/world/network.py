@@ -1,7 +1,7 @@
-"""The network between agents, consumers and the server: late, lossy, repeating, in order only within a connection.
+"""Network between agents, consumers and the server: late, lossy, repeating, in order only within a connection.
 
-A link is one WebSocket. It delivers in order or breaks. Each side learns of a break at its own time; until then frames
-under way may still arrive, even after a newer link is open.
+A link is one WebSocket: it delivers in order or breaks. Each side learns of a break at its own time; until then
+frames may arrive, even after a newer link is open.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LinkDirection:
 
 @dataclass(slots=True)
 class BlockedDirections:
-    """Time until which a node's links are blocked, by direction: frames wait, new connections fail."""
+    """Ends of blocks by direction: frames wait, new connections fail."""
 
     up_until_us: int = 0
     down_until_us: int = 0
@@ -50,7 +50,7 @@ class BlockedDirections:
 
 
 class SimulatedLink:
-    """One connection. `up` carries to the server, `down` to the agent."""
+    """`up` carries to the server, `down` to the agent."""
 
     def __init__(self, network: SimulatedNetwork, node: str, number: int, dice: Dice) -> None:
         self.node = node
@@ -100,7 +100,7 @@ class SimulatedLink:
             way.deliver(data)
 
     def break_off(self, agent_learns_us: int, server_learns_us: int, *, lose: bool) -> None:
-        """Break the connection; with `lose` frames under way are lost, else they arrive until the receiver knows."""
+        """With `lose` frames under way are lost, else they arrive until the receiver knows."""
         if self.broken:
             return
         self.broken = True
@@ -119,7 +119,7 @@ class SimulatedLink:
         self._on_server_closed()
 
     def close_by_server(self) -> None:
-        """Close in order: frames sent before still arrive, then the agent learns of the end."""
+        """Frames sent before still arrive."""
         if self.broken:
             return
         self.broken = True
@@ -168,7 +168,7 @@ class SimulatedNetwork:
         return link
 
     def stall(self, node: str, lasts_us: int) -> None:
-        """Delay the node's frames; it connects again, and the old frames arrive after the new ones."""
+        """The node connects again, and its old frames arrive after the new ones."""
         if self.dice.chance(0.5):
             self.stalls_us[node] = lasts_us
             self.break_links(node)

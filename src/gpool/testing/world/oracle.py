@@ -1,7 +1,6 @@
-"""Test oracle of the World: what really runs, what is durable, what was acknowledged; each invariant checked as it changes.
+"""Test oracle of the World: running, durable and acknowledged facts; each invariant is checked when they change.
 
-The oracle sees everything and shares no code with the components it checks. It reports a violation as a sentence.
-One file because all invariants of a run stand in one place.
+Shares no code with the components it checks. One file: all invariants of a run.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _RANK = re.compile(r"^\[\d+\] ")  # prefix of a line printed by a gang's member
 
 
 def mark_of(value: bytes, text: str) -> str:
-    """The mark an attempt left in its result (`machine.tag`); empty if the result is not the attempt's own."""
+    """Mark (`machine.tag`) in a result; empty if the result is not the attempt's own."""
     found = value.decode() if value else text
     return found if _MARK.fullmatch(found) else ""
 
@@ -38,7 +37,7 @@ class MemberSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class TaskSnapshot:
-    """A task as stored; a gang has the members of its last lease, and no node of its own."""
+    """Task as stored; a gang has the members of its last lease, and no node of its own."""
 
     task: int
     batch: int
@@ -120,13 +119,12 @@ class Oracle:
         return self.nodes.setdefault(name, MachineTruth(offer))
 
     def _excused(self, node: MachineTruth) -> bool:
-        """Whether the machine was frozen until just now, so that it could not release its leases."""
+        """Whether the machine was frozen until just now and could not release its leases."""
         return node.frozen or self._now_us() - node.thawed_us <= RELEASE_BOUND_US
 
     def attempt_began(
         self, name: str, task: int, epoch: int, allocation: Allocation, sandbox: object = None
     ) -> None:
-        """Check and record the start of an attempt, in its own sandbox or as a call in `sandbox`."""
         node = self.nodes[name]
         self.attempts += 1
         who = f"task {task} epoch {epoch} on {name}"
@@ -179,8 +177,8 @@ class Oracle:
     def _check_room(self, name: str, node: MachineTruth) -> None:
         """Check that everything running fits the machine, slice by slice; an idle runner still holds its slices.
 
-        After a freeze past its lease, an attempt being killed may still use processors, never a GPU slice. Its
-        allocation is unknown by then: a runner may have moved since it began.
+        After a freeze past its lease, an attempt being killed may still use processors, never a GPU slice; its allocation
+        is unknown, since its runner may have moved.
         """
         excused = self._excused(node)
         current, over = [], []
@@ -370,7 +368,6 @@ class Oracle:
 
 
 def overfull(offer: Offer, allocations: Sequence[Allocation]) -> str:
-    """The resource of a machine that these allocations exceed; empty if they fit."""
     if sum(a.cpu_milli for a in allocations) > offer.cpu_milli:
         return "processors are overcommitted"
     if sum(a.memory_bytes for a in allocations) > offer.memory_bytes:
@@ -385,7 +382,7 @@ def overfull(offer: Offer, allocations: Sequence[Allocation]) -> str:
 
 
 def _gang_problem(row: TaskSnapshot, wanted: int, sites: set[str]) -> str | None:
-    """A gang that holds leases is on `wanted` nodes of one site; a task of one node is on exactly one."""
+    """A gang with leases is on `wanted` nodes of one site; another task is on one."""
     if not row.holding:
         held = any(member.holding for member in row.members)
         return f"members of a gang hold leases, and the gang does not: {row}" if held else None
@@ -399,7 +396,6 @@ def _gang_problem(row: TaskSnapshot, wanted: int, sites: set[str]) -> str | None
 
 
 def _mark_problem(old: TaskSnapshot, row: TaskSnapshot) -> str | None:
-    """The accepted result is that of the lease that was current, by the node that held it."""
     task, epoch, node = row.mark.split(".")[:3]
     if int(task) != row.task:
         return f"a result of task {task} was accepted for another: {row}"

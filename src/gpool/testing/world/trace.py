@@ -1,4 +1,4 @@
-"""Trace of a run: every message and decision with its virtual time, hashed as it is written."""
+"""Trace of a run: messages and decisions with their virtual time, hashed as written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpool.wire.frames import Grants, Line, encode
 
 
 class Trace:
-    """`keep` also keeps the lines; the hash is the same either way."""
+    """`keep` also keeps the lines; the hash is the same."""
 
     def __init__(self, loop: VirtualLoop, *, keep: bool = False) -> None:
         self._loop = loop
@@ -33,7 +33,7 @@ class Trace:
             self._flush()
 
     def frame(self, who: str, way: str, data: bytes, frame: object) -> None:
-        """Hash a frame by its bytes, without gang secrets: they do not come from the seed."""
+        """Hash a frame without gang secrets: they do not come from the seed."""
         self.count += 1
         if isinstance(frame, Grants) and any(line.gang is not None for line in frame.lines):
             data = encode(replace(frame, lines=tuple(map(_without_secret, frame.lines))))

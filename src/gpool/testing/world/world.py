@@ -1,6 +1,6 @@
-"""A whole pool in one process under virtual time: real planner, store, server and agent state machines; the rest is simulated.
+"""A pool in one process under virtual time: real planner, store, server and agent state machines; the rest is simulated.
 
-`run(seed)` is a function: the same seed gives the same run, to the byte of its trace, in every process.
+The same seed gives the same run, to the byte of its trace, in every process.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def run(
     limits: FaultLimits | None = None,
     steps: tuple[tuple[int, int], ...] = (),
 ) -> WorldOutcome:
-    """Run one seed; a violation ends it. `steps`: (when, how far) the server's time of day is set forward, in microseconds."""
+    """A violation ends the run. `steps`: (when, how far) the server's time of day is set forward, in microseconds."""
     folder = Path(tempfile.mkdtemp(prefix="gpool-world-", dir=fast_folder()))
     try:
         world = World(seed, folder, parts or Parts(), limits or FaultLimits(), keep_trace, steps)
@@ -247,7 +247,7 @@ class World:
             self.fail(f"a consumer died of {life.exception()!r}")
 
     def fail(self, what: str) -> None:
-        """End the run with a violation; only the first one is reported."""
+        """Only the first violation is reported."""
         if self.violation is None:
             self.violation = f"at {self.loop.us / 1e6:.6f} s: {what}"
             self.trace.say("world", "VIOLATION", what)

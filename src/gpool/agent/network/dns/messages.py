@@ -39,7 +39,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class DnsAnswer:
     code: int
     addresses: tuple[IPv4Address, ...]
     ttl_s: int
@@ -69,7 +69,7 @@ def write_question(number: int, name: str) -> bytes:
     return head + labels + b"\0" + struct.pack("!HH", A, IN) + extension
 
 
-def read_answer(message: bytes, number: int, name: str) -> Answer:
+def read_answer(message: bytes, number: int, name: str) -> DnsAnswer:
     """Every IPv4 address of the answer section, through any CNAME chain; it must answer our question."""
     if len(message) < HEADER.size:
         raise BadMessage("too short")
@@ -94,7 +94,7 @@ def read_answer(message: bytes, number: int, name: str) -> Answer:
             addresses.append(IPv4Address(message[at : at + 4]))
             ttl = min(ttl, seconds)
         at += length
-    return Answer(flags & 15, tuple(dict.fromkeys(addresses)), ttl, bool(flags & TRUNCATED))
+    return DnsAnswer(flags & 15, tuple(dict.fromkeys(addresses)), ttl, bool(flags & TRUNCATED))
 
 
 def write_answer(

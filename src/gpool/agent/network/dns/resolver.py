@@ -213,7 +213,7 @@ class Resolver:
         code = messages.NO_ERROR if reachable else messages.NO_NAME
         return messages.write_answer(question, code, reachable, ttl_s)
 
-    async def _ask(self, name: str) -> messages.Answer | None:
+    async def _ask(self, name: str) -> messages.DnsAnswer | None:
         self.tally.forwarded += 1
         for server in self.names.servers:
             try:
@@ -231,7 +231,7 @@ def _family(server: Server) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in server[0] else socket.AF_INET
 
 
-async def _ask_by_datagram(server: Server, name: str) -> messages.Answer:
+async def _ask_by_datagram(server: Server, name: str) -> messages.DnsAnswer:
     """Use a fresh port and id against forged answers."""
     loop = asyncio.get_running_loop()
     number = secrets.randbelow(1 << 16)
@@ -245,7 +245,7 @@ async def _ask_by_datagram(server: Server, name: str) -> messages.Answer:
                 return messages.read_answer(message, number, name)
 
 
-async def _ask_by_stream(server: Server, name: str) -> messages.Answer:
+async def _ask_by_stream(server: Server, name: str) -> messages.DnsAnswer:
     loop = asyncio.get_running_loop()
     number = secrets.randbelow(1 << 16)
     with socket.socket(_family(server), socket.SOCK_STREAM) as asking:

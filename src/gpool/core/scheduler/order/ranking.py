@@ -15,7 +15,7 @@ from gpool.core.scheduler.order.limits import Holder, band, least_gpus
 from gpool.core.scheduler.order.orders import Candidate, Order, Policy, Rank
 from gpool.core.scheduler.place.fit import unfit
 from gpool.core.scheduler.place.kinds import kind_key
-from gpool.core.scheduler.state.queue import QueueEntry
+from gpool.core.scheduler.state.queue import TaskQueueEntry
 from gpool.core.scheduler.state.state import State
 from gpool.core.scheduler.state.waiting import ShapeState
 
@@ -57,7 +57,7 @@ class Ranking:
             looks -= len(nodes)
         return total
 
-    def rank(self, shape: Shape, place: int, entry: QueueEntry) -> Rank:
+    def rank(self, shape: Shape, place: int, entry: TaskQueueEntry) -> Rank:
         state, policy = self._state, self._policy
         needs = shape.requirements
         gpus = least_gpus(shape) * needs.nodes

@@ -21,7 +21,7 @@ from gpool.core.scheduler.passes.victims import VictimSearch
 from gpool.core.scheduler.place.fit import Fit
 from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.state.events import GangPart, Preempt
-from gpool.core.scheduler.state.queue import QueueEntry
+from gpool.core.scheduler.state.queue import TaskQueueEntry
 from gpool.core.scheduler.state.state import State
 from gpool.core.scheduler.state.waiting import ShapeState
 
@@ -45,11 +45,11 @@ class QueueCursor:
     def __init__(self, entry: ShapeState) -> None:
         self.entry, self.shape = entry, entry.shape
         self.left = entry.queue.size
-        self.head: QueueEntry = entry.queue.front()
+        self.head: TaskQueueEntry = entry.queue.front()
         self.is_blocked = False  # by a GPU limit, or waiting for inputs: more room would not help
         self.rank = _UNRANKED
         self.ranked_at = 0  # number of the ledger's last change when the rank was computed
-        self._entries: Iterator[QueueEntry] | None = None  # made when it is first taken from
+        self._entries: Iterator[TaskQueueEntry] | None = None  # made when it is first taken from
 
     def set_rank(self, rank: Rank, changes: int) -> None:
         self.rank, self.ranked_at = rank, changes
@@ -57,7 +57,7 @@ class QueueCursor:
     def block(self) -> None:
         self.is_blocked = True
 
-    def take(self, count: int) -> list[QueueEntry]:
+    def take(self, count: int) -> list[TaskQueueEntry]:
         if self.left == count == 1:
             self.left = 0
             return [self.head]
@@ -87,7 +87,7 @@ class PlannedAllocation:
         self.shape = shape
         self.queued = queued  # leases that were in the queue before
         self.members = members
-        self.grants: list[QueueEntry] = []
+        self.grants: list[TaskQueueEntry] = []
 
     @property
     def length(self) -> int:

@@ -30,7 +30,7 @@ from gpool.core.scheduler.passes.reservations import contention
 from gpool.core.scheduler.passes.starts import look, start
 from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.state.events import LeaseGrant, PassPlan, Placement
-from gpool.core.scheduler.state.queue import QueueEntry, epoch_of
+from gpool.core.scheduler.state.queue import TaskQueueEntry, epoch_of
 from gpool.core.scheduler.state.state import State
 
 DEFAULT = Policy()
@@ -73,7 +73,7 @@ def _place(ctx: PassContext, planned: PlannedAllocation) -> Placement:
     return Placement(planned.node, planned.allocation, planned.shape, grants, planned.members)
 
 
-def _preemptible_grant(ctx: PassContext, entry: QueueEntry) -> LeaseGrant:
+def _preemptible_grant(ctx: PassContext, entry: TaskQueueEntry) -> LeaseGrant:
     task = TaskId(entry.task)
     attained = ctx.state.attained(task, ctx.now)
     return LeaseGrant(task, epoch_of(entry) + 1, Instant(entry.queued_at), attained)

@@ -19,7 +19,7 @@ from gpool.core.scheduler.passes.context import (
 from gpool.core.scheduler.passes.preemption import preempt_for
 from gpool.core.scheduler.passes.reservations import Contention, reserve_for
 from gpool.core.scheduler.place import gangs, input_affinity
-from gpool.core.scheduler.state.queue import QueueEntry
+from gpool.core.scheduler.state.queue import TaskQueueEntry
 
 MAX_SHAPES = 1500
 """Shapes considered in one pass; of more, some in rotation (`state.waiting`)."""
@@ -33,7 +33,7 @@ _MAX_CARDS_TRIED = 32  # GPUs tried for a slice whose share of them differs
 
 class QueuePosition(NamedTuple):
     rank: Rank
-    head: QueueEntry
+    head: TaskQueueEntry
     cursor: QueueCursor
 
 

@@ -17,7 +17,7 @@ from gpool.core.model import Shape
 from gpool.core.scheduler.state.events import QueuedTask
 
 
-class QueueEntry(NamedTuple):
+class TaskQueueEntry(NamedTuple):
     """Waiting task; sorts by age, then id.
 
     The lower half of the stamp is the epoch (`epoch_of`). The upper half grows when tasks arrive while dead entries exist,
@@ -41,7 +41,7 @@ _EPOCH_MASK = (1 << _EPOCH_BITS) - 1
 _SLACK = 256
 
 
-def epoch_of(entry: QueueEntry) -> int:
+def epoch_of(entry: TaskQueueEntry) -> int:
     return entry.stamp & _EPOCH_MASK
 
 
@@ -71,14 +71,14 @@ class Queue:
         self._stamps = array("q")
         self._head = 0
         self._arrival = 0
-        self._late: list[QueueEntry] = []
+        self._late: list[TaskQueueEntry] = []
 
     def add(self, tasks: Iterable[QueuedTask]) -> set[Queue]:
         """Return the queues that lost tasks, to be tidied. A waiting task keeps its position unless its epoch changed."""
         live, tickets = self._live, self._tickets
         since, ids, stamps = self._since, self._ids, self._stamps
         last_at, last_id = (since[-1], ids[-1]) if since else (-1, -1)
-        late: list[QueueEntry] = []
+        late: list[TaskQueueEntry] = []
         left: set[Queue] = set()
         if not self._has_no_dead():
             self._arrival += 1
@@ -106,7 +106,7 @@ class Queue:
                 stamps.append(stamp)
                 last_at, last_id = at, id_
             else:
-                late.append(QueueEntry(at, id_, stamp))
+                late.append(TaskQueueEntry(at, id_, stamp))
         self.size += added
         if len(late) == 1:
             insort(self._late, late[0])
@@ -144,24 +144,24 @@ class Queue:
         used = set(self._stamps)
         self._tickets = {stamp: t for stamp, t in self._tickets.items() if stamp in used}
 
-    def entries(self) -> Iterator[QueueEntry]:
+    def entries(self) -> Iterator[TaskQueueEntry]:
         if self._late:
             late = (entry for entry in self._late if self._is_live(entry))
             return merge(self._in_order(), late)
         return self._in_order()
 
-    def head(self) -> QueueEntry | None:
+    def head(self) -> TaskQueueEntry | None:
         return next(self.entries(), None)
 
-    def front(self) -> QueueEntry:
+    def front(self) -> TaskQueueEntry:
         at = self._head
         if not self._late and at < len(self._ids):
             ticket = self._live.get(TaskId(self._ids[at]))
             if ticket is not None and ticket.queue is self and ticket.stamp == self._stamps[at]:
-                return QueueEntry(self._since[at], self._ids[at], self._stamps[at])
+                return TaskQueueEntry(self._since[at], self._ids[at], self._stamps[at])
         return next(self.entries())
 
-    def entry_of(self, task: TaskId) -> QueueEntry | None:
+    def entry_of(self, task: TaskId) -> TaskQueueEntry | None:
         ticket = self._live.get(task)
         if ticket is None or ticket.queue is not self:
             return None
@@ -172,11 +172,11 @@ class Queue:
             except ValueError:
                 break
             if self._stamps[at] == ticket.stamp:
-                return QueueEntry(self._since[at], task, ticket.stamp)
+                return TaskQueueEntry(self._since[at], task, ticket.stamp)
             at += 1
         return next(e for e in self._late if e.task == task and e.stamp == ticket.stamp)
 
-    def count_while(self, is_ahead: Callable[[int, QueueEntry], bool]) -> int:
+    def count_while(self, is_ahead: Callable[[int, TaskQueueEntry], bool]) -> int:
         """`is_ahead(position, entry)` is monotone."""
         if self._late or not self._has_no_dead():
             ahead = takewhile(lambda pair: is_ahead(*pair), enumerate(self.entries()))
@@ -185,22 +185,25 @@ class Queue:
         while low < high:
             middle = (low + high) // 2
             at = head + middle
-            if is_ahead(middle, QueueEntry(self._since[at], self._ids[at], self._stamps[at])):
+            if is_ahead(middle, TaskQueueEntry(self._since[at], self._ids[at], self._stamps[at])):
                 low = middle + 1
             else:
                 high = middle
         return low
 
-    def _is_live(self, entry: QueueEntry) -> bool:
+    def _is_live(self, entry: TaskQueueEntry) -> bool:
         ticket = self._live.get(TaskId(entry.task))
         return ticket is not None and ticket.queue is self and ticket.stamp == entry.stamp
 
-    def _in_order(self) -> Iterator[QueueEntry]:
+    def _in_order(self) -> Iterator[TaskQueueEntry]:
         live, start, chunk = self._live, self._head, 4
         while start < len(self._ids):
             end = start + chunk
             block = map(
-                QueueEntry, self._since[start:end], self._ids[start:end], self._stamps[start:end]
+                TaskQueueEntry,
+                self._since[start:end],
+                self._ids[start:end],
+                self._stamps[start:end],
             )
             if self._has_no_dead():
                 yield from block

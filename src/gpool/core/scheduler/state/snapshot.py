@@ -20,7 +20,7 @@ from gpool.core.scheduler.state.events import (
     TasksQueued,
 )
 from gpool.core.scheduler.state.held import HeldAllocation
-from gpool.core.scheduler.state.queue import QueueEntry, epoch_of
+from gpool.core.scheduler.state.queue import TaskQueueEntry, epoch_of
 from gpool.core.scheduler.state.state import State
 
 FRONT = 1000
@@ -95,7 +95,7 @@ def take(state: State, also: Collection[TaskId] = (), front: int = FRONT) -> Sna
     return Snapshot(nodes, tuple(queued), held, stopping, hints, state.queued_count - copied)
 
 
-def _queued(state: State, entry: QueueEntry) -> QueuedTask:
+def _queued(state: State, entry: TaskQueueEntry) -> QueuedTask:
     at, id_ = Instant(entry.queued_at), TaskId(entry.task)
     return QueuedTask(id_, epoch_of(entry), at, state.attained(id_, at))
 

@@ -24,7 +24,7 @@ from gpool.server.identity.tokens.refresh import (
     Rotate,
 )
 from gpool.server.server import Once, Server
-from gpool.server.store.identity_values import Account, Caller, SignInSession
+from gpool.server.store.identity_values import Account, Caller, StoredSession
 from gpool.server.store.operation import operation
 from gpool.server.store.operations.identity import accounts as account_operations
 from gpool.server.store.operations.identity import sessions as operations
@@ -76,7 +76,7 @@ async def open_session(
     )
     sealed = await server.identity.sealer.seal(_place(family.id), family.seed)
     opened = operations.open_session(
-        SignInSession(
+        StoredSession(
             id=family.id,
             user=family.user,
             seed_sealed=sealed,
@@ -113,7 +113,7 @@ def _label(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _StoredSession:
-    session: SignInSession | None
+    session: StoredSession | None
     user: User | None
 
 
@@ -169,7 +169,7 @@ def _stored(family: str) -> Operation[_StoredSession]:
     return _StoredSession(session, None if caller is None else caller.user)
 
 
-async def _family(server: Server, session: SignInSession) -> Family:
+async def _family(server: Server, session: StoredSession) -> Family:
     return Family(
         id=session.id,
         user=session.user,
@@ -191,7 +191,7 @@ def _place(session: str) -> FieldLocation:
 
 async def sign_out(server: Server, who: Caller | None, token: str | None, everywhere: bool) -> None:
     """End the session of `token` or of the caller, or all. Without a caller the token is the credential."""
-    session: SignInSession | None = None
+    session: StoredSession | None = None
     if token is not None:
         session = await _of_token(server, token)
         if who is None and session is not None:
@@ -216,7 +216,7 @@ async def sign_out(server: Server, who: Caller | None, token: str | None, everyw
     server.credentials.forget()
 
 
-async def _of_token(server: Server, token: str) -> SignInSession | None:
+async def _of_token(server: Server, token: str) -> StoredSession | None:
     presented: Presented | None = refresh.parse(token)
     if presented is None:
         return None

@@ -72,7 +72,7 @@ class NotProven(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Proven:
+class KeyProof:
     thumbprint: str
 
 
@@ -114,7 +114,7 @@ class Proofs:
 
     def answered(
         self, statement: ChallengeStatement, signature: str, now: Instant
-    ) -> Proven | NotProven:
+    ) -> KeyProof | NotProven:
         """Whether the answer proves possession of `statement.public`, for this purpose and for the first time.
 
         The caller builds the statement from its store (node, key) and route (purpose); only the nonce is the peer's.
@@ -135,11 +135,11 @@ class Proofs:
         if not _signed(statement.public, raw, statement.message()):
             return NotProven.SIGNATURE
         used = self._memory.take(("challenge", statement.nonce), expires, now)
-        return used or Proven(thumbprint(statement.public))
+        return used or KeyProof(thumbprint(statement.public))
 
     def request(
         self, statement: RequestStatement, header: str, public: bytes, claims: Claims, now: Instant
-    ) -> Proven | NotProven:
+    ) -> KeyProof | NotProven:
         """Check the proof header of a request, which supplies time and nonce, against the key its token is bound to."""
         proof = parse_request_proof(header)
         raw = signature_from(proof.signature) if proof else None
@@ -157,7 +157,7 @@ class Proofs:
             return NotProven.SIGNATURE
         expires = Instant(at + REQUEST_LIFE + SECOND)
         used = self._memory.take((claims.key, proof.nonce), expires, now)
-        return used or Proven(claims.key)
+        return used or KeyProof(claims.key)
 
     def _tag(self, body: bytes, purpose: str, node: str) -> bytes:
         facts = "\0".join((str(purpose), self._server, node)).encode("utf-8", "surrogatepass")

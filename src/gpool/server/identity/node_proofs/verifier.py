@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from gpool.core.errors import Invalid, NotSignedIn
 from gpool.core.ids import NodeId, decode, encode
 from gpool.core.model import SECOND, Instant, Span
-from gpool.server.identity.node_proofs.proofs import NotProven, Proofs, Proven, is_sound
+from gpool.server.identity.node_proofs.proofs import KeyProof, NotProven, Proofs, is_sound
 from gpool.server.identity.tokens.access import (
     LIFE_S,
     Claims,
@@ -108,17 +108,17 @@ class NodeAuthenticator:
     def challenge(self, purpose: Purpose, node: NodeId | None = None) -> str:
         return self._proofs.challenge(purpose, _encoded(node), secrets.token_bytes(16), self._now())
 
-    def joins(self, public_key: str, nonce: str, signature: str) -> Proven | NotProven:
+    def joins(self, public_key: str, nonce: str, signature: str) -> KeyProof | NotProven:
         return self._answered(Purpose.JOIN, None, public_key, nonce, signature)
 
     def proves(
         self, who: NodeCredentials, purpose: Purpose, nonce: str, signature: str
-    ) -> Proven | NotProven:
+    ) -> KeyProof | NotProven:
         return self._answered(purpose, who.node, who.public_key or "", nonce, signature)
 
     def _answered(
         self, purpose: Purpose, node: NodeId | None, public_key: str, nonce: str, signature: str
-    ) -> Proven | NotProven:
+    ) -> KeyProof | NotProven:
         public = public_from(public_key)
         if public is None:
             return NotProven.KEY

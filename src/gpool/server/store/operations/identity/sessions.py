@@ -11,7 +11,7 @@ from collections.abc import Collection
 from gpool.core.ids import UserId
 from gpool.core.model import Instant
 from gpool.server.store.generated_rows import SessionsRecord, SigningKeysRecord
-from gpool.server.store.identity_values import Rotation, SigningKey, SignInSession
+from gpool.server.store.identity_values import Rotation, SigningKey, StoredSession
 from gpool.server.store.operation import operation
 from gpool.server.store.protocol import Operation, Statement
 from gpool.server.store.queries import columns, exists, select, values
@@ -22,11 +22,11 @@ KEYS_LOCK = 0x67706B657973  # "gpkeys"
 SIGNING_KEY = columns(SigningKeysRecord, SigningKeysRecord, "k")
 
 
-def _session(row: SessionsRecord) -> SignInSession:
-    return SignInSession(*row._replace(seed_sealed=bytes(row.seed_sealed)))
+def _session(row: SessionsRecord) -> StoredSession:
+    return StoredSession(*row._replace(seed_sealed=bytes(row.seed_sealed)))
 
 
-def _one(id: str) -> Operation[SignInSession | None]:
+def _one(id: str) -> Operation[StoredSession | None]:
     rows = yield from select(
         SessionsRecord,
         f"SELECT {SESSION} FROM sessions WHERE id = :id",  # noqa: S608
@@ -36,7 +36,7 @@ def _one(id: str) -> Operation[SignInSession | None]:
 
 
 @operation
-def open_session(session: SignInSession) -> Operation[None]:
+def open_session(session: StoredSession) -> Operation[None]:
     yield Statement(
         "INSERT INTO sessions (id, user_id, seed_sealed, generation, rotated_at, idle_until, created_at, expires_at, "
         "label) VALUES (:id, :user, :seed, :generation, :rotated_at, :idle_until, :created_at, :expires_at, :label)",
@@ -55,7 +55,7 @@ def open_session(session: SignInSession) -> Operation[None]:
 
 
 @operation
-def session(id: str) -> Operation[SignInSession | None]:
+def session(id: str) -> Operation[StoredSession | None]:
     return (yield from _one(id))
 
 
@@ -115,7 +115,7 @@ def end_sessions_of(
 
 
 @operation
-def sessions_of(user: UserId, at: Instant) -> Operation[tuple[SignInSession, ...]]:
+def sessions_of(user: UserId, at: Instant) -> Operation[tuple[StoredSession, ...]]:
     rows = yield from select(
         SessionsRecord,
         f"SELECT {SESSION} FROM sessions WHERE user_id = :user AND ended_at IS NULL AND expires_at > :at "  # noqa: S608
