@@ -66,6 +66,8 @@ check: setup                ## lint, types, import contracts, structure, generat
 		|| { echo 'a route has no row in the matrix of who gets what'; exit 1; }
 	$(BIN)/python -m gpool.core.lifecycle | diff -u docs/lifecycle.md - \
 		|| { echo 'docs/lifecycle.md is stale: run make docs'; exit 1; }
+	$(BIN)/python -m gpool.core.permissions | diff -u docs/permissions.md - \
+		|| { echo 'docs/permissions.md is stale: run make docs'; exit 1; }
 	$(BIN)/python -m gpool.agent.state_machine.transitions | diff -u docs/agent-lifecycle.md - \
 		|| { echo 'docs/agent-lifecycle.md is stale: run make docs'; exit 1; }
 	$(BIN)/python -m gpool.server.settings | diff -u docs/settings.md - \
@@ -99,6 +101,7 @@ bench: setup                ## every benchmark that needs nothing but gpool; tab
 
 docs: setup                 ## write the generated pages again
 	$(BIN)/python -m gpool.core.lifecycle > docs/lifecycle.md
+	$(BIN)/python -m gpool.core.permissions > docs/permissions.md
 	$(BIN)/python -m gpool.agent.state_machine.transitions > docs/agent-lifecycle.md
 	$(BIN)/python -m gpool.server.settings > docs/settings.md
 	$(BIN)/python -m gpool.server.store.row_generator > .generated_rows && mv .generated_rows src/gpool/server/store/generated_rows.py

@@ -17,6 +17,7 @@ from gpool.core.permissions import (
     POOL,
     RULES,
     AccessOutcome,
+    AccessRelation,
     Action,
     Actor,
     Nobody,
@@ -24,7 +25,6 @@ from gpool.core.permissions import (
     ObjectKind,
     PermissionRule,
     Person,
-    Relation,
     Role,
     Scope,
     TeamId,
@@ -97,7 +97,7 @@ def test_a_stranger_is_never_allowed_anything_that_is_not_for_everybody(
     stranger = replace(
         who, id=UserId(99), permissions=who.permissions - {Permission.OPERATOR}, teams={}
     )
-    if not rule.may & {Relation.ANYONE, Relation.SIGNED_IN}:
+    if not rule.may & {AccessRelation.ANYONE, AccessRelation.SIGNED_IN}:
         assert not may(stranger, action, thing).allowed
 
 
@@ -107,7 +107,7 @@ def test_a_strangers_thing_and_a_missing_one_always_answer_alike(
 ) -> None:
     """Whoever the actor is, but for operators, who see everything, and for what everybody may see."""
     rule = RULES[action]
-    if rule.kind is ObjectKind.SERVER or Relation.SIGNED_IN in rule.may:
+    if rule.kind is ObjectKind.SERVER or AccessRelation.SIGNED_IN in rule.may:
         return
     if isinstance(actor, Person):
         actor = replace(actor, permissions=actor.permissions - {Permission.OPERATOR}, scopes=held)
@@ -161,7 +161,7 @@ def test_a_key_never_does_what_only_a_sign_in_may(
     action: Action, held: frozenset[Permission], roles: dict[TeamId, Role]
 ) -> None:
     rule = RULES[action]
-    if rule.scope is None and Relation.ANYONE not in rule.may:
+    if rule.scope is None and AccessRelation.ANYONE not in rule.may:
         key = Person(ME, held, roles, frozenset(Scope))
         thing = POOL if rule.kind is ObjectKind.SERVER else Thing(rule.kind, owner=ME)
         assert may(key, action, thing).outcome is AccessOutcome.REFUSED
@@ -170,7 +170,7 @@ def test_a_key_never_does_what_only_a_sign_in_may(
 @given(asked())
 def test_nobody_is_asked_to_sign_in_whatever_the_thing_is(question: tuple[Action, Thing]) -> None:
     action, thing = question
-    if Relation.ANYONE not in RULES[action].may:
+    if AccessRelation.ANYONE not in RULES[action].may:
         assert may(Nobody(), action, thing).outcome is AccessOutcome.SIGN_IN
 
 
@@ -180,7 +180,7 @@ def test_a_node_never_acts_for_its_owner(
 ) -> None:
     action, thing = question
     decision = may(NodeActor(node), action, replace(thing, holder=None))
-    assert not decision.allowed or Relation.ANYONE in RULES[action].may
+    assert not decision.allowed or AccessRelation.ANYONE in RULES[action].may
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_an_operator_never_acts_in_somebody_elses_name(action: Action) -> None:
     assert not may(operator, action, of(action, owner=OTHER)).allowed
 
 
-@pytest.mark.parametrize("action", [a for a in Action if RULES[a].may == {Relation.OPERATOR}])
+@pytest.mark.parametrize("action", [a for a in Action if RULES[a].may == {AccessRelation.OPERATOR}])
 def test_what_is_for_operators_is_refused_to_everybody_else(action: Action) -> None:
     thing = POOL if RULES[action].kind is ObjectKind.SERVER else of(action, owner=ME)
     assert may(person(), action, thing).outcome is AccessOutcome.REFUSED
@@ -279,11 +279,11 @@ def test_an_action_without_a_row_stops_the_import() -> None:
     [
         (PermissionRule(ObjectKind.TASK, frozenset(), None, True), "nobody may"),
         (
-            PermissionRule(ObjectKind.TASK, frozenset({Relation.TEAM_VIEWER}), None, True),
+            PermissionRule(ObjectKind.TASK, frozenset({AccessRelation.TEAM_VIEWER}), None, True),
             "a viewer could",
         ),
         (
-            PermissionRule(ObjectKind.TASK, frozenset({Relation.ANYONE}), None, False),
+            PermissionRule(ObjectKind.TASK, frozenset({AccessRelation.ANYONE}), None, False),
             "anyone could",
         ),
     ],
@@ -304,7 +304,7 @@ def test_a_missing_thing_is_hidden_even_from_operators() -> None:
 
 def test_a_naive_rule_without_standing_would_let_strangers_in() -> None:
     """The control: with `signed in` in the row the very same question is allowed."""
-    careless = replace(RULES[Action.TASK_READ], may=frozenset({Relation.SIGNED_IN}))
+    careless = replace(RULES[Action.TASK_READ], may=frozenset({AccessRelation.SIGNED_IN}))
     assert whole({**RULES, Action.TASK_READ: careless})
     assert may(person(), Action.NODE_READ, of(Action.NODE_READ, owner=OTHER)).allowed
     assert not may(person(), Action.TASK_READ, of(Action.TASK_READ, owner=OTHER)).allowed

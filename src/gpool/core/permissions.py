@@ -112,7 +112,7 @@ def missing(kind: ObjectKind) -> Thing:
 # ---- relations
 
 
-class Relation(StrEnum):
+class AccessRelation(StrEnum):
     ANYONE = "anyone"  # signed in or not
     SIGNED_IN = "signed_in"  # any user
     SELF = "self"  # the owner
@@ -125,12 +125,12 @@ class Relation(StrEnum):
 
 
 _BY_ROLE = {
-    Role.OWNER: Relation.TEAM_OWNER,
-    Role.MEMBER: Relation.TEAM_MEMBER,
-    Role.VIEWER: Relation.TEAM_VIEWER,
+    Role.OWNER: AccessRelation.TEAM_OWNER,
+    Role.MEMBER: AccessRelation.TEAM_MEMBER,
+    Role.VIEWER: AccessRelation.TEAM_VIEWER,
 }
-_MACHINES = frozenset({Relation.ANYONE, Relation.HOLDER})
-_STRANGERS = frozenset({Relation.ANYONE, Relation.SIGNED_IN})
+_MACHINES = frozenset({AccessRelation.ANYONE, AccessRelation.HOLDER})
+_STRANGERS = frozenset({AccessRelation.ANYONE, AccessRelation.SIGNED_IN})
 
 
 class Action(StrEnum):
@@ -227,25 +227,25 @@ class PermissionRule:
     """`scope` None: never with an API key. `needs`: a further permission."""
 
     kind: ObjectKind
-    may: frozenset[Relation]
+    may: frozenset[AccessRelation]
     scope: Scope | None
     changes: bool
     needs: Permission | None = None
 
 
-_ANYONE = frozenset({Relation.ANYONE})
-_SIGNED_IN = frozenset({Relation.SIGNED_IN})
-_OPERATOR = frozenset({Relation.OPERATOR})
-_SELF = frozenset({Relation.SELF})
-_NODE = frozenset({Relation.HOLDER})
-_OWN = _SELF | {Relation.TEAM_OWNER}  # a team's owner acts for the team
-_WORK = _OWN | {Relation.TEAM_MEMBER}
-_VIEW = _WORK | {Relation.TEAM_VIEWER}
+_ANYONE = frozenset({AccessRelation.ANYONE})
+_SIGNED_IN = frozenset({AccessRelation.SIGNED_IN})
+_OPERATOR = frozenset({AccessRelation.OPERATOR})
+_SELF = frozenset({AccessRelation.SELF})
+_NODE = frozenset({AccessRelation.HOLDER})
+_OWN = _SELF | {AccessRelation.TEAM_OWNER}  # a team's owner acts for the team
+_WORK = _OWN | {AccessRelation.TEAM_MEMBER}
+_VIEW = _WORK | {AccessRelation.TEAM_VIEWER}
 
 
 def _reads(
     kind: ObjectKind,
-    may: frozenset[Relation],
+    may: frozenset[AccessRelation],
     scope: Scope | None,
     needs: Permission | None = None,
 ) -> PermissionRule:
@@ -254,7 +254,7 @@ def _reads(
 
 def _changes(
     kind: ObjectKind,
-    may: frozenset[Relation],
+    may: frozenset[AccessRelation],
     scope: Scope | None,
     needs: Permission | None = None,
 ) -> PermissionRule:
@@ -323,7 +323,7 @@ RULES: Mapping[Action, PermissionRule] = {
     _A.WEBHOOK_CHANGE: _changes(_K.WEBHOOK, _OWN, _S.WEBHOOKS),
     _A.WEBHOOK_DELETE: _changes(_K.WEBHOOK, _OWN | _OPERATOR, _S.WEBHOOKS),
     _A.LEDGER_READ: _reads(_K.ACCOUNT, _VIEW | _OPERATOR, _S.MONEY_READ),
-    _A.RECEIPT_READ: _reads(_K.RECEIPT, _VIEW | _OPERATOR | {Relation.HOST}, _S.MONEY_READ),
+    _A.RECEIPT_READ: _reads(_K.RECEIPT, _VIEW | _OPERATOR | {AccessRelation.HOST}, _S.MONEY_READ),
     _A.PAYOUT_ASK: _changes(_K.ACCOUNT, _SELF, None, Permission.PROVIDER),
     _A.CREDIT_GIVE: _changes(_K.SERVER, _OPERATOR, None),
     _A.HEALTH_READ: _reads(_K.SERVER, _ANYONE, None),
@@ -346,20 +346,20 @@ RULES: Mapping[Action, PermissionRule] = {
 
 def whole(
     rules: Mapping[Action, PermissionRule], actions: Iterable[Action] = Action
-) -> Mapping[ObjectKind, frozenset[Relation]]:
+) -> Mapping[ObjectKind, frozenset[AccessRelation]]:
     """Return the relations that can see each kind; raise if an action has no row or a row is invalid."""
     rowless = [action.value for action in actions if action not in rules]
     if rowless:
         raise AssertionError(
             f"no rule for {', '.join(rowless)}: add a row to RULES in core/permissions"
         )
-    sees: dict[ObjectKind, frozenset[Relation]] = {kind: frozenset() for kind in ObjectKind}
+    sees: dict[ObjectKind, frozenset[AccessRelation]] = {kind: frozenset() for kind in ObjectKind}
     for action, rule in rules.items():
         if not rule.may:
             raise AssertionError(f"nobody may {action}")
-        if rule.changes and Relation.TEAM_VIEWER in rule.may:
+        if rule.changes and AccessRelation.TEAM_VIEWER in rule.may:
             raise AssertionError(f"a viewer could {action}")
-        if rule.kind is not ObjectKind.SERVER and Relation.ANYONE in rule.may:
+        if rule.kind is not ObjectKind.SERVER and AccessRelation.ANYONE in rule.may:
             raise AssertionError(f"anyone could {action}, a {rule.kind} of somebody")
         sees[rule.kind] |= rule.may - _STRANGERS  # any right on an object includes seeing it
     return sees
@@ -418,7 +418,7 @@ def may(actor: Actor, action: Action, thing: Thing) -> AccessDecision:
 def _refused_whatever_it_is(
     actor: Actor, action: Action, rule: PermissionRule
 ) -> AccessDecision | None:
-    if Relation.ANYONE in rule.may:
+    if AccessRelation.ANYONE in rule.may:
         return None
     match actor:
         case Nobody():
@@ -450,30 +450,30 @@ def _refused_whatever_it_is(
             return None
 
 
-def standings(actor: Actor, thing: Thing) -> frozenset[Relation]:
-    found = {Relation.ANYONE}
+def standings(actor: Actor, thing: Thing) -> frozenset[AccessRelation]:
+    found = {AccessRelation.ANYONE}
     match actor:
         case Nobody():
             pass
         case NodeActor():
             if thing.holder == actor.id:
-                found.add(Relation.HOLDER)
+                found.add(AccessRelation.HOLDER)
         case Person():
-            found.add(Relation.SIGNED_IN)
+            found.add(AccessRelation.SIGNED_IN)
             if Permission.OPERATOR in actor.permissions:
-                found.add(Relation.OPERATOR)
+                found.add(AccessRelation.OPERATOR)
             if thing.node_owner == actor.id:
-                found.add(Relation.HOST)
+                found.add(AccessRelation.HOST)
             role = actor.teams.get(thing.team) if thing.team is not None else None
             if role is not None:
                 found.add(_BY_ROLE[role])
             at_work = thing.team is None or role in (Role.OWNER, Role.MEMBER)
             if thing.owner == actor.id and at_work:
-                found.add(Relation.SELF)
+                found.add(AccessRelation.SELF)
     return frozenset(found)
 
 
-def _words(who: Collection[Relation]) -> str:
+def _words(who: Collection[AccessRelation]) -> str:
     return " or ".join(sorted(standing.value.replace("_", " ") for standing in who))
 
 
@@ -488,8 +488,10 @@ def as_markdown() -> str:
         "|---|---|---|---|---|",
     ]
     for action, rule in RULES.items():
-        scope = rule.scope.value if rule.scope else "-" if Relation.ANYONE in rule.may else "none"
-        who = ", ".join(standing.value for standing in Relation if standing in rule.may)
+        scope = (
+            rule.scope.value if rule.scope else "-" if AccessRelation.ANYONE in rule.may else "none"
+        )
+        who = ", ".join(standing.value for standing in AccessRelation if standing in rule.may)
         needs = rule.needs.value if rule.needs else ""
         lines.append(f"| {action} | {rule.kind} | {who} | {scope} | {needs} |")
     lines += [

@@ -114,7 +114,7 @@ def test_the_probe_really_opens_a_lane_and_leaves_nothing(stage: Stage) -> None:
 
 def test_the_probe_for_gangs_opens_a_lane_leaves_nothing_and_needs_no_way_out(stage: Stage) -> None:
     told = stage("probed_for_gangs")
-    offered = [True, "gangs are offered: a lane was opened and closed"]
+    offered = [True, "gangs are offered: a gang network was opened and closed"]
     assert told["said"] == told["no way out"] == offered
     assert told["changed"] == []
     works, why = told["no interface"]

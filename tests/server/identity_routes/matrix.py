@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gpool.core.permissions import RULES, Action, ObjectKind, PermissionRule, Relation
+from gpool.core.permissions import RULES, AccessRelation, Action, ObjectKind, PermissionRule
 from gpool.server.api.endpoints import Endpoint
 from gpool.server.api.routing import endpoints
 
@@ -70,12 +70,12 @@ class Row:
 # ---- the derived skeleton
 
 _WORDS = {
-    Relation.SIGNED_IN: "user",
-    Relation.SELF: "self",
-    Relation.TEAM_OWNER: "owner",
-    Relation.TEAM_MEMBER: "member",
-    Relation.TEAM_VIEWER: "viewer",
-    Relation.OPERATOR: "operator",
+    AccessRelation.SIGNED_IN: "user",
+    AccessRelation.SELF: "self",
+    AccessRelation.TEAM_OWNER: "owner",
+    AccessRelation.TEAM_MEMBER: "member",
+    AccessRelation.TEAM_VIEWER: "viewer",
+    AccessRelation.OPERATOR: "operator",
 }
 _OBJECTS = {
     ObjectKind.TASK: ("task:p", "task:t", "task:o", "task:-"),
@@ -97,7 +97,7 @@ def derived(action: Action) -> Row:
     may = _words(rule.may)
     if rule.kind is ObjectKind.TEAM:  # belongs to nobody but itself
         may -= {"self"}
-    is_own = rule.kind is ObjectKind.ACCOUNT and Relation.SELF in rule.may
+    is_own = rule.kind is ObjectKind.ACCOUNT and AccessRelation.SELF in rule.may
     if is_own:  # the object is the caller's account: everybody has one
         may = frozenset({"user"})
     return Row(
@@ -106,12 +106,12 @@ def derived(action: Action) -> Row:
         _seen_by(rule) - may if not is_own else frozenset(),
         None if rule.needs is None else rule.needs.value,
         _OBJECTS.get(rule.kind, ("-",)),
-        HIDDEN if Relation.HOLDER in rule.may else REFUSED,
+        HIDDEN if AccessRelation.HOLDER in rule.may else REFUSED,
         own_account=is_own and action not in TEAM_KEY_TOO,
     )
 
 
-def _words(standings: Collection[Relation]) -> frozenset[str]:
+def _words(standings: Collection[AccessRelation]) -> frozenset[str]:
     return frozenset(_WORDS[each] for each in standings if each in _WORDS)
 
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
-from gpool.core.permissions import RULES, Action, ObjectKind, Relation
+from gpool.core.permissions import RULES, AccessRelation, Action, ObjectKind
 from gpool.server.identity.throttle import RouteClass
 
 H = TypeVar("H", bound=Callable[..., Awaitable[Any]])
@@ -72,15 +72,15 @@ class Endpoint:
 
     @property
     def is_open(self) -> bool:
-        return all(Relation.ANYONE in RULES[action].may for action in self.actions)
+        return all(AccessRelation.ANYONE in RULES[action].may for action in self.actions)
 
     @property
     def security(self) -> list[dict[str, list[str]]]:
         found: list[dict[str, list[str]]] = []
         for rule in (RULES[action] for action in self.actions):
-            if Relation.ANYONE in rule.may:
+            if AccessRelation.ANYONE in rule.may:
                 found.append({})
-            elif rule.may != {Relation.HOLDER}:
+            elif rule.may != {AccessRelation.HOLDER}:
                 found += [{"key": [rule.scope.value]}] if rule.scope else []
                 found.append({"session": []})
         return [each for place, each in enumerate(found) if each not in found[:place]]

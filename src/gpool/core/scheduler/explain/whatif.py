@@ -93,11 +93,11 @@ class Asking:
     def of(self, task: TaskId, is_late: Callable[[], bool] = _never) -> Suggested:
         """`is_late` is called before each try; once true, return the results so far."""
         self.state.take_hints(self.snapshot.hints)
-        asked = _Asked(self, task, is_late)
+        asked = _ChangeTrial(self, task, is_late)
         return Suggested(tuple(asked.found()), asked.is_complete)
 
 
-class _Asked:
+class _ChangeTrial:
     def __init__(self, asking: Asking, task: TaskId, is_late: Callable[[], bool]) -> None:
         self.state, self.hints = asking.state, asking.snapshot.hints
         self.index = asking.index

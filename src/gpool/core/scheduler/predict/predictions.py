@@ -41,7 +41,7 @@ class _Lately:
             self.total += value
 
 
-class _Asked:
+class _HashedRequirements:
     """Requirements hashed once: they are looked up with every task."""
 
     __slots__ = ("_hash", "needs")
@@ -54,7 +54,7 @@ class _Asked:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Asked) and self.needs == other.needs
+        return isinstance(other, _HashedRequirements) and self.needs == other.needs
 
 
 class Predictions:
@@ -62,7 +62,7 @@ class Predictions:
 
     def __init__(self) -> None:
         self._seen: dict[Kind, _Lately] = {}
-        self._asked: dict[int, _Asked] = {}  # by identity
+        self._asked: dict[int, _HashedRequirements] = {}  # by identity
 
     def _kinds(self, shape: Shape, model: str) -> tuple[Kind, ...]:
         needs, own = self._needs(shape.requirements), (shape.user, shape.group)
@@ -72,12 +72,12 @@ class Predictions:
             return (*own, needs), *wider, (needs,), ()
         return (*own, needs, model), (*own, needs), *wider, (needs, model), (needs,), ()
 
-    def _needs(self, asked: Requirements) -> _Asked:
+    def _needs(self, asked: Requirements) -> _HashedRequirements:
         known = self._asked.get(id(asked))
         if known is None or known.needs is not asked:
             if len(self._asked) >= MAX_KEYS:
                 self._asked.clear()
-            known = self._asked[id(asked)] = _Asked(asked)
+            known = self._asked[id(asked)] = _HashedRequirements(asked)
         return known
 
     def observe(self, shape: Shape, count: int, total: Span, model: str = "") -> None:

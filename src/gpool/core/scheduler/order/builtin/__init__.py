@@ -1,5 +1,5 @@
 """Orders that come with gpool: every `Order` in a module of this folder; a new order is a new module here.
-Installed packages add orders by the entry point group `gpool.orders` (`server.scheduling.orders`).
+Installed packages add orders by the entry point group `gpool.orders` (`server.scheduling.policy`).
 """
 
 from __future__ import annotations
