@@ -69,5 +69,5 @@ def test_an_end_time_of_day_is_the_first_one_after_the_start() -> None:
 
 
 def test_a_time_in_the_past_is_refused() -> None:
-    with pytest.raises(Invalid, match="is over"):
+    with pytest.raises(Invalid, match="is in the past"):
         due("2001-01-01T00:00")
