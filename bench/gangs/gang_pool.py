@@ -34,7 +34,7 @@ from gpool.core.scheduler.order.orders import Policy
 from gpool.server.scheduling.picture import StatePicture
 from gpool.server.store.operations.leases import leases, preemption
 from gpool.server.store.operations.nodes import nodes
-from gpool.server.store.operations.tasks import tasks
+from gpool.server.store.operations.tasks import submissions, tasks
 from gpool.server.store.operations.tasks.submissions import NewTask, Submission
 from gpool.server.store.protocol import Operation
 from gpool.server.store.values import Recording
@@ -130,7 +130,7 @@ class Pool:
         for task in new:
             self.judge.wanted[task.id] = spec.requirements.nodes
         self.gangs += count * (spec.requirements.nodes > 1)
-        submitted: Any = self.ground.store.now(tasks.submit(submission))
+        [submitted] = self.ground.store.now(submissions.submit([submission]))
         self.picture.add_submission(submitted, submission)
 
     def plan(self) -> None:
