@@ -129,6 +129,36 @@ async def test_many_with_one_quota_never_pass_it_however_they_come(desk: Desk) -
     assert [each.status_code for each in answers[1::2]] == [202] * 10
 
 
+async def test_a_refused_submission_uses_no_quota_of_its_group(desk: Desk) -> None:
+    user = await desk.person("dave", Permission.CONSUMER)
+    dave, operator = [
+        await desk.server.store.read(users.user_by_name(name)) for name in ("dave", "operator")
+    ]
+    assert dave is not None
+    assert operator is not None
+    await set_quota(desk.server, operator, ("user", dave.id), GivenQuota(queued_tasks=2))
+    missing = calls_document(1)  # its function was not uploaded
+    answers = await asyncio.gather(
+        *(
+            desk.bare.post("/v1/tasks", json=body, headers=user)
+            for body in (TRUE, missing, missing, missing, TRUE)
+        )
+    )
+    assert [each.status_code for each in answers] == [202, 422, 422, 422, 202]
+
+
+async def test_a_key_of_a_refused_submission_serves_another_one_of_its_group(desk: Desk) -> None:
+    await desk.command()
+    missing = calls_document(1)  # its function was not uploaded
+    headers = {"idempotency-key": "once"}
+    answers = await asyncio.gather(
+        desk.post("/v1/tasks", TRUE),
+        desk.post("/v1/tasks", missing, headers=headers),
+        desk.post("/v1/tasks", TRUE, headers=headers),
+    )
+    assert [each.status_code for each in answers] == [202, 422, 202]
+
+
 async def test_what_was_submitted_together_runs_like_any_other(desk: Desk) -> None:
     agent = await desk.agent()
     answers = await asyncio.gather(*(desk.post("/v1/tasks", TRUE) for _ in range(6)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from gpool.core.errors import GpoolError, Invalid, TooLarge, TooMany, Unprocessable
+from gpool.core.errors import Conflict, GpoolError, Invalid, TooLarge, TooMany, Unprocessable
 from gpool.core.ids import BatchId, SpecId, TaskId, UserId, decode, encode
 from gpool.core.model import INLINE_LIMIT_BYTES, KIB
 from gpool.core.permissions import Action, TeamId
@@ -136,6 +136,8 @@ def _is_light(s: Submission) -> bool:
 
 
 _Outcome = Answered[SubmittedTasks] | GpoolError
+_APART = Conflict("the submissions of this group are decided in smaller groups")
+"""Makes `WriteBatcher` halve the group. Never raised for one submission."""
 
 
 def batching() -> WriteBatcher[_Pending, list[_Outcome], _Outcome]:
@@ -284,6 +286,8 @@ def _submit(group: Sequence[_Pending], most: int | None) -> Operation[list[_Outc
     outcomes |= {place: why for place, why in zip(allowed, full, strict=True) if why is not None}
     allowed = [place for place in allowed if place not in outcomes]
     written = yield from submissions.submit([group[place].submission for place in allowed])
+    if any(full) and not all(isinstance(found, SubmittedTasks) for found in written):
+        raise _APART  # a refused submission was charged to a quota that refused another one
     kept: list[idempotency.NewAnswer] = []
     for place, found in zip(allowed, written, strict=True):
         if not isinstance(found, SubmittedTasks):
@@ -311,9 +315,11 @@ def _repeated(
     assert entry.once is not None
     place = first[entry.key]
     earlier = group[place].once
-    if earlier is None or earlier.fingerprint != entry.once.fingerprint:
-        return idempotency.reused(entry.once.key)
     found = outcomes[place]
+    if earlier is None or earlier.fingerprint != entry.once.fingerprint:
+        if isinstance(found, GpoolError):
+            raise _APART  # the key was not kept
+        return idempotency.reused(entry.once.key)
     return found if isinstance(found, GpoolError) else Answered(None, found.body)
 
 
