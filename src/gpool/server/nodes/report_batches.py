@@ -13,11 +13,12 @@ from gpool.server.store.operation import brief
 from gpool.server.store.operations.leases import leases
 from gpool.server.store.protocol import Operation
 from gpool.server.store.values import Recording
-from gpool.wire.frames import Finished, Hold, ReportItem
+from gpool.wire.frames import Checkpointed, Finished, Hold, LogChunk, ReportItem
 
 T = TypeVar("T")
 GATHERED_BYTES = 256 * KIB
-"""Results in a frame up to which it is batched: PostgreSQL accepts no statement over a gigabyte."""
+"""Size of a frame up to which it is batched: PostgreSQL accepts no statement over a gigabyte."""
+FILE_BYTES = 256  # of one file in a checkpoint's manifest
 
 
 class Write(Protocol):
@@ -72,5 +73,17 @@ def _refused(frame: _ReportFrame, recording: Recording) -> tuple[Hold, ...]:
 
 
 def _is_light(items: Sequence[ReportItem]) -> bool:
-    ends = [item for item in items if isinstance(item, Finished)]
-    return sum(len(each.value) + len(each.error_text) for each in ends) <= GATHERED_BYTES
+    return sum(map(_size, items)) <= GATHERED_BYTES
+
+
+def _size(item: ReportItem) -> int:
+    """Approximate bytes in a statement, of the items that can be large."""
+    match item:
+        case Finished():
+            return len(item.value) + len(item.error_text)
+        case LogChunk():
+            return len(item.data)
+        case Checkpointed():
+            return FILE_BYTES * len(item.files)
+        case _:
+            return 0

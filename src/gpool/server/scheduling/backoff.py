@@ -96,6 +96,7 @@ class NodeBackoff:
             lasts = backoff_after(times)
             if lasts:
                 self._extend(node, Instant(now + lasts), RETURNS_LEASES)
+                log.warning("node %s %s; backoff begins", node, RETURNS_LEASES)
                 begins.append(node)
         return begins
 
