@@ -8,7 +8,7 @@ and the last 202; the 51st has 4 + 50/99 * 198 = 104.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpool.core.ids import TaskId, UserId, encode
 from gpool.core.model import TaskStatus
@@ -101,12 +101,16 @@ async def _explained(server: Server, views: Iterable[TaskView]) -> dict[TaskId, 
 
 async def _reasons(server: Server, group: list[TaskView]) -> list[Explanation]:
     first = await _reason(server, group[0].row.id)
-    if len(group) == 1 or first.position is None:
+    if len(group) == 1:
+        return [first]
+    if server.picture.state.queue_of(group[0].row.id) is None:  # it was leased meanwhile
+        return [first, *await _reasons(server, group[1:])]
+    if first.position is None:
         return [first] * len(group)
     last = await _reason(server, group[-1].row.id)
     steps = len(group) - 1
     more = max(last.ahead - first.ahead, steps)  # also if the last one was leased meanwhile
-    between = [_ahead(first.ahead + more * place // steps) for place in range(1, steps)]
+    between = [_at(last, first.ahead + more * place // steps) for place in range(1, steps)]
     return [first, *between, last]
 
 
@@ -117,6 +121,13 @@ async def _reason(server: Server, id_: TaskId) -> Explanation:
     return await server.explaining.why(server.picture, id_, server.now)
 
 
-def _ahead(tasks: int) -> Explanation:
-    sentence = f"{counted(tasks, 'task is', 'tasks are')} ahead of it in line."
-    return Explanation("ahead", sentence, tasks + 1)
+def _at(last: Explanation, ahead: int) -> Explanation:
+    """Return the reason of the last task of a group with the position of another one of it."""
+    if _ahead(last.ahead) not in last.sentence:
+        return Explanation("ahead", f"{_ahead(ahead)}.", ahead + 1)
+    sentence = last.sentence.replace(_ahead(last.ahead), _ahead(ahead))
+    return replace(last, sentence=sentence, position=ahead + 1)
+
+
+def _ahead(tasks: int) -> str:
+    return f"{counted(tasks, 'task is', 'tasks are')} ahead of it in line"
