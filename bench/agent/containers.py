@@ -1,6 +1,6 @@
 """How long a container takes to start: Docker (runc), Podman, gVisor, each on a private engine of its own.
 
-python bench/containers.py [--json FILE] [--count 10]
+python -m bench.containers [--json FILE] [--count 10]
 
 From the call of `start_command` to the first byte of output, to the end of `true`, and to a runner's first answer.
 """

@@ -1,6 +1,6 @@
 """How long a lane takes to open and close: prepared ahead, made on the spot, and with a list; descriptors and interfaces left.
 
-python bench/egress.py [--json FILE] [--lanes 100]     as root: in network namespaces of its own
+python -m bench.egress [--json FILE] [--lanes 100]     as root: in network namespaces of its own
 """
 
 from __future__ import annotations

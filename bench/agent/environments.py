@@ -1,6 +1,6 @@
 """How soon a task has its environment: one that lies ready, from asking to a sandbox that has run a command, and one built cold.
 
-python bench/environments.py [--json FILE] [--hits 100] [--builds 5]
+python -m bench.environments [--json FILE] [--hits 100] [--builds 5]
 
 Packages are made on the spot and lie in a folder, so no network is in the numbers.
 """

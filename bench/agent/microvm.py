@@ -1,6 +1,6 @@
 """How long a guest takes from the order to its command's first byte, and to its tear-down. Reported without a bar.
 
-python bench/microvm.py [--json FILE] [--guests 10] [--disks DIR]
+python -m bench.microvm [--json FILE] [--guests 10] [--disks DIR]
 """
 
 from __future__ import annotations

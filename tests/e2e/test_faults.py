@@ -1,6 +1,6 @@
 """Processes are killed and frozen; nothing acknowledged is lost and nothing counts twice.
 
-The faults themselves are in `bench/faults.py`, which repeats them often (`make soak`).
+The faults themselves are in `bench.faults`, which repeats them often (`make soak`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bench.faults import freeze_agent, kill_agent, kill_server, stale_reports
 from tests.tools.processes import SHORT_LEASE, Pool
 
 SOAKS = bool(os.environ.get("GPOOL_SOAK"))
-# The promised seconds are held by bench/faults.py, on a machine of its own; a runner of CI has neighbours.
+# The promised seconds are held by bench.faults, on a machine of its own; a runner of CI has neighbours.
 READY_S, SURVIVES_S, ELSEWHERE_S = 60.0, 60.0, 180.0
 
 

@@ -290,6 +290,8 @@ class Client:
         `trust`: the function is yours, so a value from your own node may be unpickled. `results="pickle"`: values of any
         node may be.
         """
+        if results not in (None, "pickle"):
+            raise Invalid(f'results={results!r} is not known; give "pickle" or leave it out')
         pickle_requested = results == "pickle"
         document = self.api.get_json(f"/v1/tasks/{quote(task, safe='')}")
         return Run(

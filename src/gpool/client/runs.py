@@ -147,7 +147,7 @@ def wait_for(
         if not is_explained and now - began >= EXPLAINED_AFTER_S:
             is_explained = _explained(client, task, reply.json())
         if ends is not None and now >= ends:
-            raise TimeoutError(f"task {task} has not ended within {timeout} s; it goes on")
+            raise TimeoutError(f"task {task} has not ended within {timeout} s; it continues")
 
 
 def _explained(client: Client, task: str, document: dict[str, Any]) -> bool:

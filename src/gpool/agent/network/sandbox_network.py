@@ -25,7 +25,7 @@ class NetworkUnavailable(SandboxFailed):
 
 def refuse_wrong(wants: Wants) -> None:
     if isinstance(wants, Gang) and wants.wrong:
-        raise NetworkUnavailable(f"a sandbox network could not be opened:  {wants.wrong}")
+        raise NetworkUnavailable(f"a sandbox network could not be opened: {wants.wrong}")
 
 
 def tag_for(place: Path) -> str:

@@ -120,6 +120,7 @@ def make_all(context: RuntimeContext, kinds: Iterable[RuntimeKind] | None = None
             except SandboxFailed as failure:
                 if kind.required:
                     raise
-                why = str(failure)
+                log.warning("runtime_failed", runtime=kind.name, why=str(failure))
+                continue
         log.info("runtime_unavailable", runtime=kind.name, why=why)
     return made
