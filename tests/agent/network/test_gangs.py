@@ -160,7 +160,7 @@ def test_without_the_defences_it_would(stage: Stage) -> None:
 def test_members_on_one_host_have_ports_of_their_own(stage: Stage, mode: str) -> None:
     told = stage(mode, "together")
     assert told["tcp"] is told["udp"] is True
-    assert "NoLane" in told["a port that is taken"]
+    assert "NetworkUnavailable" in told["a port that is taken"]
     assert "47101" in told["a port that is taken"]
     assert told["left"] == [[], []]
 
