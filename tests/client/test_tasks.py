@@ -61,7 +61,7 @@ def test_a_task_that_takes_longer_than_the_wait_is_asked_for_again(
     pool.runs = False
     run = client.task(lambda: 42).submit()
     assert run.status == "queued"
-    with pytest.raises(TimeoutError, match="it goes on"):
+    with pytest.raises(TimeoutError, match="it continues"):
         run.result(timeout=0)
     pool._run(pool.batches[pool.tasks[run.id]["batch"]], pool.tasks[run.id])
     assert run.result() == 42
