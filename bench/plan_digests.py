@@ -48,7 +48,7 @@ CALLERS = {
 
 
 class Part(NamedTuple):
-    """What a lease holds of one node; a gang's lease holds several."""
+    """Resources of a lease on one node; a gang's lease has several."""
 
     node: int
     allocation: int

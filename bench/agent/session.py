@@ -1,4 +1,4 @@
-"""What one call task costs in the agent's state machine: granted, handed over, answered, reported, recorded.
+"""Cost of one call task in the agent's state machine: grant, dispatch, answer, report, record.
 
 python -m bench.session [--tasks 50000] [--quick] [--json FILE]
 """

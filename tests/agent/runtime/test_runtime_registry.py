@@ -81,7 +81,7 @@ def test_without_a_required_one_nothing_is_made(context: RuntimeContext) -> None
 
 
 def test_no_runtime_claims_an_ability_it_lacks(context: RuntimeContext) -> None:
-    """Of a plain runtime every optional ability has an explicit value."""
+    """Every optional ability of a plain runtime has an explicit value."""
     runtime = make_all(context, (FAKE,))[0]
     assert runtime.containers == ()
     assert runtime.build_runtime() is None

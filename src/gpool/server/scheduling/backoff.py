@@ -48,7 +48,7 @@ REBUILD_AFTER = 2
 """Rejections of a task's plan in a row after which the picture is rebuilt."""
 
 LONGEST_PAUSE = Span(60 * SECOND)
-"""Of a task whose plans are rejected."""
+"""Longest pause of a task whose plans are rejected."""
 
 
 class NodeBackoff:

@@ -101,7 +101,7 @@ class Joiner:
 
 
 def passes(packet: Piece, size: int, source: bytes, destination: bytes) -> bool:
-    """Whether it begins an IPv4 packet of `size` bytes between the addresses, without options."""
+    """Return whether the bytes begin an IPv4 packet of `size` bytes between the addresses, without options."""
     return (
         len(packet) >= IP_HEADER_BYTES
         and packet[0] == 0x45

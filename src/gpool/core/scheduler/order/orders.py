@@ -57,7 +57,7 @@ class Candidate(NamedTuple):
 
 
 Key = tuple[Any, ...]
-"""What an order sorts by: a NamedTuple of integers of its own, smallest first. No other module reads its fields."""
+"""Sort key of an order: its own NamedTuple of integers, smallest first. No other module reads its fields."""
 
 
 class Rank(NamedTuple):
