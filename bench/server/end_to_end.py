@@ -248,7 +248,7 @@ def documents(pods: list[Pod], how: str, dice: Random) -> Iterator[tuple[int, by
                     "command": ["true"],
                     "gpu": spelt(needs.gpu),
                     "cpus": needs.cpu_milli / 1000,
-                    "memory": f"{(needs.memory_bytes or 0) >> 20}MiB",
+                    "memory": f"{max(needs.memory_bytes or 0, 1 << 20) >> 20}MiB",
                     "copies": count,
                 }
             )

@@ -9,7 +9,7 @@ its own guarantee is stopped for another tenant. CPU and memory are not guarante
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -54,13 +54,11 @@ def band(limits: GpuLimits, shape: Shape, held: Callable[[Holder], int], more: i
     return BORROWED
 
 
-def holders(user: UserId, team: int | None) -> Iterator[Holder]:
-    yield "user", user
-    if team is not None:
-        yield "team", team
+def holders(user: UserId, team: int | None) -> tuple[Holder, ...]:
+    return (("user", user),) if team is None else (("user", user), ("team", team))
 
 
-def holders_of(shape: Shape) -> Iterator[Holder]:
+def holders_of(shape: Shape) -> tuple[Holder, ...]:
     return holders(shape.user, shape.team)
 
 
@@ -75,10 +73,11 @@ def gpus_of(allocation: Allocation) -> int:
 
 
 def least_gpus(shape: Shape) -> int:
+    """Of the alternatives, the one that asks for least."""
     return min(
-        (
+        [
             1 if request.vram_bytes is not None else request.count * request.share_milli
             for request in shape.requirements.gpu
-        ),
+        ],
         default=0,
     )

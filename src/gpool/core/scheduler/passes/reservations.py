@@ -6,7 +6,7 @@ never delays the first task in the order; it may delay others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -38,8 +38,10 @@ class Contention(NamedTuple):
     mean_held: int = 0
 
 
-def contention(ctx: PassContext, cursors: Iterable[QueueCursor]) -> Contention:
-    if not ctx.order.uses_shares:
+def contention(ctx: PassContext, cursors: Collection[QueueCursor]) -> Contention:
+    """Empty if no task has waited long enough to get a reservation."""
+    since = ctx.now - ctx.policy.patience
+    if not ctx.order.uses_shares or all(cursor.head.queued_at > since for cursor in cursors):
         return Contention()
     tenants = {tenant_of(cursor.shape) for cursor in cursors}
     shares = {each: ctx.tenants.share(each) for each in tenants}

@@ -14,8 +14,9 @@ from gpool.core.scheduler.order.fair_share import (
     compared,
     plus,
     tenant_of,
+    total,
 )
-from gpool.core.scheduler.order.limits import Holder, band, gpus_of, holders_of, least_gpus
+from gpool.core.scheduler.order.limits import Holder, band, holders_of, least_gpus
 from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.state.state import State
 
@@ -45,18 +46,13 @@ class TenantLedger:
 
     def count(self, shape: Shape, allocations: Sequence[Allocation], sign: int = 1) -> None:
         self.changes += 1
+        self._running[shape.user] = self._running.get(shape.user, 0) + sign * len(allocations)
+        amounts = total([amounts_of(allocation) for allocation in allocations])
         for holder in holders_of(shape):
             self._changed[holder] = self.changes
-        self._running[shape.user] = self._running.get(shape.user, 0) + sign * len(allocations)
-        gpus = sum(gpus_of(allocation) for allocation in allocations)
-        if gpus:
-            for holder in holders_of(shape):
-                self._gpus[holder] = self._gpus.get(holder, 0) + sign * gpus
-        for holder in {tenant_of(shape), ("user", shape.user)}:
-            had = self._taken.get(holder, _NOTHING)
-            for allocation in allocations:
-                had = plus(had, amounts_of(allocation), sign)
-            self._taken[holder] = had
+            if amounts[0]:
+                self._gpus[holder] = self._gpus.get(holder, 0) + sign * amounts[0]
+            self._taken[holder] = plus(self._taken.get(holder, _NOTHING), amounts, sign)
             self._shares.pop(holder, None)
 
     def has_changed(self, shape: Shape, since: int) -> bool:

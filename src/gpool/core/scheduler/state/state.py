@@ -283,8 +283,9 @@ class State:
             line.leases.update(zip(event.tasks, event.leases, strict=True))
             self.stoppable[key] = line
         self._leave_queue(event.tasks)
-        there = self.nodes[event.node].lines.values()
-        self.pins.note_start(event.node, (each.stopping for each in there))
+        if self.pins:
+            there = self.nodes[event.node].lines.values()
+            self.pins.note_start(event.node, (each.stopping for each in there))
         self.history.serve(event.shape.user)
 
     def _preempt(self, tasks: Iterable[TaskId], beneficiaries: Iterable[TaskId]) -> None:
