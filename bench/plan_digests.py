@@ -41,7 +41,7 @@ SHOWN = 10  # differing runs that `check` prints for each part
 
 CALLERS = {
     "world": "gpool.server.scheduling.scheduler",
-    "openb": "gpool.core.scheduler.predict.replay",
+    "openb": "gpool.core.scheduler.predict.simulation",
     "philly": "bench.jct",
 }
 """Module whose global name `plan` each part's passes call."""

@@ -22,7 +22,7 @@ from gpool.agent.environments.interpreters import own_interpreter
 from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
 from gpool.agent.runtime.protocol import CommandJob, SandboxLimits
 from gpool.core.model import Recipe
-from gpool.core.specs.environment import name_of, recipe
+from gpool.core.specs.fields import environment_name, recipe
 from tests.tools.packages import PackageIndex
 
 LIMITS = SandboxLimits(cpu_milli=2000, memory_bytes=1 << 30)
@@ -32,7 +32,7 @@ MODULES = 40  # of a small package
 async def started(environments: Environments, runtime: BubblewrapRuntime, wanted: Recipe) -> float:
     """Seconds from asking until a command in the sandbox has run: an upper bound of its start."""
     began = time.perf_counter()
-    async with environments.prepare(name_of(wanted), wanted) as prepared:
+    async with environments.prepare(environment_name(wanted), wanted) as prepared:
         job = CommandJob(("/bin/true",), (), (), (), LIMITS, environment=prepared)
         sandbox = await runtime.start_command(job)
         async for _ in sandbox.output():
@@ -67,7 +67,7 @@ async def measure(folder: Path, hits: int, builds: int) -> dict[str, float]:
     cold = []
     for wanted in recipes:
         began = time.perf_counter()
-        async with environments.prepare(name_of(wanted), wanted):
+        async with environments.prepare(environment_name(wanted), wanted):
             cold.append(time.perf_counter() - began)
     nothing = Recipe()
     warm, plain, alone = [], [], []
@@ -76,7 +76,7 @@ async def measure(folder: Path, hits: int, builds: int) -> dict[str, float]:
         warm.append(await started(environments, runtime, wanted))
         plain.append(await started(environments, runtime, nothing))
         began = time.perf_counter()
-        async with environments.prepare(name_of(wanted), wanted):
+        async with environments.prepare(environment_name(wanted), wanted):
             alone.append(time.perf_counter() - began)
     warm.sort()
     await environments.close()

@@ -11,10 +11,9 @@ import sys
 import time
 from random import SystemRandom
 
+from gpool.core.gpu_verification import MAKES, Path, keys_of, leads_to, terms_for
 from gpool.core.model import GIB
-from gpool.core.trust.gpu_verification import MAKES, Path, keys_of, leads_to, terms_for
-from gpool.server.gpu_verification.checking import is_product, probe_from
-from gpool.server.gpu_verification.streams import SomeRows, digest_of, kept
+from gpool.server.nodes.gpu_checks import SomeRows, digest_of, is_product, kept, probe_from
 from tests.tools.gpu_prover import product_of
 
 GIGABYTES = {"H200": 141, "H100": 80, "A100": 80, "RTX4090": 24, "L4": 24, "T4": 16}

@@ -16,7 +16,7 @@ from gpool.server.nodes.connection import NodeChannel
 from gpool.server.store.operations.leases import leases
 from gpool.server.store.protocol import Operation
 from gpool.server.store.values import Recording
-from gpool.testing.dice import Dice
+from gpool.testing.simulation import Dice
 from gpool.wire import frames
 from gpool.wire.frames import Hold
 

@@ -13,23 +13,23 @@ from gpool.core.ids import GpuId, NodeId, UserId
 from gpool.core.model import GIB, SECOND, Gpu, Instant, Node, Offer, Permission, Span
 from gpool.core.scheduler.order.orders import Policy
 from gpool.server.clock import Ids
-from gpool.server.identity.secrets.sealer import MasterSource, Sealer
+from gpool.server.identity.sealer import MasterSource, Sealer
 from gpool.server.metrics import Metrics
 from gpool.server.nodes.connection import NodeChannel
 from gpool.server.nodes.registry import NodeRegistry
-from gpool.server.nodes.report_batches import ReportBatches
+from gpool.server.nodes.reports import ReportBatches
 from gpool.server.nodes.telemetry import Telemetry
 from gpool.server.scheduling.picture import StatePicture
 from gpool.server.scheduling.policy import ActivePolicy
 from gpool.server.scheduling.scheduler import Scheduler
 from gpool.server.settings import Settings
 from gpool.server.store import SqliteStore
+from gpool.server.store.operations import nodes
 from gpool.server.store.operations.identity import users
-from gpool.server.store.operations.nodes import nodes
 from gpool.server.store.protocol import Operation, Statement
 from gpool.server.store.values import NodeCredentials, User
 from gpool.server.wakeups import Hub
-from gpool.testing.dice import Dice
+from gpool.testing.simulation import Dice
 from gpool.testing.world.database import empty_database, fast_folder
 from gpool.wire import frames
 

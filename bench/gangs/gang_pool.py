@@ -32,13 +32,13 @@ from gpool.core.model import (
 from gpool.core.scheduler.order.builtin import ORDERS
 from gpool.core.scheduler.order.orders import Policy
 from gpool.server.scheduling.picture import StatePicture
-from gpool.server.store.operations.leases import leases, preemption
-from gpool.server.store.operations.nodes import nodes
+from gpool.server.store.operations import nodes
+from gpool.server.store.operations.leases import grants, leases
 from gpool.server.store.operations.tasks import submissions, tasks
 from gpool.server.store.operations.tasks.submissions import NewTask, Submission
 from gpool.server.store.protocol import Operation
 from gpool.server.store.values import Recording
-from gpool.testing.dice import Dice
+from gpool.testing.simulation import Dice
 from gpool.testing.world.database import rebuilt
 from gpool.wire import frames
 from gpool.wire.frames import Hold
@@ -208,7 +208,7 @@ class Pool:
 
     def preempt(self) -> None:
         task = self.dice.pick(sorted(self.picture.state.held))
-        self.absorb(preemption.preempt((task,), self.now))
+        self.absorb(grants.preempt((task,), self.now))
 
     def hand_back(self) -> None:
         self.dice.pick(self.some(_has_some)).hand_back(self.dice)

@@ -15,12 +15,17 @@ from pathlib import Path
 
 import numpy as np
 
-from gpool.agent.gpu_verification.benchmark import measure
-from gpool.agent.gpu_verification.cuda import CudaFailed, Device
+from gpool.agent.gpu_verification.cuda import CudaFailed, Device, measure
 from gpool.agent.gpu_verification.prover import DeviceProver
-from gpool.core.trust.gpu_verification import FILLED, GROUP, MAKES, Size, keys_of, terms_for
-from gpool.server.gpu_verification.checking import Claimed, check_openings
-from gpool.server.gpu_verification.streams import digests_of, kept, rows_of, tile_rows
+from gpool.core.gpu_verification import FILLED, GROUP, MAKES, Size, keys_of, terms_for
+from gpool.server.nodes.gpu_checks import (
+    Claimed,
+    check_openings,
+    digests_of,
+    kept,
+    rows_of,
+    tile_rows,
+)
 
 RESULTS: dict[str, object] = {}
 LACKED = 1 - 80 / 141 / FILLED

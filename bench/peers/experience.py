@@ -34,6 +34,7 @@ from gpool.core.model import (
     Span,
     TaskKind,
 )
+from gpool.core.reliability import ReliabilityRecord
 from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.passes.plan import plan
 from gpool.core.scheduler.place.index import PlacementIndex
@@ -46,7 +47,6 @@ from gpool.core.scheduler.state.events import (
 )
 from gpool.core.scheduler.state.state import State
 from gpool.core.specs import gpu as gpuspec
-from gpool.core.trust.reliability import ReliabilityRecord
 
 POLICY = Policy(order="fcfs")
 PLAIN = Shape(UserId(1), Requirements(gpuspec.parse("1")), 0, TaskKind.COMMAND, "default", "python")

@@ -27,8 +27,7 @@ from peers.base import Peer
 import gpool
 from gpool.client.client import Client
 from gpool.client.mapping import ReaderFailure, ResultReader
-from gpool.client.pickling import PYTHON, dumps_call
-from gpool.client.results import Result
+from gpool.client.values import PYTHON, Result, dumps_call
 
 SOURCE = Path(gpool.__file__).parents[1]
 """Server and agent run the gpool that this process has imported."""

@@ -27,8 +27,14 @@ from gpool.core.model import SECOND, Instant, Shape, Span
 from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.passes.plan import plan
 from gpool.core.scheduler.place.index import PlacementIndex
-from gpool.core.scheduler.predict.calibration import Calibration, StatedForecast
-from gpool.core.scheduler.predict.forecast import Bounds, ForecastQuestion, courses, waits
+from gpool.core.scheduler.predict.forecast import (
+    Bounds,
+    Calibration,
+    ForecastQuestion,
+    StatedForecast,
+    courses,
+    waits,
+)
 from gpool.core.scheduler.predict.run_times import RunTimes
 from gpool.core.scheduler.state.events import (
     NodeChanged,

@@ -24,8 +24,7 @@ from bench.philly import MODEL, OCTOBER, Job, as_nodes, read_jobs, shape_of
 
 from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, Instant, Shape, Span
-from gpool.core.scheduler.order.levels import AGES
-from gpool.core.scheduler.order.orders import Policy
+from gpool.core.scheduler.order.orders import AGES, Policy
 from gpool.core.scheduler.passes.plan import plan
 from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.state.events import (

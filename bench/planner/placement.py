@@ -29,7 +29,7 @@ from gpool.core.model import Instant, Node
 from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.place.portfolio import choose
 from gpool.core.scheduler.place.pricing import Pricing
-from gpool.core.scheduler.predict.replay import Replay
+from gpool.core.scheduler.predict.simulation import Replay
 
 EARLIER = 1_000_000  # the seeds of earlier arrivals start here; no measured seed does
 CHURN_ARRIVALS = 40_000

@@ -22,7 +22,7 @@ from time import perf_counter
 
 from gpool.client.client import Client
 from gpool.client.mapping import ReaderFailure, ResultReader
-from gpool.client.pickling import PYTHON, dumps_call
+from gpool.client.values import PYTHON, dumps_call
 from tests.tools.processes import Daemon, Pool, cpu_s
 
 CHUNK = 4000

@@ -36,16 +36,16 @@ from bench.doors import Door
 from bench.growth import postgres
 from bench.openb import Machine, Pod, as_nodes, read_machines, read_pods
 
-from gpool.agent.credentials import AgentCredentials, NodeIdentity
+from gpool.agent.channel import AgentCredentials, NodeIdentity
 from gpool.agent.daemon import boot_clock
 from gpool.core.ids import NodeId, UserId, decode, encode
 from gpool.core.model import GIB, GpuRequest, Offer, Permission, Requirements, Shape, TaskKind
 from gpool.core.specs.gpu import format as spelt
 from gpool.server.app import open_server
-from gpool.server.identity import credentials
+from gpool.server.identity import authorization
 from gpool.server.settings import Settings
+from gpool.server.store.operations import nodes
 from gpool.server.store.operations.identity import users
-from gpool.server.store.operations.nodes import nodes
 from gpool.server.store.values import User
 from gpool.transfer.node_proofs import NodeKey, public_text
 from tests.tools.processes import Pool, cpu_s
@@ -114,8 +114,8 @@ async def prepare(data: Path, url: str | None, machines: list[Machine]) -> Prepa
         id_ = UserId(server.ids.next())
         user = User(id_, f"user{number}", frozenset({Permission.CONSUMER}), server.now)
         await server.store.write(users.create_user(user))
-        key = credentials.fresh(credentials.USER_PREFIX)
-        add = users.add_key(server.ids.next(), id_, "bench", credentials.hashed(key), server.now)
+        key = authorization.fresh(authorization.USER_PREFIX)
+        add = users.add_key(server.ids.next(), id_, "bench", authorization.hashed(key), server.now)
         await server.store.write(add)
         keys.append(key)
     members = []

@@ -30,7 +30,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import Frame, Opcode
 from websockets.sync.client import ClientConnection, connect
 
-from gpool.agent.credentials import AgentCredentials, NodeIdentity
+from gpool.agent.channel import AgentCredentials, NodeIdentity
 from gpool.agent.daemon import boot_clock
 from gpool.core.model import GIB, Offer
 from gpool.transfer.node_proofs import NodeKey

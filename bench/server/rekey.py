@@ -22,8 +22,8 @@ from time import perf_counter
 import httpx2
 
 from gpool.server.clock import SystemClock
-from gpool.server.identity.secrets.envelope import FieldLocation
-from gpool.server.identity.secrets.sealer import MasterSource, Sealer
+from gpool.server.identity.envelope import FieldLocation
+from gpool.server.identity.sealer import MasterSource, Sealer
 from gpool.server.store.drivers.opening import open_store
 from gpool.server.store.operations.identity import sealed_fields
 from gpool.server.store.values import SealedField

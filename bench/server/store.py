@@ -18,11 +18,11 @@ from typing import Any
 from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
 from gpool.core.model import Allocation, EndReason, Instant, Offer, Permission, TaskKind, TaskSpec
 from gpool.core.scheduler.state.events import LeaseGrant, Placement
-from gpool.core.scheduler.state.shapes import shape_of
+from gpool.core.scheduler.state.waiting import shape_of
 from gpool.server.store import open_store
+from gpool.server.store.operations import nodes
 from gpool.server.store.operations.identity import users
 from gpool.server.store.operations.leases import leases
-from gpool.server.store.operations.nodes import nodes
 from gpool.server.store.operations.tasks import artifacts, submissions, tasks
 from gpool.server.store.operations.tasks.submissions import NewTask, Submission
 from gpool.server.store.protocol import Store

@@ -16,14 +16,13 @@ import time
 from pathlib import Path
 
 from gpool.agent.daemon import boot_clock, wall_clock
-from gpool.agent.machine.detection.gpus import Detector
-from gpool.agent.machine.detection.nvml import Nvml
-from gpool.agent.machine.detection.owner import LoadMeter, facts_now
-from gpool.agent.machine.detection.processes import AgentProcesses, ForeignPrograms
-from gpool.agent.machine.detection.real_nvml import RealNvml
-from gpool.agent.machine.detection.vendors import ParsedGpus
 from gpool.agent.machine.gpu_monitor import GpuMonitor
-from gpool.agent.machine.monitor import NodeMonitor, PolicyFile, sampler
+from gpool.agent.machine.gpus import Detector
+from gpool.agent.machine.host import AgentProcesses, ForeignPrograms
+from gpool.agent.machine.monitor import LoadMeter, NodeMonitor, PolicyFile, facts_now, sampler
+from gpool.agent.machine.nvml import Nvml
+from gpool.agent.machine.real_nvml import RealNvml
+from gpool.agent.machine.vendors import ParsedGpus
 from gpool.core.model import GIB, Offer
 from gpool.testing.fake_nvml import FakeNvml, h200
 

@@ -7,11 +7,11 @@ if TYPE_CHECKING:
     from gpool.client.client import Client as Client
     from gpool.client.client import run as run
     from gpool.client.client import task as task
-    from gpool.client.files.local_files import local_files as local_files
-    from gpool.client.results import Completed as Completed
-    from gpool.client.results import RemoteTraceback as RemoteTraceback
+    from gpool.client.local_files import local_files as local_files
     from gpool.client.runs import Run as Run
     from gpool.client.tasks import Task as Task
+    from gpool.client.values import Completed as Completed
+    from gpool.client.values import RemoteTraceback as RemoteTraceback
     from gpool.core.errors import Cancelled as Cancelled
     from gpool.core.errors import Conflict as Conflict
     from gpool.core.errors import Forbidden as Forbidden
@@ -29,11 +29,11 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Client": "gpool.client.client",
-    "Completed": "gpool.client.results",
-    "RemoteTraceback": "gpool.client.results",
+    "Completed": "gpool.client.values",
+    "RemoteTraceback": "gpool.client.values",
     "Run": "gpool.client.runs",
     "Task": "gpool.client.tasks",
-    "local_files": "gpool.client.files.local_files",
+    "local_files": "gpool.client.local_files",
     "run": "gpool.client.client",
     "task": "gpool.client.client",
 } | dict.fromkeys(

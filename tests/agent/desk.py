@@ -14,6 +14,7 @@ from websockets.http11 import Request, Response
 
 from gpool.agent.settings import AgentSettings
 from gpool.core.model import Allocation, Offer, Slice, TaskSpec
+from gpool.transfer.keys import write_private
 from gpool.transfer.node_proofs import (
     PROOF_HEADER,
     ChallengeStatement,
@@ -22,7 +23,6 @@ from gpool.transfer.node_proofs import (
     RequestStatement,
     parse_request_proof,
 )
-from gpool.transfer.private_files import write_private
 from gpool.wire.frames import (
     CHANNEL_PATH,
     NODE_HEADER,

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from gpool.cli.main import cli
-from gpool.cli.signing import normalised_signature
+from gpool.cli.wallet import normalised_signature
 from gpool.wallet.signing import WalletKey
 from tests.server.server_desk import Live, serving
 

@@ -9,14 +9,12 @@ import pytest
 from click.testing import CliRunner
 from pydantic import ValidationError
 
-from gpool.agent.machine.detection import Level
+from gpool.agent.machine.findings import Level
 from gpool.agent.machine.policy import GANG_PORT, GangRules
-from gpool.agent.offer import machine_offer, refreshed
-from gpool.agent.services import NetworkSupport, NodeServices
+from gpool.agent.services import NetworkSupport, NodeServices, machine_offer, refreshed
 from gpool.agent.settings import AgentSettings
 from gpool.cli.lending.doctor import gangs_finding
-from gpool.cli.lending.enrolment import EnrolledNode
-from gpool.cli.lending.terms import LendingTerms, agent_variables, lending
+from gpool.cli.lending.join import EnrolledNode, LendingTerms, agent_variables, lending
 from gpool.core.model import Network
 from gpool.testing.fake_runtime import FakeRuntime
 from gpool.transfer.requests import Address

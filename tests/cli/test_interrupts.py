@@ -19,14 +19,13 @@ import httpx2
 import pytest
 from click.testing import Result as Done
 
+from gpool.cli.interrupts import HELD, Reading
 from gpool.cli.main import INTERRUPTED, NOT_FOUND
-from gpool.cli.output.interrupts import HELD, Reading
-from gpool.cli.output.progress import show_documents
+from gpool.cli.printing import show_documents
 from gpool.cli.run import follow_run
 from gpool.client.client import Client
-from gpool.client.logs import Printed
-from gpool.client.results import Result
-from gpool.client.runs import Run
+from gpool.client.runs import Printed, Run
+from gpool.client.values import Result
 from gpool.core.errors import Unreachable
 from tests.client.standin import Pool
 from tests.tools.processes import PATIENCE_S

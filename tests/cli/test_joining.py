@@ -9,10 +9,16 @@ import httpx2
 import pytest
 
 from gpool import Invalid
-from gpool.cli.lending.enrolment import enrol, identity_file, load_identity, parse_link
-from gpool.cli.lending.join import require_same_certificate
-from gpool.cli.lending.terms import LendingTerms, agent_variables
-from gpool.client.connection.transport import ApiTransport
+from gpool.cli.lending.join import (
+    LendingTerms,
+    agent_variables,
+    enrol,
+    identity_file,
+    load_identity,
+    parse_link,
+    require_same_certificate,
+)
+from gpool.client.transport import ApiTransport
 from gpool.core.errors import Conflict, Forbidden
 from gpool.transfer.requests import Address
 

@@ -12,8 +12,8 @@ import httpx2
 import pytest
 from click.testing import CliRunner
 
+from gpool.cli.command import shown_as
 from gpool.cli.main import cli
-from gpool.cli.references import shown_as
 from tests.server.server_desk import Live, serving
 from tests.tools.processes import PATIENCE_S
 

@@ -8,7 +8,7 @@ import pytest
 
 from gpool.cli import tasks
 from gpool.cli.main import print_error
-from gpool.cli.output.printing import TerminalText, age, emit_json, neutral, table
+from gpool.cli.printing import TerminalText, age, emit_json, neutral, table
 from gpool.core.errors import Conflict
 
 

@@ -176,7 +176,7 @@ def test_gpool_server_reports_a_port_in_use(tmp_path: Path) -> None:
 
 
 def test_a_progress_bar_is_drawn_only_for_transfers() -> None:
-    drawn = "from gpool.cli.output.progress import progress_bar\nwith progress_bar() as show:\n    "
+    drawn = "from gpool.cli.printing import progress_bar\nwith progress_bar() as show:\n    "
     assert on_a_terminal(drawn + "pass") == b""
     assert b"weights" in on_a_terminal(drawn + "show('weights', 1, 2)")
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from click.testing import Result
 
-from gpool.cli.output.progress import ProgressLine
-from gpool.client.logs import TaskProgress
+from gpool.cli.printing import ProgressLine
+from gpool.client.runs import TaskProgress
 from tests.client.standin import Pool
 
 Gpool = Callable[..., Result]

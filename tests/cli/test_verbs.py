@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from gpool import Client
 from gpool.cli.main import ELSEWHERE, VERBS, cli
-from gpool.cli.output.printing import local_time
+from gpool.cli.printing import local_time
 from gpool.core.ids import encode
 from tests.client.standin import Pool
 

@@ -11,7 +11,7 @@ import pytest
 from click.testing import Result
 
 from gpool import Client
-from gpool.cli.wait_targets import MOST_REPORTED
+from gpool.cli.command import MOST_REPORTED
 from tests.client.standin import Pool
 from tests.tools.processes import PATIENCE_S
 

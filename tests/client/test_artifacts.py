@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from gpool import Client, Conflict, Invalid
-from gpool.client.files.artifacts import gather
-from gpool.client.results import OutputArtifact
+from gpool.client.artifacts import gather
+from gpool.client.values import OutputArtifact
 from gpool.core.errors import InternalFault
 from tests.client.standin import Pool
 

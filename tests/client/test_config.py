@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpool import Invalid, NotSignedIn
-from gpool.client.connection import config
+from gpool.client import config
 
 
 def test_a_flag_wins_over_a_variable_over_the_project_over_the_profile(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import gpool
 from gpool import Client
-from gpool.client.logs import TaskProgress
+from gpool.client.runs import TaskProgress
 from tests.client.standin import Pool
 
 

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpool.client.files.ignore_rules import left_out, rules_of
-from gpool.client.files.local_files import MAX_FILES, _Walk, local_files, shown_size
+from gpool.client.local_files import MAX_FILES, _Walk, left_out, local_files, rules_of, shown_size
 from gpool.core.errors import Invalid
 
 

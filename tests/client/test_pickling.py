@@ -9,14 +9,14 @@ from pathlib import Path
 
 import cloudpickle
 
-from gpool.client.pickling import OwnModules, dumps, dumps_call
+from gpool.client.values import OwnModules, dumps, dumps_call
 
 
 def test_installed_modules_go_by_name_and_the_callers_by_value(tmp_path: Path) -> None:
     own = OwnModules()
     assert not own.is_own("json")
     assert not own.is_own("click")
-    assert not own.is_own("gpool.client.pickling")
+    assert not own.is_own("gpool.client.values")
     assert not own.is_own("sys")
     assert own.is_own(__name__)
 
@@ -32,7 +32,7 @@ def test_a_function_loads_where_the_callers_modules_are_not(tmp_path: Path) -> N
         "def work(x):\n    return deeper.times(x) + Shape.sides - 4\n"
     )
     script = (
-        "import sys, beside\nfrom gpool.client.pickling import dumps\n"
+        "import sys, beside\nfrom gpool.client.values import dumps\n"
         "sys.stdout.buffer.write(dumps(beside.work))"
     )
     sent = subprocess.run(

@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from gpool.client.connection.sign_in import SessionFile, SignInSession, Tokens
-from gpool.client.connection.transport import ApiTransport
+from gpool.client.config import SessionFile, SignInSession, Tokens
+from gpool.client.transport import ApiTransport
 from gpool.core.errors import NotSignedIn
 
 URL = "http://pool.test"

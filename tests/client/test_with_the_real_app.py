@@ -14,10 +14,10 @@ from click.testing import CliRunner
 import gpool
 from gpool import Client
 from gpool.cli.main import cli
-from gpool.client.files.artifacts import gather
-from gpool.client.logs import printed
+from gpool.client.artifacts import gather
 from gpool.client.options import Options
-from gpool.transfer.artifacts import PART_BYTES
+from gpool.client.runs import printed
+from gpool.transfer.requests import PART_BYTES
 from tests.client.inprocess import Node, RealPool
 from tests.tools.processes import PATIENCE_S
 

@@ -10,17 +10,19 @@ from hypothesis import strategies as st
 from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.lifecycle import Move
 from gpool.core.model import EndReason, Fault
-from gpool.core.retries import (
+from gpool.core.reliability import (
     ENOUGH,
+    LONGEST_BACKOFF,
     MAX_BY_NODE,
     MAX_UNSTARTED,
+    SHORTEST_BACKOFF,
     Evidence,
     Unstarted,
     archived_as,
+    backoff_for_fault,
     given_up,
     unstarted_move,
 )
-from gpool.core.trust.reliability import LONGEST_BACKOFF, SHORTEST_BACKOFF, backoff_for_fault
 
 FAULTS = st.sampled_from(Fault)
 

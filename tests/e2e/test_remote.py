@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from gpool.client.connection.transport import ApiTransport
+from gpool.client.transport import ApiTransport
 from gpool.core.errors import Unreachable
-from gpool.transfer.pinning import fingerprint_of
+from gpool.transfer.keys import fingerprint_of
 from gpool.transfer.requests import Address
 from tests.tools.networks import unused_network
 from tests.tools.processes import GPOOL, LONG_LEASE, PATIENCE_S, Daemon, eventually, free_port

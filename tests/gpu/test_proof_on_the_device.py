@@ -11,11 +11,10 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from gpool.agent.gpu_verification.benchmark import measure
-from gpool.agent.gpu_verification.cuda import Device
+from gpool.agent.gpu_verification.cuda import Device, measure
 from gpool.agent.gpu_verification.prover import DeviceProver
-from gpool.core.trust.gpu_verification import GpuVerdict, Size, keys_of
-from gpool.server.gpu_verification.checking import Claimed, check_openings
+from gpool.core.gpu_verification import GpuVerdict, Size, keys_of
+from gpool.server.nodes.gpu_checks import Claimed, check_openings
 from tests.tools.gpu_prover import NumpyProver
 
 pytestmark = pytest.mark.gpu

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from gpool.agent.machine.detection.nvml import NvmlError
-from gpool.agent.machine.detection.real_nvml import RealNvml
+from gpool.agent.machine.nvml import NvmlError
+from gpool.agent.machine.real_nvml import RealNvml
 from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
 from gpool.agent.runtime.devices import CONTROL_NODES, capability_nodes, device_nodes
 from gpool.agent.runtime.protocol import GpuShare
-from gpool.agent.sharing import settings_restore
-from gpool.agent.sharing.scrub import Scrubbed, fault, scrub
+from gpool.agent.sharing import modes
+from gpool.agent.sharing.memory import Scrubbed, fault, scrub
 from gpool.core.model import GIB, Gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(os.geteuid() != 0, reason="only root may")]
@@ -26,9 +26,9 @@ def nvml(require: Callable[[str], None]) -> Iterator[RealNvml]:
     require("gpu")
     made = RealNvml()
     made.open()
-    before = settings_restore.record(made, made.uuids()[0])
+    before = modes.record(made, made.uuids()[0])
     yield made
-    settings_restore.restore(made, made.uuids()[0], before)
+    modes.restore(made, made.uuids()[0], before)
     made.close()
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import uvloop
 
-from gpool.agent.network import firewall_rules, nft
+from gpool.agent.network import firewall_rules, host
 from gpool.agent.network.policy import Egress, EgressPolicy, Only, parse_target
 from gpool.agent.network.root_networks import RootNetworks, read_sysctl
 from gpool.agent.network.rootless_networks import RootlessNetworks, slirp_arguments
@@ -127,7 +127,7 @@ async def take_filter_away(mode: str, opened: OpenSandboxNetwork) -> None:
         chains = ("judge", "counted", "coming", "leaving")
     text = "".join(f"flush chain {table} {chain}\n" for chain in chains)
     if mode == "root":
-        await nft.load(text)
+        await host.load(text)
         return
 
     def run() -> None:
@@ -139,7 +139,7 @@ async def take_filter_away(mode: str, opened: OpenSandboxNetwork) -> None:
             os.write(into, text.encode())
             os.close(into)
             os.dup2(out, 0)
-            path = nft.program("nft") or "nft"
+            path = host.program("nft") or "nft"
             os.execve(path, [path, "-f", "-"], {})
         if os.waitpid(child, 0)[1] != 0:
             raise OSError("the filter could not be taken away")
@@ -167,7 +167,7 @@ async def agent(mode: str, kind: str, capture: socket.socket, place: Path) -> di
     outside = {**OUTSIDE, **OUTSIDE_6}
     spoken = {name: address.format(scope=scope) for name, address in SPOKEN.items()}
     told: dict[str, Any] = {}
-    await nft.nft("--version")  # the loop opens what it needs for children, once
+    await host.nft("--version")  # the loop opens what it needs for children, once
     before = fingerprint()
 
     arrived(capture)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpool.agent.runtime.bubblewrap import layout
-from gpool.agent.runtime.microvm.image import boot, build
+from gpool.agent.runtime.microvm.image import build
 from gpool.agent.runtime.microvm.image.build import clock_word
 from gpool.agent.runtime.microvm.image.disks import DiskStore
 from gpool.agent.runtime.microvm.image.kernel import Kernel, find_kernel, needs, read_module
@@ -87,7 +87,7 @@ def run(only: Sequence[str]) -> dict[str, str]:
         )
         modules = {f"/modules/{file.name}": read_module(file) for file in module_files(kernel)}
         env = [f"{name}={value}" for name, value in prepared.variables if name != "PATH"]
-        becomes = boot.BootPlan(
+        becomes = build.BootPlan(
             tuple(modules),
             layout.HOME,
             build.OWN,
@@ -96,7 +96,7 @@ def run(only: Sequence[str]) -> dict[str, str]:
             (*env, "PATH=/usr/bin:/bin:/usr/sbin:/sbin"),
         )
         archive = here / "archive"
-        archive.write_bytes(boot.archive(boot.program(boot.steps(becomes)), modules))
+        archive.write_bytes(build.archive(build.program(build.steps(becomes)), modules))
         disk = here / "probe.tar"
         disk.write_bytes(probe_disk(only))
         disks = [

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from gpool.agent.network.dns.resolver import BURST
-from gpool.agent.network.nft import program
+from gpool.agent.network.dns_resolver import BURST
+from gpool.agent.network.host import program
 from gpool.agent.network.policy import EgressPolicy
 from tests.hostile.lanes_world import OF_HOST, ON_HOST, OUTSIDE, OUTSIDE_6, PUBLIC, SPOKEN
 from tests.tools import components

@@ -42,8 +42,8 @@ LOGS = {
 }
 SHOW = """
 import json, sys
-from gpool.cli.output.printing import LogPrinter
-from gpool.client.logs import Printed
+from gpool.cli.printing import LogPrinter
+from gpool.client.runs import Printed
 data = bytes.fromhex(sys.argv[1])
 step = int(sys.argv[2])
 if step < 0:

@@ -19,11 +19,11 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from gpool.agent.credentials import AgentCredentials, NodeIdentity
+from gpool.agent.channel import AgentCredentials, NodeIdentity
 from gpool.core.ids import NodeId, UserId, decode
 from gpool.core.model import EndReason, Gpu, Instant, Offer, Permission, Tier
 from gpool.server.app import ensure_operator, make_app, open_server
-from gpool.server.identity import credentials
+from gpool.server.identity import authorization
 from gpool.server.main import configuration
 from gpool.server.nodes.connection import NodeChannel
 from gpool.server.outbound import Outbound
@@ -191,11 +191,11 @@ class Desk:
     async def person(self, name: str, *permissions: Permission) -> dict[str, str]:
         """Headers of a new account."""
         user = User(UserId(self.server.ids.next()), name, frozenset(permissions), self.server.now)
-        key = credentials.fresh(credentials.USER_PREFIX)
+        key = authorization.fresh(authorization.USER_PREFIX)
         await self.server.store.write(users.create_user(user))
         await self.server.store.write(
             users.add_key(
-                self.server.ids.next(), user.id, "test", credentials.hashed(key), self.server.now
+                self.server.ids.next(), user.id, "test", authorization.hashed(key), self.server.now
             )
         )
         return {"authorization": f"Bearer {key}"}

@@ -8,9 +8,9 @@ from typing import Any
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import EndReason, Requirements, TaskSpec
 from gpool.core.scheduler.state.events import GangPart, LeaseGrant, Placement
-from gpool.core.scheduler.state.shapes import shape_of
+from gpool.core.scheduler.state.waiting import shape_of
+from gpool.server.store.operations import nodes
 from gpool.server.store.operations.leases import leases
-from gpool.server.store.operations.nodes import nodes
 from gpool.server.store.values import AppliedPlan, Recording
 from gpool.wire.frames import Finished, Hold, ReportItem, Started
 from tests.store.store_pool import COMMAND, CPU, Pool

@@ -24,12 +24,12 @@ from gpool.core.model import (
 )
 from gpool.core.permissions import TeamId
 from gpool.core.scheduler.state.events import LeaseGrant, Placement
-from gpool.core.scheduler.state.shapes import shape_of
+from gpool.core.scheduler.state.waiting import shape_of
 from gpool.server.store import open_store, operation
 from gpool.server.store.identity_values import Team
+from gpool.server.store.operations import nodes
 from gpool.server.store.operations.identity import accounts, teams, users
 from gpool.server.store.operations.leases import leases
-from gpool.server.store.operations.nodes import nodes
 from gpool.server.store.operations.tasks import submissions, tasks
 from gpool.server.store.operations.tasks.submissions import (
     MissingArtifacts,

@@ -11,10 +11,9 @@ import pytest
 from gpool.core.errors import NotFound
 from gpool.core.ids import BatchId
 from gpool.server.store import open_store, operation
-from gpool.server.store.operation import BRIEF_ROWS, brief, is_brief
 from gpool.server.store.operations.identity import users
 from gpool.server.store.operations.tasks import tasks
-from gpool.server.store.protocol import Operation, Statement
+from gpool.server.store.protocol import BRIEF_ROWS, Operation, Statement, brief, is_brief
 from tests.store.store_pool import Database, Pool, submit_one
 
 

@@ -9,8 +9,8 @@ import pytest
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import EndReason, InputFile, OutputFile, Phase, TaskStatus
 from gpool.server.store.operations.identity import teams
-from gpool.server.store.operations.leases import leases, preemption
-from gpool.server.store.operations.tasks import artifacts, checkpoints, tasks
+from gpool.server.store.operations.leases import grants, leases
+from gpool.server.store.operations.tasks import artifacts, progress, tasks
 from gpool.server.store.values import AppliedPlan
 from gpool.wire.frames import Checkpointed, Finished, HandedBack, Hold, Lease, Reached, Released
 from tests.store.store_pool import COMMAND, Pool, exited
@@ -234,7 +234,7 @@ def test_an_output_that_is_a_file_of_the_checkpoint_is_kept(pool: Pool) -> None:
     pool.expire(node)
     granted(pool, other, task, 2)
     pool.record(other, Finished(task, 2, EndReason.EXITED, 0, outputs=(file(A, "state/weights"),)))
-    pool.write(checkpoints.forget_checkpoints(pool.now(), 10))
+    pool.write(progress.forget_checkpoints(pool.now(), 10))
     assert pool.read(artifacts.visible(A, pool.ann)) == 10
     assert may_go(pool) == set()
 
@@ -247,8 +247,8 @@ def test_a_checkpoint_is_forgotten_some_time_after_the_end_and_not_before(pool: 
         save(pool, node, task, file(sha256))
     before = pool.now()
     pool.record(node, exited(done, code=0), Released(waiting, 1))
-    assert pool.write(checkpoints.forget_checkpoints(before, 10)) == 0
-    assert pool.write(checkpoints.forget_checkpoints(pool.now(), 10)) == 1
+    assert pool.write(progress.forget_checkpoints(before, 10)) == 0
+    assert pool.write(progress.forget_checkpoints(pool.now(), 10)) == 1
     assert pool.view(done).checkpoint is None
     assert pool.view(waiting).checkpoint is not None
     assert may_go(pool) == {A}
@@ -268,7 +268,7 @@ def test_what_is_kept_counts_as_its_owners_storage_until_it_is_gone(pool: Pool) 
 def test_a_preempted_task_is_queued_again_and_counts_as_no_try(pool: Pool) -> None:
     node = pool.node("box")
     task = pool.running(node, spec=SAVING)
-    asked = pool.write(preemption.preempt([task], pool.now()))
+    asked = pool.write(grants.preempt([task], pool.now()))
     assert asked.to_preempt == ((node, Hold(task, 1)),)
     assert pool.view(task).row.status is TaskStatus.RUNNING
     assert pool.view(task).note is None
@@ -285,7 +285,7 @@ def test_a_preempted_task_is_queued_again_and_counts_as_no_try(pool: Pool) -> No
 def test_a_preempted_task_that_ended_well_meanwhile_has_ended(pool: Pool) -> None:
     node = pool.node("box")
     task = pool.running(node)
-    pool.write(preemption.preempt([task], pool.now()))
+    pool.write(grants.preempt([task], pool.now()))
     pool.record(node, exited(task, code=0))
     assert pool.view(task).row.status is TaskStatus.SUCCEEDED
 
@@ -296,17 +296,17 @@ def test_only_what_a_node_holds_can_be_preempted(pool: Pool) -> None:
     ended, cancelled, leased = pool.leased(node), pool.running(node), pool.leased(node)
     pool.record(node, exited(ended, code=0))
     pool.cancel(cancelled)
-    asked = pool.write(preemption.preempt([queued, ended, cancelled, leased], pool.now()))
+    asked = pool.write(grants.preempt([queued, ended, cancelled, leased], pool.now()))
     assert asked.to_preempt == ((node, Hold(leased, 1)),)
 
 
 def test_a_node_that_comes_back_is_told_again_until_it_let_go(pool: Pool) -> None:
     node = pool.node("box")
     task = pool.running(node)
-    pool.write(preemption.preempt([task], pool.now()))
-    assert pool.write(preemption.preempting(node)) == (Hold(task, 1),)
+    pool.write(grants.preempt([task], pool.now()))
+    assert pool.write(grants.preempting(node)) == (Hold(task, 1),)
     pool.database.reopen()
-    assert pool.write(preemption.preempting(node)) == (Hold(task, 1),)
+    assert pool.write(grants.preempting(node)) == (Hold(task, 1),)
     pool.record(node, Released(task, 1))
     pool.grant(node, [task], epoch=2)
-    assert pool.write(preemption.preempting(node)) == ()
+    assert pool.write(grants.preempting(node)) == ()

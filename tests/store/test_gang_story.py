@@ -12,9 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from gpool.core.gangs import GangOrder, GangStanding, MemberEnd, call, verdict
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import EndReason, Engine, OnLoss, TaskStatus
-from gpool.server.store.operation import operation
-from gpool.server.store.operations.leases import leases, preemption
-from gpool.server.store.protocol import Operation, Statement
+from gpool.server.store.operations.leases import grants, leases
+from gpool.server.store.protocol import Operation, Statement, operation
 from gpool.server.store.values import Recording
 from gpool.wire.frames import Finished, HandedBack, Hold, Released, Started
 from tests.store.gang_pool import Site, gang_spec, site_of
@@ -204,7 +203,7 @@ class GangsAgainstModel(RuleBasedStateMachine):
         if picked is None:
             return
         task, known = picked
-        done = self.pool.write(preemption.preempt([task], self.pool.now()))
+        done = self.pool.write(grants.preempt([task], self.pool.now()))
         moving = known.status in (TaskStatus.LEASED, TaskStatus.RUNNING)
         may = moving and (known.making_room or call(known.standing) is None)
         assert [node for node, _ in done.to_preempt] == (known.holding if may else [])

@@ -23,13 +23,12 @@ from gpool.core.model import (
     TaskStatus,
 )
 from gpool.core.scheduler.state.events import GangPart, LeaseGrant, Placement
-from gpool.core.scheduler.state.shapes import shape_of
-from gpool.server.store.operation import again, operation
+from gpool.core.scheduler.state.waiting import shape_of
+from gpool.server.store.operations import gpus, nodes
 from gpool.server.store.operations.identity import teams
-from gpool.server.store.operations.leases import leases, preemption
-from gpool.server.store.operations.nodes import gpu_verification, nodes
-from gpool.server.store.operations.tasks import artifacts, logs, tasks
-from gpool.server.store.protocol import Operation
+from gpool.server.store.operations.leases import grants, leases
+from gpool.server.store.operations.tasks import artifacts, progress, tasks
+from gpool.server.store.protocol import Operation, again, operation
 from gpool.server.store.values import Recording
 from gpool.wire.frames import (
     Checkpointed,
@@ -138,7 +137,7 @@ def gang_on_gpus(pool: Pool) -> tuple[TaskId, Placement]:
 
 def test_a_gang_on_a_flagged_gpu_of_one_node_is_refused_whole(pool: Pool) -> None:
     task, place = gang_on_gpus(pool)
-    pool.write(gpu_verification.keep_back(place.members[0].node, ["n1-0"], "waits"))
+    pool.write(gpus.keep_back(place.members[0].node, ["n1-0"], "waits"))
     assert pool.write(leases.apply_plan([place], pool.term, pool.now())).lines == ()
     assert pool.view(task).row.status is TaskStatus.QUEUED
 
@@ -360,7 +359,7 @@ def test_a_cancelled_gang_holds_on_until_its_last_member_confirms(site: Site) ->
 
 def test_all_members_are_asked_to_make_room_and_then_it_waits_again(site: Site) -> None:
     task = site.running()
-    done = site.pool.write(preemption.preempt([task], site.pool.now()))
+    done = site.pool.write(grants.preempt([task], site.pool.now()))
     assert done.to_preempt == tuple((node, Hold(task, 1)) for node in site.nodes[:2])
     assert done.noted == (task,)
     assert site.pool.read(leases.picture()).preempting == (task,)
@@ -377,7 +376,7 @@ def test_a_gang_that_stops_already_is_not_asked_to_make_room(site: Site) -> None
     task = site.running()
     site.ends(1, task, 1)
     hold = [Hold(task, 1)]
-    asked = preemption.preempt_if_current(hold, site.pool.term, site.pool.now())
+    asked = grants.preempt_if_current(hold, site.pool.term, site.pool.now())
     assert site.pool.write(asked) == Recording()
     site.say(0, Released(task, 1))
     assert status(site, task) is TaskStatus.FAILED
@@ -511,7 +510,7 @@ def test_output_of_all_ranks_is_kept_apart_and_marked(site: Site) -> None:
     site.say(0, chunk(1, b"more\n"))
     site.say(1, chunk(0, b"one\nand "), chunk(1, b"err\n", 2))  # said again
     site.say(1, chunk(2, b"a half\nlast"), Finished(task, 1, EndReason.EXITED, 0))
-    lines = site.pool.read(logs.logs(task, 0, 100))
+    lines = site.pool.read(progress.logs(task, 0, 100))
     assert [(line.stream, line.data) for line in lines] == [
         (1, b"zero\n"),
         (1, b"[1] one\n[1] and "),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from gpool.core.gpu_verification import GpuVerdict
 from gpool.core.ids import NodeId
 from gpool.core.model import Gpu, Offer
-from gpool.core.trust.gpu_verification import GpuVerdict
-from gpool.server.store.operations.nodes import gpu_bindings, gpu_verification, nodes
+from gpool.server.store.operations import gpus as gpu_bindings
+from gpool.server.store.operations import gpus as gpu_verification
+from gpool.server.store.operations import nodes
 from tests.store.store_pool import Pool
 
 OFFER = Offer(1000, 1 << 30, 1 << 30)

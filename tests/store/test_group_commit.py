@@ -16,10 +16,10 @@ from gpool.core.errors import GpoolError, InternalFault, NotFound, Unreachable
 from gpool.core.ids import BatchId, NodeId, UserId
 from gpool.core.model import Instant, Offer
 from gpool.server.store import open_inline, open_store, operation
-from gpool.server.store.drivers.group_commit import Waiting
+from gpool.server.store.drivers.shared import Waiting
 from gpool.server.store.drivers.sqlite_connection import Connection
+from gpool.server.store.operations import nodes
 from gpool.server.store.operations.identity import users
-from gpool.server.store.operations.nodes import nodes
 from gpool.server.store.operations.tasks import tasks
 from gpool.server.store.operations.tasks.submissions import SubmittedTasks
 from gpool.server.store.protocol import Operation, Statement

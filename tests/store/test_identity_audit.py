@@ -13,9 +13,8 @@ from gpool.server.identity.audit import (
     check,
     facts,
 )
-from gpool.server.store.operation import operation
 from gpool.server.store.operations.identity import accounts, audit
-from gpool.server.store.protocol import Operation, Statement
+from gpool.server.store.protocol import Operation, Statement, operation
 from tests.store.store_pool import Database, Pool, race
 
 

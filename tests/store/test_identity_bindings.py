@@ -10,11 +10,11 @@ from gpool.core.errors import Conflict, Invalid
 from gpool.core.ids import GpuId, NodeId, UserId
 from gpool.core.model import Gpu, Health, Instant, Offer, Slice, TaskStatus
 from gpool.server.store.identity_values import Binding
-from gpool.server.store.operation import operation
+from gpool.server.store.operations import gpus as gpu_bindings
+from gpool.server.store.operations import nodes
 from gpool.server.store.operations.identity import accounts
 from gpool.server.store.operations.leases import leases
-from gpool.server.store.operations.nodes import gpu_bindings, nodes
-from gpool.server.store.protocol import Operation, Statement
+from gpool.server.store.protocol import Operation, Statement, operation
 from tests.store.store_pool import Database, Pool, race
 
 OFFER = Offer(1000, 1 << 30, 1 << 30)

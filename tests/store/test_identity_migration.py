@@ -19,9 +19,9 @@ from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import Instant, Offer, Permission, Phase
 from gpool.core.quotas import QuotaUsage
 from gpool.server.store.migrations.upgrade import config
+from gpool.server.store.operations import nodes
 from gpool.server.store.operations.identity import accounts, audit, teams, users
 from gpool.server.store.operations.leases import leases
-from gpool.server.store.operations.nodes import nodes
 from gpool.server.store.operations.tasks import artifacts, tasks
 from gpool.server.store.rows import digest_of, offer_text, spec_text
 from gpool.wire.frames import Reached

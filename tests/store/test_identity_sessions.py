@@ -9,8 +9,8 @@ import pytest
 from gpool.core.ids import UserId
 from gpool.core.model import SECOND, Instant
 from gpool.core.permissions import Role, Scope
-from gpool.server.identity.tokens import refresh
-from gpool.server.identity.tokens.refresh import (
+from gpool.server.identity import refresh_tokens
+from gpool.server.identity.refresh_tokens import (
     EndFamily,
     Family,
     Presented,
@@ -19,9 +19,8 @@ from gpool.server.identity.tokens.refresh import (
     Rotate,
 )
 from gpool.server.store.identity_values import SigningKey, StoredSession
-from gpool.server.store.operation import operation
 from gpool.server.store.operations.identity import sessions, teams, users
-from gpool.server.store.protocol import Operation
+from gpool.server.store.protocol import Operation, operation
 from tests.store.store_pool import Database, Pool, race
 
 
@@ -57,7 +56,7 @@ def family_of(row: StoredSession | None) -> Family | None:
 
 def begun(pool: Pool, user: UserId | None = None) -> tuple[StoredSession, str]:
     entropy = next(pool.numbers).to_bytes(48, "big")[::-1]
-    family, token = refresh.begin(pool.ann if user is None else user, entropy, pool.now())
+    family, token = refresh_tokens.begin(pool.ann if user is None else user, entropy, pool.now())
     return row_of(family), token
 
 
@@ -71,8 +70,8 @@ def opened_session(pool: Pool, user: UserId | None = None) -> StoredSession:
 def refreshed(presented: Presented, now: Instant) -> Operation[str | None]:
     """What the refresh route does: read, decide, write guarded, and decide again if somebody was faster."""
     row = yield from sessions.session(presented.family)
-    for _ in range(refresh.MAX_TURNS):
-        match refresh.present(family_of(row), presented, now):
+    for _ in range(refresh_tokens.MAX_TURNS):
+        match refresh_tokens.present(family_of(row), presented, now):
             case Rotate(next_row, token):
                 generation = next_row.generation - 1
                 done = yield from sessions.rotate(
@@ -109,7 +108,7 @@ def test_of_fifty_parallel_refreshes_one_rotates_and_all_get_the_same_successor(
     pool.write(sessions.open_session(row))
     for generation in range(1, 4):
         at = pool.now()
-        presented = refresh.parse(token)
+        presented = refresh_tokens.parse(token)
         answers = race(database, [refreshed(presented, at) for _ in range(50)])
         assert len(set(answers)) == 1
         assert answers[0] not in (None, token)
@@ -131,13 +130,13 @@ def test_the_guarded_update_lets_one_of_many_rotate(pool: Pool, database: Databa
 def test_reuse_after_the_window_ends_the_family_for_all(pool: Pool, database: Database) -> None:
     row, first = begun(pool)
     pool.write(sessions.open_session(row))
-    second = pool.write(refreshed(refresh.parse(first), pool.now()))
+    second = pool.write(refreshed(refresh_tokens.parse(first), pool.now()))
     late = Instant(pool.now() + 60 * SECOND)
-    answers = race(database, [refreshed(refresh.parse(first), late) for _ in range(20)])
+    answers = race(database, [refreshed(refresh_tokens.parse(first), late) for _ in range(20)])
     assert answers == [None] * 20
     ended = pool.read(sessions.session(row.id))
     assert (ended.ended_at, ended.ended_why) == (late, "reused")
-    assert pool.write(refreshed(refresh.parse(second), late)) is None
+    assert pool.write(refreshed(refresh_tokens.parse(second), late)) is None
 
 
 def test_an_old_token_and_the_current_one_at_once_leave_no_live_family(
@@ -146,10 +145,10 @@ def test_an_old_token_and_the_current_one_at_once_leave_no_live_family(
     for _ in range(5):
         row, first = begun(pool)
         pool.write(sessions.open_session(row))
-        second = pool.write(refreshed(refresh.parse(first), pool.now()))
-        third = pool.write(refreshed(refresh.parse(second), pool.now()))
+        second = pool.write(refreshed(refresh_tokens.parse(first), pool.now()))
+        third = pool.write(refreshed(refresh_tokens.parse(second), pool.now()))
         late = Instant(pool.now() + 60 * SECOND)
-        shown = [refresh.parse(first), refresh.parse(third)] * 5
+        shown = [refresh_tokens.parse(first), refresh_tokens.parse(third)] * 5
         race(database, [refreshed(each, late) for each in shown])
         assert pool.read(sessions.session(row.id)).ended_why == "reused"
 
@@ -157,7 +156,7 @@ def test_an_old_token_and_the_current_one_at_once_leave_no_live_family(
 def test_a_made_up_token_changes_nothing(pool: Pool) -> None:
     row, token = begun(pool)
     pool.write(sessions.open_session(row))
-    forged = replace(refresh.parse(token), tag="A" * 43)
+    forged = replace(refresh_tokens.parse(token), tag="A" * 43)
     assert pool.write(refreshed(forged, pool.now())) is None
     assert pool.read(sessions.session(row.id)) == row
 

@@ -11,7 +11,7 @@ from gpool.core.permissions import Role, TeamId
 from gpool.server.store.identity_values import Team
 from gpool.server.store.operations.identity import teams
 from gpool.server.store.operations.leases import leases
-from gpool.server.store.operations.tasks import artifacts, logs, tasks
+from gpool.server.store.operations.tasks import artifacts, progress, tasks
 from gpool.server.store.operations.tasks.submissions import MissingArtifacts, SubmittedTasks
 from tests.store.store_pool import COMMAND, Database, Pool, race, returned
 
@@ -211,7 +211,7 @@ def test_a_teams_artifacts_are_seen_through_the_team(pool: Pool) -> None:
     value, log = "c" * 64, "d" * 64
     pool.write(artifacts.add_artifact(value, 5, None, node, (task, 1), pool.now()))
     pool.record(node, returned(task, value=b"", value_sha256=value))
-    pool.write(logs.seal_logs(task, log, 7, pool.now()))
+    pool.write(progress.seal_logs(task, log, 7, pool.now()))
     for sha256 in (value, log):
         assert pool.read(artifacts.visible(sha256, pool.ann)) is None
         assert pool.read(artifacts.visible(sha256, bob, (lab,))) is not None

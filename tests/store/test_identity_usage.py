@@ -5,10 +5,9 @@ from __future__ import annotations
 from gpool.core.model import Instant, Slice
 from gpool.core.quotas import QuotaUsage
 from gpool.server.store.identity_values import GivenQuota
-from gpool.server.store.operation import operation
 from gpool.server.store.operations.identity import teams
-from gpool.server.store.operations.tasks import artifacts, logs
-from gpool.server.store.protocol import Operation
+from gpool.server.store.operations.tasks import artifacts, progress
+from gpool.server.store.protocol import Operation, operation
 from gpool.wire.frames import Released
 from tests.store.store_pool import Database, Pool, race, returned, submit_one
 
@@ -69,7 +68,7 @@ def test_an_artifact_is_counted_once_for_each_who_stores_it(pool: Pool) -> None:
         pool.write(artifacts.add_artifact(sha256, 1000, None, node, (which, 1), at))
         assert used(pool).storage_bytes == (100, 1110)[number]  # a lease's upload is nobody's yet
         pool.record(node, returned(which, value=b"", value_sha256=sha256))
-        pool.write(logs.seal_logs(which, f"{number}f" * 32, 10, at))
+        pool.write(progress.seal_logs(which, f"{number}f" * 32, 10, at))
     assert used(pool).storage_bytes == 1110
     assert used(pool, "team", lab).storage_bytes == 1110
 

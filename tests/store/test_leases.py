@@ -8,8 +8,8 @@ import pytest
 
 from gpool.core.ids import SpecId
 from gpool.core.model import Allocation, Availability, Slice, TaskKind, TaskSpec, TaskStatus
+from gpool.server.store.operations import nodes
 from gpool.server.store.operations.leases import leases
-from gpool.server.store.operations.nodes import nodes
 from gpool.server.store.operations.tasks import artifacts
 from gpool.wire.frames import Finished, HandedBack, Hold, Lease, Started
 from tests.store.store_pool import CPU, Database, Pool, replicas, returned

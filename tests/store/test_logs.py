@@ -6,8 +6,8 @@ import pytest
 
 from gpool.core.ids import TaskId
 from gpool.core.model import Instant
-from gpool.server.store.operations.tasks import artifacts, logs
-from gpool.server.store.operations.tasks.logs import MAX_LOG_BYTES, TRUNCATED
+from gpool.server.store.operations.tasks import artifacts, progress
+from gpool.server.store.operations.tasks.progress import MAX_LOG_BYTES, TRUNCATED
 from gpool.wire.frames import HandedBack, LogChunk
 from tests.store.store_pool import Pool, returned
 
@@ -15,7 +15,7 @@ NEVER = Instant(1 << 62)
 
 
 def text(pool: Pool, task: TaskId) -> bytes:
-    return b"".join(line.data for line in pool.read(logs.logs(task, -1, 1000)))
+    return b"".join(line.data for line in pool.read(progress.logs(task, -1, 1000)))
 
 
 def test_chunks_are_read_in_order_from_a_cursor(pool: Pool) -> None:
@@ -23,11 +23,11 @@ def test_chunks_are_read_in_order_from_a_cursor(pool: Pool) -> None:
     task = pool.running(node)
     done = pool.record(node, LogChunk(task, 1, 0, 1, b"out\x00"), LogChunk(task, 1, 1, 2, b"err"))
     assert done.logged == (task,)
-    first, second = pool.read(logs.logs(task, -1, 10))
+    first, second = pool.read(progress.logs(task, -1, 10))
     assert (first.epoch, first.stream, first.data) == (1, 1, b"out\x00")
     assert (second.stream, second.data) == (2, b"err")
-    assert pool.read(logs.logs(task, first.cursor, 10)) == (second,)
-    assert pool.read(logs.logs(task, -1, 1)) == (first,)
+    assert pool.read(progress.logs(task, first.cursor, 10)) == (second,)
+    assert pool.read(progress.logs(task, -1, 1)) == (first,)
 
 
 def test_a_chunk_sent_again_is_kept_once_and_one_sent_late_is_kept_too(pool: Pool) -> None:
@@ -48,7 +48,7 @@ def test_a_later_attempts_output_comes_after_an_earlier_ones(pool: Pool) -> None
     pool.grant(node, [task], epoch=2)
     pool.record(node, LogChunk(task, 2, 0, 1, b"c"))
     assert text(pool, task) == b"abc"
-    assert [line.epoch for line in pool.read(logs.logs(task, -1, 9))] == [1, 1, 2]
+    assert [line.epoch for line in pool.read(progress.logs(task, -1, 9))] == [1, 1, 2]
 
 
 def test_output_in_one_frame_with_the_end_is_kept(pool: Pool) -> None:
@@ -89,12 +89,12 @@ def test_the_logs_of_a_finished_task_are_replaced_by_one_artifact(pool: Pool) ->
         pool.record(node, LogChunk(wanted, 1, 0, 1, b"hello"))
     pool.record(node, returned(task), returned(silent))
     ended = pool.view(task).row.finished_at
-    assert pool.read(logs.finished_with_logs(ended, 10)) == ()
-    assert pool.read(logs.finished_with_logs(NEVER, 10)) == (task,)
-    pool.write(logs.seal_logs(task, "c" * 64, 5, pool.now()))
+    assert pool.read(progress.finished_with_logs(ended, 10)) == ()
+    assert pool.read(progress.finished_with_logs(NEVER, 10)) == (task,)
+    pool.write(progress.seal_logs(task, "c" * 64, 5, pool.now()))
     assert pool.view(task).log_sha256 == "c" * 64
     assert text(pool, task) == b""
-    assert pool.read(logs.finished_with_logs(NEVER, 10)) == ()
+    assert pool.read(progress.finished_with_logs(NEVER, 10)) == ()
     assert pool.read(artifacts.visible("c" * 64, pool.ann)) == 5
     assert pool.read(artifacts.unreferenced(NEVER, 10)) == ()
 
@@ -104,8 +104,8 @@ def test_logs_are_not_sealed_while_the_task_may_still_print(pool: Pool) -> None:
     task = pool.running(node)
     pool.record(node, LogChunk(task, 1, 0, 1, b"hello"))
     pool.cancel(task)
-    assert pool.read(logs.finished_with_logs(NEVER, 10)) == ()
-    pool.write(logs.seal_logs(task, "c" * 64, 5, pool.now()))
+    assert pool.read(progress.finished_with_logs(NEVER, 10)) == ()
+    pool.write(progress.seal_logs(task, "c" * 64, 5, pool.now()))
     assert text(pool, task) == b"hello"
     pool.record(node, LogChunk(task, 1, 1, 1, b" again"))
     assert text(pool, task) == b"hello again"

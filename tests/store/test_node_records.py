@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from gpool.core.ids import NodeId
 from gpool.core.model import Instant, Span
-from gpool.core.trust.reliability import ReliabilityRecord
-from gpool.server.store.operations.nodes import nodes
+from gpool.core.reliability import ReliabilityRecord
+from gpool.server.store.operations import nodes
 from tests.store.store_pool import Pool
 
 

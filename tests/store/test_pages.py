@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import Availability, Gpu, Offer
-from gpool.server.store.operations.nodes import gpu_bindings, nodes
-from gpool.server.store.operations.nodes.nodes import NodeFilter
+from gpool.server.store.operations import gpus as gpu_bindings
+from gpool.server.store.operations import nodes
+from gpool.server.store.operations.nodes import NodeFilter
 from gpool.server.store.operations.tasks import tasks
 from tests.store.store_pool import Pool
 

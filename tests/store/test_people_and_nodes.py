@@ -9,9 +9,9 @@ import pytest
 from gpool.core.errors import Conflict, Forbidden, Invalid, NotFound
 from gpool.core.ids import GpuId, NodeId
 from gpool.core.model import Availability, Gpu, Instant, Offer, Permission
+from gpool.server.store.operations import nodes
 from gpool.server.store.operations.identity import users
 from gpool.server.store.operations.leases import leases
-from gpool.server.store.operations.nodes import nodes
 from gpool.server.store.values import User
 from gpool.wire.frames import Released
 from tests.store.store_pool import Pool

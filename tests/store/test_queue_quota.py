@@ -11,10 +11,10 @@ from gpool.core.errors import TooMany
 from gpool.core.ids import UserId, encode
 from gpool.core.model import Permission
 from gpool.core.permissions import Role, TeamId
-from gpool.server.actions.operators.quotas import set_quota
+from gpool.server.actions.quotas import set_quota
 from gpool.server.actions.tasks.submit import submit
 from gpool.server.app import open_server
-from gpool.server.identity import credentials
+from gpool.server.identity import authorization
 from gpool.server.server import Server
 from gpool.server.settings import Settings
 from gpool.server.store.identity_values import Caller, GivenQuota, Team
@@ -40,8 +40,8 @@ class Crowd:
         first = servers[0]
         user = User(UserId(first.ids.next()), "dave", frozenset({Permission.CONSUMER}), first.now)
         await first.store.write(users.create_user(user))
-        key = credentials.fresh(credentials.USER_PREFIX)
-        hashed = credentials.hashed(key)
+        key = authorization.fresh(authorization.USER_PREFIX)
+        hashed = authorization.hashed(key)
         await first.store.write(users.add_key(first.ids.next(), user.id, "test", hashed, first.now))
         who = await first.credentials.who(key)
         assert isinstance(who, Caller)

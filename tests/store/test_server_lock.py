@@ -86,7 +86,7 @@ async def take_over(url: str) -> None:
     rival = await connected(url)
     looking = await connected(url)
     [holder] = await looking.fetch(HOLDERS)
-    lock = import_module("gpool.server.store.drivers.postgres_lock").SERVER_LOCK
+    lock = import_module("gpool.server.store.drivers.postgres").SERVER_LOCK
     taking = asyncio.create_task(rival.execute("SELECT pg_advisory_lock($1)", lock))
     await until(looking, WAITING)
     await looking.execute("SELECT pg_terminate_backend($1)", holder["pid"])

@@ -9,8 +9,8 @@ import pytest
 from gpool.core.errors import Conflict, Invalid, NotFound
 from gpool.core.ids import BatchId, TaskId
 from gpool.core.model import EndReason, InputFile, TaskKind, TaskSpec, TaskStatus
+from gpool.server.store.operations import nodes
 from gpool.server.store.operations.leases import leases
-from gpool.server.store.operations.nodes import nodes
 from gpool.server.store.operations.tasks import artifacts, tasks
 from gpool.server.store.operations.tasks.submissions import MissingArtifacts, SubmittedTasks
 from gpool.wire.frames import HandedBack, Hold, Released, Started

@@ -6,7 +6,7 @@ import pytest
 
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import EndReason, Fault, TaskStatus
-from gpool.core.retries import MAX_BY_NODE, MAX_UNSTARTED
+from gpool.core.reliability import MAX_BY_NODE, MAX_UNSTARTED
 from gpool.server.store.operations.leases import leases
 from gpool.server.store.values import Recording
 from gpool.wire.frames import Finished, Released, Started

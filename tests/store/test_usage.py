@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpool.core.model import Instant
-from gpool.server.store.operations.operators import rules
+from gpool.server.store.operations import rules
 from tests.store.store_pool import Pool
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gpool.core.trust.gpu_verification import (
+from gpool.core.gpu_verification import (
     GROUP,
     TILE,
     TILE_BYTES,
@@ -18,7 +18,7 @@ from gpool.core.trust.gpu_verification import (
     parent,
     round_key,
 )
-from gpool.server.gpu_verification.streams import Sums, Words, digests_of, kept, rows_of, tile_rows
+from gpool.server.nodes.gpu_checks import Sums, Words, digests_of, kept, rows_of, tile_rows
 
 Tree = list[list[bytes]]
 """Level by level, the leaves first."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gpool.agent.credentials import AgentCredentials, NodeIdentity
+from gpool.agent.channel import AgentCredentials, NodeIdentity
 from gpool.agent.daemon import boot_clock
 from gpool.transfer.node_proofs import ChallengeStatement, NodeKey, Purpose, public_text
 

@@ -13,10 +13,9 @@ from typing import TypeVar
 import httpx2
 from websockets.sync.client import ClientConnection, connect
 
-from gpool.agent.credentials import AgentCredentials
+from gpool.agent.channel import AgentCredentials
 from gpool.core.model import GIB, Offer, Tier
-from gpool.transfer.artifacts import LEASE_HEADER, LeaseRef, path_of
-from gpool.transfer.requests import Request
+from gpool.transfer.requests import LEASE_HEADER, LeaseRef, Request, path_of
 from gpool.wire.frames import (
     CHANNEL_PATH,
     MAX_FRAME_BYTES,

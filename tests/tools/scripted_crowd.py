@@ -20,7 +20,7 @@ from websockets.frames import Frame, Opcode
 from websockets.http11 import Response
 from websockets.uri import parse_uri
 
-from gpool.agent.credentials import AgentCredentials
+from gpool.agent.channel import AgentCredentials
 from gpool.core.model import EndReason, Offer
 from gpool.wire.frames import (
     CHANNEL_PATH,

@@ -14,16 +14,21 @@ import httpx2
 import pytest
 
 from gpool.core.errors import BadGpuSpec, InternalFault, NotFound, StaleLease, Unreachable
-from gpool.transfer.artifacts import (
+from gpool.transfer.requests import (
     PART_BYTES,
+    Address,
+    Landing,
     LeaseRef,
+    Patience,
     Pause,
+    Reply,
+    Request,
     download,
+    error_from,
     hash_of,
     patiently,
     upload,
 )
-from gpool.transfer.requests import Address, Landing, Patience, Reply, Request, error_from
 from gpool.transfer.senders import AsyncSender, Sender
 
 ADDRESS = Address("http://pool.test")

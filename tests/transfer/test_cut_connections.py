@@ -14,8 +14,7 @@ import pytest
 
 from gpool.agent.running.artifact_cache import ArtifactCache
 from gpool.core.errors import StaleLease, Unreachable
-from gpool.transfer.artifacts import PART_BYTES, LeaseRef
-from gpool.transfer.requests import Address, Patience
+from gpool.transfer.requests import PART_BYTES, Address, LeaseRef, Patience
 from gpool.transfer.senders import AsyncSender, Sender
 from tests.tools.processes import PATIENCE_S
 

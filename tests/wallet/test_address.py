@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpool.wallet import address
+from gpool.wallet import signing
+from gpool.wallet.crypto import keccak256
 from gpool.wallet.errors import BadAddress
-from gpool.wallet.keccak import keccak256
 
 # The examples of EIP-55: all capitals, all lower case, mixed.
 SPELLED = [
@@ -30,23 +30,23 @@ def test_keccak_is_the_original_and_not_sha3() -> None:
 
 @pytest.mark.parametrize("text", SPELLED)
 def test_the_examples_of_the_standard_are_read_and_written(text: str) -> None:
-    assert address.parse(text) == text
-    assert address.from_bytes(address.to_bytes(address.parse(text))) == text
+    assert signing.parse(text) == text
+    assert signing.from_bytes(signing.to_bytes(signing.parse(text))) == text
 
 
 @given(st.binary(min_size=20, max_size=20))
 def test_what_is_written_is_always_read_back(raw: bytes) -> None:
-    assert address.to_bytes(address.parse(address.from_bytes(raw))) == raw
+    assert signing.to_bytes(signing.parse(signing.from_bytes(raw))) == raw
 
 
 @given(st.binary(min_size=20, max_size=20), st.integers(2, 41))
 def test_no_letter_can_change_its_case(raw: bytes, at: int) -> None:
-    right = address.from_bytes(raw)
+    right = signing.from_bytes(raw)
     changed = right[:at] + right[at].swapcase() + right[at + 1 :]
     if changed == right:
         return
     with pytest.raises(BadAddress, match="EIP-55"):
-        address.parse(changed)
+        signing.parse(changed)
     assert bytes.fromhex(changed[2:]) == raw  # a reader without the checksum takes it
 
 
@@ -69,16 +69,16 @@ def test_no_letter_can_change_its_case(raw: bytes, at: int) -> None:
 )
 def test_other_spellings_are_refused(text: str) -> None:
     with pytest.raises(BadAddress):
-        address.parse(text)
+        signing.parse(text)
 
 
 def test_a_lower_case_address_is_refused_with_the_right_spelling() -> None:
     with pytest.raises(BadAddress, match=SPELLED[4]):
-        address.parse(SPELLED[4].lower())
+        signing.parse(SPELLED[4].lower())
 
 
 def test_bytes_of_another_length_are_no_address() -> None:
     with pytest.raises(BadAddress):
-        address.from_bytes(bytes(19))
+        signing.from_bytes(bytes(19))
     with pytest.raises(BadAddress):
-        address.of_public_key(bytes(65))
+        signing.of_public_key(bytes(65))

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpool.wallet import keyfile, keystore
+from gpool.wallet import keystore
 from gpool.wallet.errors import BadKeyFile, WrongPassword
 from gpool.wallet.keystore import Keystore
 from gpool.wallet.signing import WalletKey
@@ -183,7 +183,7 @@ def test_a_bare_key_is_read_with_a_warning(tmp_path: Path, text: str) -> None:
     path = tmp_path / "key"
     path.write_text(text)
     path.chmod(0o600)
-    found = keyfile.read(path)
+    found = keystore.read(path)
     assert found.content == WalletKey.parse(SECRET)
     assert [warning for warning in found.warnings if "not encrypted" in warning]
     assert len(found.warnings) == 1
@@ -194,7 +194,7 @@ def test_a_key_file_others_can_read_is_warned_about(tmp_path: Path, mode: int, w
     path = tmp_path / "keystore.json"
     path.write_bytes(written(PBKDF2))
     path.chmod(mode)
-    found = keyfile.read(path)
+    found = keystore.read(path)
     assert isinstance(found.content, Keystore)
     assert len(found.warnings) == warned
     assert all("chmod 600" in warning for warning in found.warnings)
@@ -207,7 +207,7 @@ def test_a_file_without_a_key_is_refused_and_never_repeated(tmp_path: Path, cont
     path = tmp_path / "key"
     path.write_bytes(content)
     with pytest.raises(BadKeyFile) as caught:
-        keyfile.read(path)
+        keystore.read(path)
     assert len(content) < 9 or content[:9].decode() not in caught.value.detail.replace(
         str(path), ""
     )
@@ -220,11 +220,11 @@ def test_what_is_not_a_plain_file_is_refused_without_waiting(tmp_path: Path) -> 
     large.write_bytes(b"0" * 70_000)
     for path in (tmp_path, pipe, large, tmp_path / "none", Path("/dev/zero")):
         with pytest.raises(BadKeyFile):
-            keyfile.read(path)
+            keystore.read(path)
 
 
 def test_no_secret_shows_in_what_was_read(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_text(SECRET)
-    assert SECRET not in repr(keyfile.read(path))
+    assert SECRET not in repr(keystore.read(path))
     assert PBKDF2["crypto"]["ciphertext"] not in repr(keystore.parse(written(PBKDF2)))

@@ -25,10 +25,10 @@ def loaded_by(code: str) -> set[str]:
         ("gpool.wallet", set()),
         ("gpool.wallet.errors", set()),
         ("gpool.wallet.moments", set()),
-        ("gpool.wallet.contracts", set()),
+        ("gpool.wallet.signing", set()),
         ("gpool.wallet.signin", {"Crypto"}),
-        ("gpool.wallet.merkle", {"Crypto"}),
-        ("gpool.wallet.keyfile", {"Crypto", "coincurve", "msgspec"}),
+        ("gpool.wallet.crypto", {"Crypto"}),
+        ("gpool.wallet.keystore", {"Crypto", "coincurve", "msgspec"}),
     ],
 )
 def test_a_module_loads_only_what_it_needs(module: str, packages: set[str]) -> None:

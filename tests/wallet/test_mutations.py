@@ -21,10 +21,9 @@ from coincurve import PublicKey
 
 from gpool.core.errors import Invalid
 from gpool.core.model import Instant
-from gpool.wallet import address, signin, signing
-from gpool.wallet.curve import ORDER
+from gpool.wallet import signin, signing
+from gpool.wallet.crypto import ORDER, keccak256
 from gpool.wallet.errors import BadSignature, BadSignIn
-from gpool.wallet.keccak import keccak256
 from gpool.wallet.moments import Moment
 from gpool.wallet.signin import SignIn
 from gpool.wallet.signing import Signature, WalletKey
@@ -115,7 +114,7 @@ def without_rules(case: Signed) -> bool:
     parity = raw[64] - 27 if raw[64] >= 27 else raw[64]
     digest = signing.personal_hash(case.text.encode())
     key = PublicKey.from_signature_and_message(raw[:64] + bytes([parity & 1]), digest, hasher=None)
-    found = address.of_public_key(key.format(compressed=False)[1:])
+    found = signing.of_public_key(key.format(compressed=False)[1:])
     return found == case.key.address and without_signature(case)
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpool.wallet import address, contracts, keystore, signing
-from gpool.wallet.curve import ORDER
+from gpool.wallet import keystore, signing
+from gpool.wallet.crypto import ORDER
 from gpool.wallet.errors import BadSignature
 from gpool.wallet.signing import Signature, WalletKey
 
@@ -28,7 +28,7 @@ keys = st.integers(1, ORDER - 1).map(lambda number: WalletKey(number.to_bytes(32
 
 @given(st.binary(min_size=20, max_size=20))
 def test_addresses_are_spelled_as_eth_utils_spells_them(raw: bytes) -> None:
-    assert address.from_bytes(raw) == eth_utils.to_checksum_address(raw)
+    assert signing.from_bytes(raw) == eth_utils.to_checksum_address(raw)
 
 
 @given(keys, st.binary(max_size=500))
@@ -68,4 +68,4 @@ def test_key_files_of_eth_keyfile_open(kdf: str, key: WalletKey, password: str) 
 @given(st.binary(min_size=32, max_size=32), st.binary(max_size=200))
 def test_calls_are_encoded_as_eth_abi_encodes_them(digest: bytes, signature: bytes) -> None:
     theirs = eth_abi.encode(["bytes32", "bytes"], [digest, signature])
-    assert contracts.call_data(digest, signature) == contracts.MAGIC + theirs
+    assert signing.call_data(digest, signature) == signing.MAGIC + theirs

@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 
 from gpool.core.errors import Invalid
-from gpool.wallet import contracts, signin, signing
-from gpool.wallet.address import Address
+from gpool.wallet import signin, signing
 from gpool.wallet.errors import BadMoment, BadSignature, BadSignIn
 from gpool.wallet.moments import Moment
 from gpool.wallet.signin import SignIn, SignInProblem, SignInReason
-from gpool.wallet.signing import Signature
+from gpool.wallet.signing import Address, Signature
 from tests.wallet import login
 
 Vectors = Callable[[str], dict[str, Any]]
@@ -140,9 +139,9 @@ def test_a_whole_sign_in_of_the_vectors_is_taken_and_one_from_the_future_is_not(
 def test_a_contract_wallets_sign_in_is_left_to_its_contract(public: Vectors) -> None:
     for name, vector in public("eip1271").items():
         message = signin.parse(vector["message"])
-        raw = contracts.parse_signature(vector["signature"])
+        raw = signing.parse_signature(vector["signature"])
         digest = signing.personal_hash(vector["message"].encode())
-        assert contracts.call_data(digest, raw).startswith(contracts.MAGIC + digest), name
+        assert signing.call_data(digest, raw).startswith(signing.MAGIC + digest), name
         with contextlib.suppress(BadSignature):  # a contract's bytes need not be of the curve
             signature = Signature.from_bytes(raw)
             assert not signing.verify(vector["message"].encode(), signature, message.address), name

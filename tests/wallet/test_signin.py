@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpool.core.model import Instant
-from gpool.wallet import address, signin
 from gpool.wallet import moments as uris
+from gpool.wallet import signin, signing
 from gpool.wallet.errors import BadMoment, BadSignIn
 from gpool.wallet.moments import Moment
 from gpool.wallet.signin import SignIn, SignInReason
@@ -27,7 +27,7 @@ ASKED: dict[str, Any] = {
 }
 PLAIN = SignIn(
     **ASKED,
-    address=address.parse("0x5aAeb6053F3E94C9b9A09f33669435E7Ef1BeAed"),
+    address=signing.parse("0x5aAeb6053F3E94C9b9A09f33669435E7Ef1BeAed"),
     issued_at=Moment.of(Instant(NOW - 10_000_000)),
 )
 FULL = dataclasses.replace(
@@ -74,7 +74,7 @@ uri_texts = st.sampled_from(
 messages = st.builds(
     SignIn,
     domain=st.sampled_from(["pool.example", "u:p@10.0.0.1:80", "[::1]:8443", "a%2Db", "host:"]),
-    address=st.binary(min_size=20, max_size=20).map(address.from_bytes),
+    address=st.binary(min_size=20, max_size=20).map(signing.from_bytes),
     uri=uri_texts,
     chain_id=st.integers(0, 2**256 - 1),
     nonce=st.text("abcXYZ019", min_size=8, max_size=40),

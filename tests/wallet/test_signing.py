@@ -7,8 +7,8 @@ from coincurve import PublicKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpool.wallet import address, signing
-from gpool.wallet.curve import ORDER
+from gpool.wallet import signing
+from gpool.wallet.crypto import ORDER
 from gpool.wallet.errors import BadKey, BadSignature
 from gpool.wallet.signing import Signature, WalletKey
 
@@ -30,7 +30,7 @@ def bare_recover(raw: bytes, message: bytes) -> str:
     key = PublicKey.from_signature_and_message(
         raw[:64] + bytes([parity]), signing.personal_hash(message), hasher=None
     )
-    return address.of_public_key(key.format(compressed=False)[1:])
+    return signing.of_public_key(key.format(compressed=False)[1:])
 
 
 def mirrored(signature: Signature) -> bytes:

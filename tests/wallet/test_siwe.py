@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpool.core.model import Instant
-from gpool.wallet import address, signin, signing
-from gpool.wallet.curve import ORDER
+from gpool.wallet import signin, signing
+from gpool.wallet.crypto import ORDER
 from gpool.wallet.errors import BadSignIn
 from gpool.wallet.moments import Moment
 from gpool.wallet.signin import SignIn, SignInReason
@@ -84,7 +84,7 @@ uri_texts = st.sampled_from(
 messages = st.builds(
     SignIn,
     domain=st.sampled_from(["pool.example", "localhost:8080", "user@pool.example", "[::1]:8443"]),
-    address=st.binary(min_size=20, max_size=20).map(address.from_bytes),
+    address=st.binary(min_size=20, max_size=20).map(signing.from_bytes),
     uri=uri_texts,
     chain_id=st.integers(1, 2**62),
     nonce=st.text("abcXYZ019", min_size=8, max_size=20),

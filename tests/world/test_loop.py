@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpool.testing.dice import Dice
-from gpool.testing.loop import (
+from gpool.testing.simulation import (
     Deadlock,
+    Dice,
     Livelock,
     OutsideSimulation,
     SimulatedProcess,

@@ -10,26 +10,28 @@ from random import Random, SystemRandom
 
 import structlog
 
-from gpool.agent.channel import AgentChannel
-from gpool.agent.credentials import AgentCredentials, NodeIdentity, next_boot
+from gpool.agent.channel import AgentChannel, AgentCredentials, NodeIdentity, next_boot
 from gpool.agent.daemon import Daemon, boot_clock, wall_clock
 from gpool.agent.gpu_verification.service import GpuVerificationService
-from gpool.agent.machine.detection.gpus import Detector
-from gpool.agent.machine.detection.owner import LoadMeter, facts_now
-from gpool.agent.machine.detection.processes import AgentProcesses, ForeignPrograms
 from gpool.agent.machine.gpu_monitor import GpuMonitor
-from gpool.agent.machine.monitor import NodeMonitor, PolicyFile, sampler
-from gpool.agent.offer import machine_offer, refreshed
+from gpool.agent.machine.gpus import Detector
+from gpool.agent.machine.host import AgentProcesses, ForeignPrograms
+from gpool.agent.machine.monitor import LoadMeter, NodeMonitor, PolicyFile, facts_now, sampler
 from gpool.agent.running.artifact_cache import ArtifactCache
 from gpool.agent.running.sandboxes import ExecutorContext
-from gpool.agent.running.self_check import RuntimeSelfCheck
 from gpool.agent.running.warm_sandboxes import WarmPoolManager
 from gpool.agent.runtime.protocol import Runtime
-from gpool.agent.runtime.registry import RuntimeContext, make_all
-from gpool.agent.services import NodeServices, environment_provider, network_support
+from gpool.agent.runtime.registry import RuntimeContext, RuntimeSelfCheck, make_all
+from gpool.agent.services import (
+    NodeServices,
+    environment_provider,
+    machine_offer,
+    network_support,
+    refreshed,
+    sharing_for,
+)
 from gpool.agent.settings import AgentSettings
 from gpool.agent.sharing.plan import parse_modes
-from gpool.agent.sharing.setup import sharing_for
 from gpool.agent.state_machine.agent_state import AgentState
 from gpool.agent.state_machine.instructions import Disconnected, Event, FrameArrived
 from gpool.core.errors import Invalid

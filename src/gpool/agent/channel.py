@@ -1,6 +1,8 @@
 """The agent's WebSocket to the server: connects, authenticates, reconnects with backoff, forwards frames.
 
 Reads only authentication frames and `Refused`; adds the node's token to reports.
+
+Proof times derive from the token's `server_at_us` and the boot clock: a wrong wall clock does no harm.
 """
 
 from __future__ import annotations
@@ -8,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from urllib.parse import urlsplit, urlunsplit
 
@@ -16,7 +20,6 @@ import structlog
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 
-from gpool.agent.credentials import AgentCredentials
 from gpool.agent.state_machine.instructions import Connected, Disconnected, Event, FrameArrived
 from gpool.core.errors import (
     BY_CODE,
@@ -26,9 +29,18 @@ from gpool.core.errors import (
     Invalid,
     NotSignedIn,
     TooLarge,
+    Unreachable,
 )
-from gpool.transfer.pinning import pinned_context, wrong_certificate
-from gpool.transfer.requests import Address
+from gpool.transfer.keys import pinned_context, write_private, wrong_certificate
+from gpool.transfer.node_proofs import (
+    PROOF_HEADER,
+    ChallengeStatement,
+    NodeKey,
+    Purpose,
+    RequestStatement,
+    new_nonce,
+)
+from gpool.transfer.requests import LEASE_HEADER, Address, Request
 from gpool.wire.frames import (
     CHANNEL_PATH,
     MAX_FRAME_BYTES,
@@ -37,11 +49,85 @@ from gpool.wire.frames import (
     Challenge,
     FromServer,
     Malformed,
+    Prove,
     Proven,
     Refused,
+    Reports,
     decode_any_from_server,
     encode,
 )
+
+SECOND_US = 1_000_000
+BOOTS_FILE = "boots"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeIdentity:
+    node: str
+    server: str
+
+
+class AgentCredentials:
+    def __init__(self, key: NodeKey, identity: NodeIdentity, clock: Callable[[], int]) -> None:
+        self._key, self.identity, self._clock = key, identity, clock
+        self._token = ""
+        self._server_ahead_us = 0  # the server's time minus our boot clock
+        self._expires_at = 0  # by our boot clock
+
+    def answer(self, challenge: Challenge, *, is_open: bool) -> Prove | None:
+        """None for a purpose that is not due now: nothing else is ever signed."""
+        purpose = Purpose.TOKEN if is_open else Purpose.CHANNEL
+        if challenge.purpose != purpose:
+            return None
+        identity = self.identity
+        statement = ChallengeStatement(
+            purpose, identity.server, identity.node, self._key.public, challenge.nonce
+        )
+        return Prove(challenge.nonce, self._key.sign(statement))
+
+    def take(self, proven: Proven) -> None:
+        now = self._clock()
+        self._token = proven.token
+        self._server_ahead_us = proven.server_at_us - now
+        self._expires_at = now + proven.lives_us
+
+    def stamped(self, frame: AgentFrame) -> AgentFrame:
+        if type(frame) is Reports:
+            return Reports(frame.sequence, frame.items, self._token)
+        return frame
+
+    def vouch(self, request: Request) -> Mapping[str, str]:
+        now = self._clock()
+        if now >= self._expires_at:
+            raise Unreachable(
+                "the channel to the server is down and this node's token has expired; "
+                "the agent gets a new one when it reconnects"
+            )
+        statement = RequestStatement(
+            self.identity.server,
+            request.method,
+            request.path,
+            self._token,
+            (now + self._server_ahead_us) // SECOND_US,
+            new_nonce(),
+            request.headers.get(LEASE_HEADER, ""),
+        )
+        return {
+            "Authorization": f"Bearer {self._token}",
+            PROOF_HEADER: self._key.request_proof(statement),
+        }
+
+
+def next_boot(data_dir: Path) -> str:
+    """Count this start on disk. Names sort by start, so the server can ignore late frames of an earlier one."""
+    file = data_dir / BOOTS_FILE
+    try:
+        started = int(file.read_text(encoding="ascii"))
+    except (FileNotFoundError, ValueError):  # the first start, or a damaged file
+        started = 0
+    write_private(file, str(started + 1).encode("ascii"), replace=True)
+    return f"{started + 1:012d}"
+
 
 FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 10.0

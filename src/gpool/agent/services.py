@@ -1,31 +1,178 @@
-"""The services a node runs tasks with, built from the settings."""
+"""Wiring: the services a node runs tasks with (environments, GPU sharing, runtimes), built from the settings, and the
+offer made of them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
-from collections.abc import Callable, Sequence
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import structlog
 
+from gpool import __version__
 from gpool.agent.daemon import boot_clock
-from gpool.agent.environments import environments_for
-from gpool.agent.machine.policy import OwnerPolicy
+from gpool.agent.environments.building import (
+    LIMITS,
+    OpenLane,
+    Sandboxes,
+    UvBuilder,
+    find_uv,
+    no_lane,
+)
+from gpool.agent.environments.egress_targets import IndexLanes, asking, built_in_index
+from gpool.agent.environments.environments import Environments
+from gpool.agent.environments.indexes import configuration_files, read_indexes
+from gpool.agent.environments.interpreters import candidates, find_interpreters, own_interpreter
+from gpool.agent.machine.host import host_capacity, site_address
+from gpool.agent.machine.nvml import NoDriver, Nvml, NvmlError
+from gpool.agent.machine.policy import GANG_PORT, GangRules, OwnerPolicy
+from gpool.agent.machine.real_nvml import RealNvml
 from gpool.agent.network import sandbox_network
 from gpool.agent.network.factory import networks_for, probe, probe_gangs
 from gpool.agent.network.policy import BadPolicy, EgressPolicy, parse_rate, parse_target
+from gpool.agent.network.sandbox_network import Networks
 from gpool.agent.running.sandboxes import (
     EnvironmentProvider,
     GpuShareProvider,
     NetworkProvider,
     PolicyLimits,
 )
-from gpool.agent.runtime.protocol import BuildRuntime, Runtime
+from gpool.agent.runtime.bubblewrap.launcher_client import Launcher
+from gpool.agent.runtime.protocol import BuildRuntime, Runtime, RuntimeAbility
+from gpool.agent.runtime.runner_calls import PYTHON
+from gpool.agent.runtime.slots import RUN
 from gpool.agent.settings import AgentSettings
+from gpool.agent.sharing import plan
+from gpool.agent.sharing.modes import MpsPrograms, Records, find_program
+from gpool.agent.sharing.shares import GpuShares
 from gpool.core.errors import Invalid
+from gpool.core.model import GIB, Gpu, Network, Offer, RuntimeOffer, Sharing
+from gpool.core.specs import fields
 
 log = structlog.get_logger(__name__)
+
+LIMIT_BYTES = 20 * GIB
+
+
+def environments_for(
+    data_dir: Path,
+    sandboxes: Sandboxes,
+    networks: Networks | None,
+    environ: Mapping[str, str],
+    *,
+    clock: Callable[[], int],
+    limit_bytes: int = LIMIT_BYTES,
+) -> Environments | None:
+    """None without uv or a reachable index. Blocks; `clock` counts microseconds. `sweep` before, `close` after use."""
+    uv = find_uv()
+    if uv is None:
+        log.info("no_environments", why="uv is not installed: pip install uv")
+        return None
+    home = Path(environ.get("HOME") or "/")
+    configured = read_indexes(configuration_files(environ, home, Path(sys.prefix)), environ)
+    indexes = configured.reachable(network=networks is not None)
+    if indexes is None:
+        log.info(
+            "no_environments", why="no package index of pip or uv is in reach without a network"
+        )
+        return None
+    open_lane: OpenLane = no_lane
+    if networks is not None:
+        built_in = built_in_index(uv)
+        open_lane = IndexLanes(networks, built_in, asking(indexes)).open
+    found = find_interpreters(candidates(environ, home))
+    folder = data_dir / "environments"
+    limits = replace(
+        LIMITS, disk_bytes=2 * limit_bytes
+    )  # packages lie on disk twice during a build
+    return Environments(
+        folder,
+        UvBuilder(sandboxes, folder, uv, indexes, open_lane, limits=limits),
+        limit_bytes=limit_bytes,
+        interpreters=found,
+        own=own_interpreter().minor,
+        clock=clock,
+    )
+
+
+LONGEST_PATH = 60  # socket paths have at most 108 characters
+
+
+class GpuSharing:
+    def __init__(
+        self,
+        nvml: Nvml,
+        seats: GpuShares,
+        can: plan.Abilities,
+        modes: Sequence[Sharing] | None,
+    ) -> None:
+        self._nvml = nvml
+        self._can = can
+        self._modes = modes
+        self.seats = seats
+
+    def describe(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+        described = tuple(self._described(gpu) for gpu in gpus)
+        self.seats.use_gpus(described)
+        return described
+
+    def _described(self, gpu: Gpu) -> Gpu:
+        if gpu.simulated:
+            return gpu
+        if gpu.vendor != "nvidia":
+            return replace(gpu, sharing=Sharing.EXCLUSIVE)
+        try:
+            card = self._nvml.card(gpu.uuid)
+            profiles = plan.profiles_of(self._nvml.mig_profiles(gpu.uuid))
+        except NvmlError as error:
+            log.warning("gpu_not_shared", gpu=gpu.uuid, error=str(error))
+            return replace(gpu, sharing=Sharing.EXCLUSIVE)
+        before = self.seats.settings_before(gpu.uuid)
+        if before is not None:
+            card = replace(card, mig=before.mig)
+        mode = plan.choose(card, profiles, self._can, self._modes)
+        closed = gpu.closed or self.seats.unclean.get(gpu.uuid, "")
+        lent = profiles if mode is Sharing.MIG else ()
+        return replace(gpu, sharing=mode, profiles=lent, closed=closed)
+
+
+def sharing_for(
+    data_dir: Path, sandboxes: BuildRuntime, modes: Sequence[Sharing] | None
+) -> GpuSharing | None:
+    """None without an NVIDIA driver."""
+    nvml = RealNvml()
+    try:
+        nvml.open()
+    except NoDriver:
+        return None
+    root = os.geteuid() == 0
+    program, unshare = find_program(), find_program("unshare")
+    means = None
+    if program and (unshare or not root):
+        launcher = Launcher(place="", binds=(), seccomp=b"")
+        means = MpsPrograms(program, unshare, launcher, _pipes(data_dir, root))
+    can = plan.Abilities(root, means is not None, sandboxes.tells_apart)
+    seats = GpuShares(
+        nvml,
+        sandboxes,
+        Records(data_dir / "cards"),
+        mps=means,
+        shared_uid=sandboxes.shared_uid,
+    )
+    return GpuSharing(nvml, seats, can, modes)
+
+
+def _pipes(data_dir: Path, root: bool) -> Path:
+    if root:
+        return RUN / f"mps-{hashlib.sha256(bytes(data_dir.resolve())).hexdigest()[:12]}"
+    near = data_dir.resolve() / "mps"
+    return near if len(str(near)) <= LONGEST_PATH else Path(tempfile.mkdtemp(prefix="gpool-mps-"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +246,64 @@ def environment_provider(
 ) -> EnvironmentProvider | None:
     networks = support.networks if support.egress else None
     return environments_for(settings.data_dir, builder, networks, os.environ, clock=boot_clock)
+
+
+def machine_offer(
+    settings: AgentSettings,
+    gpus: tuple[Gpu, ...],
+    services: NodeServices,
+    support: NetworkSupport = NetworkSupport(),  # noqa: B008 - frozen
+    rules: GangRules = GangRules(),  # noqa: B008 - frozen
+) -> Offer:
+    capacity = host_capacity(settings.data_dir)
+    named = "slots" in settings.model_fields_set
+    runtimes = services.runtimes
+    networks = set(Network) if support.egress else {Network.NONE}
+    with_images = any(RuntimeAbility.IMAGES in one.abilities for one in runtimes)
+    builds = {fields.IMAGE_ENVIRONMENT} if with_images else set()
+    ready, pythons = {fields.DEFAULT_ENVIRONMENT}, {PYTHON}
+    if services.environments is not None:
+        builds.add(fields.PIP_ENVIRONMENT)
+        ready |= services.environments.ready()
+        pythons |= services.environments.pythons()
+    return Offer(
+        cpu_milli=settings.slots * 1000 if named else capacity.cpu_milli,
+        memory_bytes=capacity.memory_bytes,
+        disk_bytes=capacity.disk_bytes,
+        gpus=gpus,
+        pythons=frozenset(pythons),
+        tiers=frozenset(one.tier for one in runtimes),
+        environments=frozenset(ready),
+        builds=frozenset(builds),
+        networks=frozenset(networks & {given for one in runtimes for given in one.networks}),
+        runtimes=tuple(_runtime_offer(one) for one in runtimes),
+        hostname=capacity.hostname,
+        site=settings.site if support.gangs else "",
+        labels=settings.own_labels,
+        price_microcredits=settings.price_microcredits,
+        address=gang_address(settings, rules) if support.gangs else "",
+        gang_port=(settings.gang_port or rules.port or GANG_PORT) if support.gangs else 0,
+        agent_version=__version__,
+    )
+
+
+def refreshed(first: Offer, now: Offer) -> Offer:
+    """`first` with the changeable parts of `now`."""
+    return replace(
+        first,
+        gpus=now.gpus,
+        environments=now.environments,
+        networks=now.networks,
+        runtimes=now.runtimes,
+        address=now.address,
+    )
+
+
+def gang_address(settings: AgentSettings, rules: GangRules) -> str:
+    return settings.gang_address or rules.address or site_address(settings.server_url)
+
+
+def _runtime_offer(runtime: Runtime) -> RuntimeOffer:
+    images = RuntimeAbility.IMAGES in runtime.abilities
+    gpus = RuntimeAbility.GPUS in runtime.abilities
+    return RuntimeOffer(runtime.name, runtime.tier, runtime.networks, images, gpus)

@@ -11,8 +11,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from gpool.agent.machine.policy import MOST_GANG_PORT, site_address, site_name
 from gpool.core.errors import Invalid
 from gpool.core.model import GIB
-from gpool.core.specs import labels
-from gpool.core.specs import price as prices
+from gpool.core.specs import fields
 from gpool.transfer.node_proofs import NodeKey
 from gpool.transfer.requests import Address
 
@@ -47,11 +46,11 @@ class AgentSettings(BaseSettings):
 
     @property
     def own_labels(self) -> frozenset[str]:
-        return frozenset(labels.normal(self.labels.split(",") if self.labels else ()))
+        return frozenset(fields.normal_labels(self.labels.split(",") if self.labels else ()))
 
     @property
     def price_microcredits(self) -> int:
-        return prices.parse_price(self.price) if self.price else 0
+        return fields.parse_price(self.price) if self.price else 0
 
     @field_validator("site")
     @classmethod

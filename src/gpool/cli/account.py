@@ -10,13 +10,12 @@ from urllib.parse import urlsplit
 
 import click
 
-from gpool.cli.command import VerbGroup, as_json, client_of, examples
-from gpool.cli.output.printing import age, emit_json, table
-from gpool.cli.references import own_team_id, quoted
+from gpool.cli.command import VerbGroup, as_json, client_of, examples, own_team_id, quoted
+from gpool.cli.printing import age, emit_json, table
 from gpool.core.errors import Invalid
 
 if TYPE_CHECKING:
-    from gpool.client.connection.transport import ApiTransport
+    from gpool.client.transport import ApiTransport
 
 invite_option = click.option("--invite", metavar="TOKEN", help="Invite token from an operator.")
 profile_option = click.option(
@@ -49,8 +48,7 @@ def anonymous(ctx: click.Context) -> ApiTransport:
 
 
 def store_sign_in(ctx: click.Context, answer: Any, profile: str | None) -> dict[str, Any]:
-    from gpool.client.connection.config import home, save_sign_in
-    from gpool.client.connection.sign_in import SessionFile, SignInSession, Tokens
+    from gpool.client.config import SessionFile, SignInSession, Tokens, home, save_sign_in
 
     client = client_of(ctx)
     name = profile or urlsplit(client.url).netloc
@@ -124,7 +122,7 @@ def login(
     as_json: bool,
 ) -> None:
     """Sign in with a password or a wallet."""
-    from gpool.cli.signing import signed
+    from gpool.cli.wallet import signed
 
     if sum(way is not None for way in (name, wallet_key, wallet)) > 1:
         raise Invalid(
@@ -147,7 +145,7 @@ def login(
 @click.pass_context
 def logout(ctx: click.Context, everywhere: bool) -> None:
     """Sign out."""
-    from gpool.client.connection.config import forget_sign_in
+    from gpool.client.config import forget_sign_in
 
     client = client_of(ctx)
     session = client.session

@@ -1,4 +1,4 @@
-"""Parts of the verbs: client of a command, shared options, option sections, renamed verbs."""
+"""Parts of the verbs: client of a command, shared options, names resolved to ids, targets of `gpool wait`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,19 @@ import click
 
 if TYPE_CHECKING:
     from gpool.client.client import Client
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from gpool.core.errors import Forbidden, Invalid, NotFound
+from gpool.core.ids import ALPHABET, DIGITS, PREFIXES
+
+if TYPE_CHECKING:
+    from gpool.client.client import Client
+    from gpool.client.values import Result
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 MakeOption = Callable[..., Callable[[Any], Any]]
@@ -121,7 +134,7 @@ def listed(
 
 class _WarningPrinter(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        from gpool.cli.output.printing import plain
+        from gpool.cli.printing import plain
 
         click.echo(f"gpool: {plain(record.getMessage())}", err=True)
 
@@ -133,3 +146,157 @@ def warn_on_stderr(ctx: click.Context) -> None:
     logger = logging.getLogger("gpool.client")
     logger.addHandler(handler)
     ctx.find_root().call_on_close(lambda: logger.removeHandler(handler))
+
+
+_ID = re.compile(rf"(?:{'|'.join(PREFIXES.values())})-[{ALPHABET}]{{{DIGITS}}}")
+
+
+def quoted(text: str) -> str:
+    return quote(text, safe="")
+
+
+def own_team_id(client: Client, text: str) -> str:
+    return quoted(client.team_id(text))
+
+
+def team_id(client: Client, text: str) -> str:
+    return _id(client, text, "tm-", "team", all="true")
+
+
+def user_id(client: Client, text: str) -> str:
+    return _id(client, text, "u-", "user")
+
+
+def _id(client: Client, text: str, prefix: str, kind: str, **filters: str) -> str:
+    if text.startswith(prefix):
+        return quoted(text)
+    for one in client.listing(f"{kind}s", limit=None, **filters):
+        if one["name"] == text:
+            return str(one["id"])
+    raise NotFound(f"no {kind} {text!r}; `gpool admin {kind}s ls --all` lists them")
+
+
+def principal_names(client: Client) -> dict[str, str]:
+    """Operators only."""
+    return names_of(client, "users") | names_of(client, "teams", all="true")
+
+
+def node_id(client: Client, what: str | None, *, own: bool = False) -> str:
+    """Id of a node by id or name; without either, of the only node. `own`: prefer the caller's nodes.
+
+    `NotFound` or `Invalid` if a name fits none or several: names are unique per owner only.
+    """
+    if what is not None and what.startswith("n-"):
+        return quoted(what)
+    nodes = client.listing("nodes")
+    matching = _called(nodes, what)
+    if own and len(matching) != 1:
+        mine = _own(client, nodes)
+        matching = _called(mine, what) or matching
+        nodes = mine or nodes
+    if len(matching) == 1:
+        return str(matching[0]["id"])
+    if not matching:
+        there = ", ".join(f"{one['id']} ({one['name']})" for one in nodes) or "none"
+        raise NotFound(f"no node {what!r}; nodes: {there}" if what else "no nodes yet")
+    if what is None:
+        there = ", ".join(f"{one['id']} ({one['name']})" for one in matching)
+        raise Invalid(f"several nodes; name one of: {there}")
+    there = ", ".join(f"{one['id']} (of {one['owner']}, {one['status']})" for one in matching)
+    raise Invalid(f"{len(matching)} nodes have the name {what!r}; use an id instead: {there}")
+
+
+def _called(nodes: list[dict[str, Any]], what: str | None) -> list[dict[str, Any]]:
+    return [one for one in nodes if what is None or one["name"] == what]
+
+
+def _own(client: Client, nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    try:
+        me = client.api.get_json("/v1/me")["id"]
+    except Forbidden:
+        return []
+    return [one for one in nodes if one["owner"] == me]
+
+
+def shared_names(nodes: Iterable[tuple[str | None, str | None]]) -> frozenset[str]:
+    ids: dict[str, set[str]] = {}
+    for id_, name in nodes:
+        if id_ and name:
+            ids.setdefault(name, set()).add(id_)
+    return frozenset(name for name, those in ids.items() if len(those) > 1)
+
+
+def shown_as(id_: str | None, name: str | None, shared: frozenset[str] = frozenset()) -> str:
+    """The id if the name is shared or looks like an id."""
+    own_prefix = (id_ or "").partition("-")[0]
+    is_like_an_id = bool(name and (name.startswith(f"{own_prefix}-") or _ID.fullmatch(name)))
+    return (name if name and name not in shared and not is_like_an_id else id_) or "-"
+
+
+def names_of(client: Client, what: str, **filters: str) -> dict[str, str]:
+    """Empty if the caller may not read the listing."""
+    try:
+        found = client.listing(what, limit=None, **filters)
+    except Forbidden:
+        return {}
+    shared = shared_names((one["id"], one["name"]) for one in found)
+    return {one["id"]: shown_as(one["id"], one["name"], shared) for one in found}
+
+
+MOST_REPORTED = 10
+"""Failed tasks of a batch that are reported one by one; the total is reported for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitOutcome:
+    code: int
+    document: dict[str, Any] = field(default_factory=dict)
+
+
+Report = Callable[["Result | str"], None]
+Wait = Callable[[float | None, Report], WaitOutcome]
+"""Wait at most so many seconds; `TimeoutError` if the target has not ended."""
+
+
+def is_batch(id_: str) -> bool:
+    return id_.startswith("b-")
+
+
+def awaited(client: Client, id_: str, *, as_json: bool) -> Wait:
+    """`NotFound` if the id is unknown."""
+    return (_batch if is_batch(id_) else _task)(client, id_, as_json)
+
+
+def _task(client: Client, id_: str, as_json: bool) -> Wait:
+    from gpool.client.values import exit_code
+
+    run = client.get(id_)
+
+    def wait(within_s: float | None, report: Report) -> WaitOutcome:
+        result = run.wait(within_s)
+        report(result)
+        return WaitOutcome(exit_code(result), run.document() if as_json else {})
+
+    return wait
+
+
+def _batch(client: Client, id_: str, as_json: bool) -> Wait:
+    from gpool.client.values import exit_code
+
+    client.batch(id_)
+
+    def wait(within_s: float | None, report: Report) -> WaitOutcome:
+        codes: dict[int, int] = {}  # by position, of those that did not succeed
+        total = 0
+        for result in client.ended(id_, within_s):
+            total += 1
+            if code := exit_code(result):
+                codes[result.position] = code
+                if len(codes) <= MOST_REPORTED:
+                    report(result)
+        if codes:
+            report(f"gpool: {len(codes)} of the {total} tasks of {id_} did not succeed")
+        code = codes[min(codes)] if codes else 0
+        return WaitOutcome(code, client.batch(id_) if as_json else {})
+
+    return wait

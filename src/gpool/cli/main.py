@@ -35,7 +35,7 @@ SECTIONS = {
         "run": ("gpool.cli.run", "Run a command on the pool."),
         "ps": ("gpool.cli.tasks", "List tasks, newest first."),
         "queue": (
-            "gpool.cli.queue",
+            "gpool.cli.pool",
             "List running and waiting tasks with expected start and reason.",
         ),
         "status": ("gpool.cli.tasks", "Show one task."),
@@ -152,7 +152,7 @@ def exit_code_of(error: GpoolError) -> int:
 
 
 def print_error(error: GpoolError) -> None:
-    from gpool.cli.output.printing import plain
+    from gpool.cli.printing import plain
 
     click.echo(f"gpool: {plain(error.detail)}", err=True)
     if isinstance(error, BadGpuSpec) and error.text and "^" not in error.detail:

@@ -20,17 +20,16 @@ from gpool.cli.command import (
     into_option,
     option_section,
 )
+from gpool.cli.interrupts import Reading, unless_interrupted
 from gpool.cli.main import GPOOL_FAULT, INTERRUPTED, print_error
-from gpool.cli.output.interrupts import Reading, unless_interrupted
-from gpool.cli.output.progress import ProgressLine, on_stderr, print_outcome, progress_bar, show
+from gpool.cli.printing import ProgressLine, on_stderr, print_outcome, progress_bar, show_output
 from gpool.core.errors import GpoolError, Invalid
 
 if TYPE_CHECKING:
+    from gpool.client.artifacts import LocalFile
     from gpool.client.client import Client
-    from gpool.client.files.artifacts import LocalFile
-    from gpool.client.logs import Printed
-    from gpool.client.results import Result
-    from gpool.client.runs import Run
+    from gpool.client.runs import Printed, Run
+    from gpool.client.values import Result
 
 SECOND_CHANCE_S = 2.0
 """Seconds after the first Ctrl-C within which a second one cancels the task."""
@@ -187,7 +186,7 @@ def run(
     Ctrl-C cancels the task. A local Python file as first word is uploaded and run with the packages of its inline
     script metadata (PEP 723).
     """
-    from gpool.client.files.local_files import shipment
+    from gpool.client.local_files import shipment
     from gpool.client.options import Options
 
     client = client_of(ctx)
@@ -246,7 +245,7 @@ def follow_run(client: Client, submitted: Run, into: Path, *, quiet: bool) -> in
 
     with Reading(follow) as reading:
         try:
-            result = reading.show(partial(show, quiet=quiet))
+            result = reading.show(partial(show_output, quiet=quiet))
         except BrokenPipeError:  # `| head`
             on_stderr(
                 f"gpool: standard output was closed; task {submitted.id} continues. "
@@ -256,7 +255,7 @@ def follow_run(client: Client, submitted: Run, into: Path, *, quiet: bool) -> in
         if result is None:
             return detached(submitted, reading.is_pressed_again)
     print_outcome(result)
-    from gpool.client.results import exit_code
+    from gpool.client.values import exit_code
 
     if not result.outputs:
         return exit_code(result)
@@ -286,7 +285,7 @@ def script_of(command: tuple[str, ...], workdir: Path | None) -> LocalFile | Non
     source = next((file for file in (there, here) if file.suffix == ".py" and file.is_file()), None)
     if source is None:
         return None
-    from gpool.client.files.artifacts import LocalFile
+    from gpool.client.artifacts import LocalFile
 
     is_inside = source.is_relative_to(base)
     name = source.relative_to(base).as_posix() if is_inside else source.name
@@ -352,6 +351,6 @@ def secrets(given: tuple[str, ...]) -> dict[str, str]:
 
 
 def _print_document(submitted: Run) -> None:
-    from gpool.cli.output.printing import emit_json
+    from gpool.cli.printing import emit_json
 
     emit_json(submitted.document())

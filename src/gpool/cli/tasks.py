@@ -13,26 +13,41 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from gpool.cli.command import as_json, client_of, examples, into_option, listed, listing
+from gpool.cli.command import (
+    as_json,
+    client_of,
+    examples,
+    into_option,
+    listed,
+    listing,
+    own_team_id,
+    principal_names,
+    shared_names,
+    shown_as,
+)
+from gpool.cli.interrupts import Reading
 from gpool.cli.main import FAILED, GPOOL_FAULT, INTERRUPTED, exit_code_of, print_error
-from gpool.cli.output.interrupts import Reading
-from gpool.cli.output.printing import age, emit_json, fields, local_time, plain, table
-from gpool.cli.output.progress import (
+from gpool.cli.printing import (
     ProgressLine,
+    age,
+    emit_json,
+    fields,
+    local_time,
     on_stderr,
+    plain,
     print_outcome,
     progress_bar,
-    show,
     show_documents,
+    show_output,
+    table,
 )
-from gpool.cli.references import own_team_id, principal_names, shared_names, shown_as
 from gpool.core.errors import Forbidden, GpoolError, Invalid
 from gpool.core.specs import gpu
 
 if TYPE_CHECKING:
-    from gpool.cli.wait_targets import WaitOutcome
+    from gpool.cli.command import WaitOutcome
     from gpool.client.client import Client
-    from gpool.client.results import Result
+    from gpool.client.values import Result
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -203,7 +218,7 @@ def logs(ctx: click.Context, task: str, follow: bool, as_json: bool) -> None:
         return True
 
     with Reading(read) as reading:
-        is_whole = reading.show(show_documents if as_json else partial(show, quiet=False))
+        is_whole = reading.show(show_documents if as_json else partial(show_output, quiet=False))
     if not is_whole:
         again = f"gpool logs {'-f ' if follow else ''}{'--json ' if as_json else ''}{task}"
         click.echo(f"\nThe task continues. Read on with: {again}", err=True)
@@ -221,7 +236,7 @@ def wait(ctx: click.Context, tasks: tuple[str, ...], timeout: str | None, as_jso
     With several ids, waits for all and exits with the code of the first one that did not succeed. An id that begins
     with b- is a batch, e.g. the calls of one `map`.
     """
-    from gpool.cli.wait_targets import Wait, WaitOutcome, awaited, is_batch
+    from gpool.cli.command import Wait, WaitOutcome, awaited, is_batch
     from gpool.client.times import seconds
 
     ends = None if timeout is None else time.monotonic() + seconds(timeout)

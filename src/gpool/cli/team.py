@@ -6,9 +6,8 @@ from typing import Any
 
 import click
 
-from gpool.cli.command import VerbGroup, as_json, client_of
-from gpool.cli.output.printing import emit_json, show, table
-from gpool.cli.references import own_team_id
+from gpool.cli.command import VerbGroup, as_json, client_of, own_team_id
+from gpool.cli.printing import emit_json, show, table
 from gpool.core.errors import NotFound
 
 role_option = click.option(

@@ -15,29 +15,29 @@ from weakref import WeakKeyDictionary
 
 import httpx2
 
-from gpool.client import mapping, times
-from gpool.client.connection import config
-from gpool.client.connection.sign_in import SessionFile, SignInSession
-from gpool.client.connection.transport import ApiTransport, json_of
-from gpool.client.files.artifacts import Artifacts, Input, TransferProgress, gather
-from gpool.client.files.local_files import shipment
+from gpool.client import config, mapping, times
+from gpool.client.artifacts import Artifacts, Input, TransferProgress, gather
+from gpool.client.config import SessionFile, SignInSession
+from gpool.client.local_files import shipment
 from gpool.client.options import Options
-from gpool.client.pickling import PYTHON, dumps_call
-from gpool.client.results import (
+from gpool.client.runs import LONGEST_WAIT_S, Run, wait_for
+from gpool.client.tasks import Decorator, Task
+from gpool.client.transport import ApiTransport, json_of
+from gpool.client.values import (
+    PYTHON,
     Completed,
     Raised,
     Result,
     decode_results,
     decode_submitted,
+    dumps_call,
     exit_code,
     failure,
     outcome,
 )
-from gpool.client.runs import LONGEST_WAIT_S, Run, wait_for
-from gpool.client.tasks import Decorator, Task
 from gpool.core.errors import GpoolError, Invalid, NotFound, Unprocessable
 from gpool.core.model import INLINE_LIMIT_BYTES
-from gpool.core.specs.paths import checked
+from gpool.core.specs.fields import checked_path
 from gpool.transfer.requests import Reply
 
 _READ_S = LONGEST_WAIT_S + 30.0
@@ -218,7 +218,7 @@ class Client:
                 f"results is {options.results!r}, but a command has no pickled result; leave 'results' out: "
                 "a command's outputs are fetched as files"
             )
-        wanted = [checked(str(output), directory=True) for output in outputs]
+        wanted = [checked_path(str(output), directory=True) for output in outputs]
         document = self._requested(options)
         sent = [
             {

@@ -14,7 +14,7 @@ from typing import Any
 
 from gpool.core.errors import Invalid
 from gpool.core.model import Recipe
-from gpool.core.specs import environment
+from gpool.core.specs import fields
 
 OLDEST, NEWEST = 11, 30
 """Range of Python 3 minor versions a node may have: gpool's oldest, and one that is years away."""
@@ -41,7 +41,7 @@ def environment_spec(
     if script is not None and block is not None:
         packages += _dependencies(block, script)
         python = python or _minor_for(block, script)
-    asked = environment.recipe(python, tuple(packages), image or "")
+    asked = fields.recipe(python, tuple(packages), image or "")
     return None if asked == Recipe() else asked
 
 
@@ -74,7 +74,7 @@ def _from_file(file: Path, above: tuple[Path, ...]) -> Iterator[str]:
             )
         else:
             try:
-                environment.recipe(packages=(line,))
+                fields.recipe(packages=(line,))
             except Invalid as exc:
                 raise Invalid(f"{place}: {exc.detail}") from exc
             yield line

@@ -20,8 +20,8 @@ from urllib.parse import quote
 
 import httpx2
 
-from gpool.client.connection.transport import ApiTransport
-from gpool.client.results import Raised, Result, decode_lines
+from gpool.client.transport import ApiTransport
+from gpool.client.values import Raised, Result, decode_lines
 from gpool.core.errors import GpoolError, InternalFault, TooMany, Unreachable
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast, overload
 
 from gpool.client.options import Options
-from gpool.client.pickling import dumps_function
 from gpool.client.runs import Run
+from gpool.client.values import dumps_function
 from gpool.core.errors import Invalid
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType
 
+from gpool.core.gpu_health import Health
 from gpool.core.ids import BatchId, GpuId, NodeId, SpecId, TaskId, UserId
-from gpool.core.trust.gpu_health import Health
 
 Instant = NewType("Instant", int)
 """Microseconds since 1970 in UTC, by the server's clock."""
@@ -190,7 +190,7 @@ class OutputFile:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Environment spec in the normal form of `core.specs.environment`."""
+    """Environment spec in the normal form of `core.specs.fields`."""
 
     python: str | None = None  # a minor, "3.11"; None: the node's own
     packages: tuple[str, ...] = ()  # PEP 508, sorted
@@ -230,7 +230,7 @@ class Shape:
     """Class of interchangeable queued tasks: one entry in the queue.
 
     `group` (function hash or command kind) separates unrelated run times. `level` grows with attained run time
-    (`scheduler.order.levels`).
+    (`scheduler.order.orders`).
     """
 
     user: UserId
@@ -337,7 +337,7 @@ class Audience:
 
 @dataclass(frozen=True, slots=True)
 class Merit:
-    """Coarse steps (`core.trust.reliability`); never a reason to reject a node."""
+    """Coarse steps (`core.reliability`); never a reason to reject a node."""
 
     mtbf: Span = Span(64 * 3600 * 1_000_000)  # mean time between losses; this much of one not known
     is_proven: bool = False  # every GPU it lends passed its trial

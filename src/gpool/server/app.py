@@ -15,27 +15,27 @@ from gpool.core.ids import UserId
 from gpool.core.model import Permission
 from gpool.core.scheduler.order.builtin import order_named
 from gpool.core.scheduler.order.orders import Policy
-from gpool.server.actions.operators import policy as operating
-from gpool.server.actions.operators import quotas
+from gpool.server.actions import policy as operating
+from gpool.server.actions import quotas
 from gpool.server.actions.tasks import submit
 from gpool.server.api import routing
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock, MonotonicClock, SystemClock, system_ids
-from gpool.server.gpu_verification.verifier import GpuVerifier, VerificationSettings
-from gpool.server.identity import credentials
+from gpool.server.identity import authorization
+from gpool.server.identity.access_tokens import TokenAudience
+from gpool.server.identity.authorization import Credentials
 from gpool.server.identity.certificates import certificate_of
-from gpool.server.identity.credentials import Credentials
-from gpool.server.identity.node_proofs.verifier import NodeAuthenticator
+from gpool.server.identity.node_proofs import NodeAuthenticator
 from gpool.server.identity.passwords import PasswordCost
-from gpool.server.identity.secrets.sealer import Sealer
-from gpool.server.identity.sign_in_guard import Guard
-from gpool.server.identity.tokens.access import TokenAudience
-from gpool.server.identity.tokens.refresh import RefreshTerms
-from gpool.server.identity.tokens.signing_keys import KeyRotation, TokenSigner
+from gpool.server.identity.refresh_tokens import RefreshTerms
+from gpool.server.identity.sealer import Sealer
+from gpool.server.identity.signing_keys import KeyRotation, TokenSigner
+from gpool.server.identity.throttle import Guard
 from gpool.server.metrics import GpuCollector, Metrics
-from gpool.server.nodes.frame_budget import FrameBudgets
+from gpool.server.nodes.gpu_verifier import GpuVerifier, VerificationSettings
+from gpool.server.nodes.guards import FrameBudgets
 from gpool.server.nodes.registry import NodeRegistry
-from gpool.server.nodes.report_batches import ReportBatches
+from gpool.server.nodes.reports import ReportBatches
 from gpool.server.nodes.telemetry import Telemetry
 from gpool.server.outbound import Outbound
 from gpool.server.scheduling.loops import LoopRunner, all_loops
@@ -184,10 +184,10 @@ async def ensure_operator(server: Server) -> str:
     key = _secret_in(path)
     if key is not None and await server.credentials.who(key) is not None:
         return key
-    key = credentials.fresh(credentials.USER_PREFIX)
+    key = authorization.fresh(authorization.USER_PREFIX)
     await server.store.write(
         people.add_key(
-            server.ids.next(), user.id, "first start", credentials.hashed(key), server.now
+            server.ids.next(), user.id, "first start", authorization.hashed(key), server.now
         )
     )
     _write_secret(path, key)

@@ -13,7 +13,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.frames import Frame
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Limit of request line and headers over several reads; `api.rate_limits` checks a head that came in one read."""
+"""Limit of request line and headers over several reads; `api.callers` checks a head that came in one read."""
 
 MOST_PINGS = 100
 """Pings and pongs between two messages: an agent pings every ten seconds and sends heartbeats as often."""

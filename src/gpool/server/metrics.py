@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from gpool.core.ids import NodeId, encode
 from gpool.core.model import Instant
-from gpool.core.scheduler.state.held import NodeState
+from gpool.core.scheduler.state.waiting import NodeState
 from gpool.server.nodes.telemetry import Point, Telemetry
 
 BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)

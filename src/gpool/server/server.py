@@ -12,30 +12,29 @@ from gpool.core.ids import IdSource
 from gpool.core.model import Instant
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock
-from gpool.server.gpu_verification.verifier import GpuVerifier
+from gpool.server.identity.authorization import Credentials
 from gpool.server.identity.certificates import Certificate
-from gpool.server.identity.credentials import Credentials
-from gpool.server.identity.node_proofs.verifier import NodeAuthenticator
+from gpool.server.identity.node_proofs import NodeAuthenticator
 from gpool.server.identity.passwords import PasswordCost, Passwords
-from gpool.server.identity.secrets.sealer import Sealer
-from gpool.server.identity.sign_in_guard import Guard
-from gpool.server.identity.tokens.refresh import RefreshTerms
-from gpool.server.identity.tokens.signing_keys import TokenSigner
+from gpool.server.identity.refresh_tokens import RefreshTerms
+from gpool.server.identity.sealer import Sealer
+from gpool.server.identity.signing_keys import TokenSigner
+from gpool.server.identity.throttle import Guard
 from gpool.server.metrics import Metrics
-from gpool.server.nodes.frame_budget import FrameBudgets
+from gpool.server.nodes.gpu_verifier import GpuVerifier
+from gpool.server.nodes.guards import FrameBudgets
 from gpool.server.nodes.registry import NodeRegistry
-from gpool.server.nodes.report_batches import ReportBatches
+from gpool.server.nodes.reports import ReportBatches
 from gpool.server.nodes.telemetry import Telemetry
 from gpool.server.outbound import Outbound
 from gpool.server.scheduling.explanations import Explainer
+from gpool.server.scheduling.learning import TrainingRequests
 from gpool.server.scheduling.picture import StatePicture
-from gpool.server.scheduling.pricing_training import TrainingRequests
 from gpool.server.scheduling.scheduler import Scheduler
 from gpool.server.settings import Settings
 from gpool.server.store.batching import WriteBatcher
-from gpool.server.store.operation import brief, is_brief
 from gpool.server.store.operations.tasks import idempotency
-from gpool.server.store.protocol import Operation, Store
+from gpool.server.store.protocol import Operation, Store, brief, is_brief
 from gpool.server.store.values import User
 from gpool.server.wakeups import Hub
 
@@ -97,7 +96,7 @@ class Server:
     metrics: Metrics
     sealer: Sealer
     guard: Guard
-    submitting: WriteBatcher[Any, Any, Any]  # of `actions.submit`
+    submitting: WriteBatcher[Any, Any, Any]  # of `actions.tasks.submit`
     sign_ins: SignInServices | None = None  # None: only schedules (simulations)
     certificate: Certificate | None = None  # None: plain HTTP
     examiner: GpuVerifier | None = None  # None: no GPU verification

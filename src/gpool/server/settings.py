@@ -18,8 +18,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from gpool.core.model import GIB, Permission, Span
 from gpool.core.quotas import Quota
-from gpool.server.identity.secrets.sealer import MasterSource
-from gpool.server.nodes.report_validation import SITE
+from gpool.server.identity.sealer import MasterSource
+from gpool.server.nodes.reports import SITE
 from gpool.transfer.requests import is_loopback
 
 Registration = Literal["open", "invite", "closed"]

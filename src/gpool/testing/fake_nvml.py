@@ -1,10 +1,10 @@
-"""Fake of `gpool.agent.machine.detection.nvml.Nvml`; a test sets the cards and their faults."""
+"""Fake of `gpool.agent.machine.nvml.Nvml`; a test sets the cards and their faults."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from gpool.agent.machine.detection.nvml import (
+from gpool.agent.machine.nvml import (
     DEFAULT_COMPUTE,
     Card,
     GpuLost,

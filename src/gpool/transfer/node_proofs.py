@@ -18,7 +18,7 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from gpool.core.errors import Invalid
-from gpool.transfer.private_files import read_private, write_private
+from gpool.transfer.keys import read_private, write_private
 
 PROOF_HEADER = "Gpool-Proof"
 KEY_BYTES = 32

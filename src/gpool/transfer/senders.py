@@ -20,9 +20,22 @@ import httpx2
 
 from gpool.core.errors import Forbidden, GpoolError, Unreachable
 from gpool.core.model import MIB
-from gpool.transfer.artifacts import LeaseRef, Pause, Steps, download, patiently, upload
-from gpool.transfer.pinning import pinned_context, wrong_certificate
-from gpool.transfer.requests import AWAY, Address, FilePart, Landing, Patience, Reply, Request
+from gpool.transfer.keys import pinned_context, wrong_certificate
+from gpool.transfer.requests import (
+    AWAY,
+    Address,
+    FilePart,
+    Landing,
+    LeaseRef,
+    Patience,
+    Pause,
+    Reply,
+    Request,
+    Steps,
+    download,
+    patiently,
+    upload,
+)
 
 CONNECT_S, READ_S = 10.0, 60.0
 KEPT_IDLE_S = 60.0

@@ -1,4 +1,4 @@
-"""Encrypted key files: Web3 Secret Storage version 3 (scrypt or PBKDF2, AES-128-CTR, Keccak MAC). Decrypts only.
+"""Private keys from files: bare hex, or Web3 Secret Storage version 3. Decrypts only.
 
 The file names its own work factor: an excessive one is rejected before any work.
 """
@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import re
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, TypeVar, cast
 
 import msgspec
 from Crypto.Cipher import AES
 from Crypto.Protocol.KDF import scrypt
 
+from gpool.wallet.crypto import keccak256
 from gpool.wallet.errors import BadKey, BadKeyFile, WrongPassword
-from gpool.wallet.keccak import keccak256
 from gpool.wallet.signing import WalletKey
 
 MAX_FILE_BYTES = 64 * 1024
@@ -197,3 +200,51 @@ def _address(text: str | None) -> str | None:
     if found is None:
         raise BadKeyFile("the address in the key file is not 40 hex digits")
     return found[1].lower()
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFile:
+    content: WalletKey | Keystore
+    warnings: tuple[str, ...]
+
+
+def read(path: Path) -> KeyFile:
+    """Read a key file; `BadKeyFile` never repeats its content."""
+    data, mode = _load(path)
+    content = _content(path, data)
+    warnings = []
+    if isinstance(content, WalletKey):
+        warnings.append(f"{path} holds a key that is not encrypted; a keystore file is safer")
+    if mode & 0o077:
+        warnings.append(f"{path} can be read by others on this machine; run chmod 600 {path}")
+    return KeyFile(content, tuple(warnings))
+
+
+def _content(path: Path, data: bytes) -> WalletKey | Keystore:
+    if data.lstrip()[:1] == b"{":
+        return parse(data)
+    try:
+        return WalletKey.parse(data.decode("ascii").strip())
+    except (BadKey, UnicodeDecodeError):
+        raise BadKeyFile(
+            f"{path} contains neither a private key (64 hex digits) nor an encrypted key file (JSON)"
+        ) from None
+
+
+def _load(path: Path) -> tuple[bytes, int]:
+    try:
+        with open(path, "rb", opener=_without_waiting) as file:
+            about = os.fstat(file.fileno())
+            if not stat.S_ISREG(about.st_mode):
+                raise BadKeyFile(f"{path} is not a file")
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as exc:
+        raise BadKeyFile(f"{path} cannot be read: {exc.strerror}") from exc
+    if len(data) > MAX_FILE_BYTES:
+        raise BadKeyFile(f"{path} is too large for a key file")
+    return data, stat.S_IMODE(about.st_mode) if os.name == "posix" else 0
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """A named pipe would wait for a writer."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from gpool.core.model import Instant
-from gpool.wallet import address as addresses
-from gpool.wallet import moments
-from gpool.wallet.address import Address
+from gpool.wallet import moments, signing
 from gpool.wallet.errors import BadAddress, BadMoment, BadSignIn, shown
 from gpool.wallet.moments import Moment
+from gpool.wallet.signing import Address
 
 MAX_LENGTH = 8192
 MAX_AHEAD = 5 * 60 * 1_000_000
@@ -74,7 +73,7 @@ class SignIn:
         if not moments.is_authority(self.domain, empty_host=False):
             yield "domain", f"{shown(self.domain)} is not a domain (RFC 3986 authority)"
         try:
-            addresses.parse(self.address)
+            signing.parse(self.address)
         except BadAddress as exc:
             yield "address", exc.detail
         if self.statement is not None and not _STATEMENT.fullmatch(self.statement):

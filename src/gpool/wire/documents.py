@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, SecretStr, StringConstraints
 
 from gpool.core.gangs import MAX_NODES
-from gpool.core.specs.labels import MAX_LABELS
+from gpool.core.specs.fields import MAX_LABELS
 
 MAX_BATCH = 10_000
 """Tasks per request; further requests add to the same batch."""

@@ -14,6 +14,7 @@ from enum import StrEnum
 
 import msgspec
 
+from gpool.core.gpu_verification import GpuVerdict, MeasuredSpeed, Opening, Size
 from gpool.core.model import (
     Allocation,
     EndReason,
@@ -24,7 +25,6 @@ from gpool.core.model import (
     Phase,
     TaskSpec,
 )
-from gpool.core.trust.gpu_verification import GpuVerdict, MeasuredSpeed, Opening, Size
 
 PROTOCOL = 1
 MAX_FRAME_BYTES = 8 * 1024 * 1024
@@ -168,7 +168,7 @@ class GpuMeasured(_Frame, frozen=True):
 
 
 class GpuCommitted(_Frame, frozen=True):
-    """Step 1 of a verification is done; see `gpool.core.trust.gpu_verification`."""
+    """Step 1 of a verification is done; see `gpool.core.gpu_verification`."""
 
     trial: int
     root: bytes

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from gpool.agent.machine.detection.gpus import Detector
-from gpool.agent.machine.detection.nvml import Card, GpuProcess, MigInstance, MigProfile, Vitals
-from gpool.agent.machine.detection.vendors import ParsedGpus
 from gpool.agent.machine.gpu_monitor import GpuMonitor
+from gpool.agent.machine.gpus import Detector
+from gpool.agent.machine.nvml import Card, GpuProcess, MigInstance, MigProfile, Vitals
+from gpool.agent.machine.vendors import ParsedGpus
 from gpool.core.model import Health
 from gpool.testing.fake_nvml import FakeNvml
 

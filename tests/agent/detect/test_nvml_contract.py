@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gpool.agent.machine.detection.nvml import GpuLost, Nvml, NvmlError
-from gpool.agent.machine.detection.real_nvml import RealNvml
+from gpool.agent.machine.nvml import GpuLost, Nvml, NvmlError
+from gpool.agent.machine.real_nvml import RealNvml
 from gpool.testing.fake_nvml import FakeNvml, h200
 
 

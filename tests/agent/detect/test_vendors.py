@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpool.agent.machine.detection import vendors
-from gpool.agent.machine.detection.vendors import ParsedGpus
+from gpool.agent.machine import vendors
+from gpool.agent.machine.vendors import ParsedGpus
 
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.json"))
 READERS: Mapping[str, Callable[..., ParsedGpus]] = {

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpool.agent.runtime.docker.confinement import cdi_names, driver_libraries
 from gpool.agent.runtime.docker.engine import facts_from
-from gpool.agent.runtime.docker.gpu_devices import cdi_names, driver_libraries
 from gpool.agent.runtime.docker.images import (
     ContainerImage,
     ImagePull,

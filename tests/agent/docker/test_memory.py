@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from urllib3.exceptions import ProtocolError
 
-from gpool.agent.runtime.docker.engine import EngineClient, translated
-from gpool.agent.runtime.docker.kernel_log import exceeded_its_limit, records
+from gpool.agent.runtime.docker.engine import EngineClient, exceeded_its_limit, records, translated
 from gpool.agent.runtime.protocol import SandboxFailed
 from tests.tools.engines import IMAGE, docker_client, shared_engine
 from tests.tools.processes import eventually

@@ -28,7 +28,7 @@ from gpool.agent.network.policy import EgressPolicy
 from gpool.agent.network.root_networks import RootNetworks
 from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
 from gpool.agent.runtime.protocol import CommandJob
-from gpool.core.specs.environment import name_of, recipe
+from gpool.core.specs.fields import environment_name, recipe
 from tests.tools.packages import PackageIndex
 from tests.tools.runtimes import LIMITS
 
@@ -149,7 +149,7 @@ async def built(folder: Path) -> dict[str, bool]:
     )
     wanted = recipe(packages=("looks",))
     try:
-        async with environments.prepare(name_of(wanted), wanted) as prepared:
+        async with environments.prepare(environment_name(wanted), wanted) as prepared:
             code = "import looks; print(looks.FOUND)"
             job = CommandJob(("python", "-c", code), (), (), (), LIMITS, environment=prepared)
             sandbox = await runtime.start_command(job)

@@ -33,7 +33,7 @@ from gpool.agent.runtime.protocol import (
     SandboxFailed,
 )
 from gpool.core.model import EndReason, Recipe
-from gpool.core.specs.environment import name_of, recipe
+from gpool.core.specs.fields import environment_name, recipe
 from tests.tools import unprivileged
 from tests.tools.packages import PackageIndex
 from tests.tools.runtimes import LIMITS, left_over, within
@@ -100,7 +100,7 @@ def test_packages_are_installed_compiled_and_sealed(index: PackageIndex, tmp_pat
 
     async def story() -> None:
         async with node(tmp_path / "data", only(index)) as (environments, runtime):
-            kept = environments.prepare(name_of(wanted), wanted, lines.append)
+            kept = environments.prepare(environment_name(wanted), wanted, lines.append)
             async with kept as prepared:
                 assert prepared is not None
                 script = await said(runtime, prepared, "outer")
@@ -119,7 +119,7 @@ def test_packages_are_installed_compiled_and_sealed(index: PackageIndex, tmp_pat
                     assert facts.st_uid == os.geteuid()
                     if not stat.S_ISLNK(facts.st_mode):
                         assert not facts.st_mode & (0o022 | stat.S_ISUID | stat.S_ISGID), path
-                manifest = environments.manifest(name_of(wanted), wanted)
+                manifest = environments.manifest(environment_name(wanted), wanted)
         site = f"{ENVIRONMENT_AT}/lib/python{OWN.minor}/site-packages"
         assert script == f"outer runs 2.5 {ENVIRONMENT_AT}\n"
         cached = f"{site}/__pycache__/inner.cpython-{OWN.minor.replace('.', '')}.pyc"
@@ -146,7 +146,7 @@ def test_every_other_python_of_this_machine_can_have_an_environment(
             for minor in others[:2]:
                 for packages in ((), ("thing",)):
                     wanted = recipe(minor, packages)
-                    async with environments.prepare(name_of(wanted), wanted) as prepared:
+                    async with environments.prepare(environment_name(wanted), wanted) as prepared:
                         code = "import sys; print('%d.%d' % sys.version_info[:2], sys.prefix)"
                         told = await said(runtime, prepared, "python", "-c", code)
                         assert told == f"{minor} {ENVIRONMENT_AT}\n"
@@ -175,7 +175,7 @@ def test_a_recipe_that_cannot_be_built_says_why(
     async def story() -> None:
         async with node(tmp_path / "data", only(index)) as (environments, _):
             with pytest.raises(BuildFailed, match=says):
-                async with environments.prepare(name_of(wanted), wanted):
+                async with environments.prepare(environment_name(wanted), wanted):
                     raise AssertionError("it was built")
 
     within(story())
@@ -191,7 +191,9 @@ def test_a_build_that_is_called_off_leaves_nothing(index: PackageIndex, tmp_path
             heard = asyncio.Event()
 
             async def ask() -> None:
-                async with environments.prepare(name_of(wanted), wanted, lambda _: heard.set()):
+                async with environments.prepare(
+                    environment_name(wanted), wanted, lambda _: heard.set()
+                ):
                     raise AssertionError("it was built")
 
             asking = asyncio.create_task(ask())
@@ -212,7 +214,7 @@ from pathlib import Path
 from gpool.agent.environments import environments_for
 from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
 from gpool.agent.runtime.protocol import CommandJob
-from gpool.core.specs.environment import name_of, recipe
+from gpool.core.specs.fields import name_of, recipe
 from tests.tools.runtimes import LIMITS
 
 async def main():
@@ -318,7 +320,7 @@ def test_a_packages_scripts_reach_nothing_outside_their_build(
     async def story() -> dict[str, str]:
         async with (
             node(tmp_path / "data", only(index)) as (environments, runtime),
-            environments.prepare(name_of(wanted), wanted) as prepared,
+            environments.prepare(environment_name(wanted), wanted) as prepared,
         ):
             found: dict[str, str] = json.loads(await said(runtime, prepared, "python", "-c", READ))
             return found
@@ -395,7 +397,7 @@ def test_what_one_build_leaves_another_never_finds(index: PackageIndex, tmp_path
             for name in ("first", "second"):
                 wanted = recipe(packages=(name,))
                 with pytest.raises(BuildFailed, match=r"found poison in \[\], left it in [45]"):
-                    async with environments.prepare(name_of(wanted), wanted):
+                    async with environments.prepare(environment_name(wanted), wanted):
                         raise AssertionError("it was built")
 
     within(story())

@@ -12,11 +12,11 @@ import pytest
 
 from gpool.agent.environments import BuildFailed, Environments, Interpreter, Told
 from gpool.agent.environments.environments import REMEMBERED_US
-from gpool.agent.environments.trees import MANIFEST, measured
+from gpool.agent.environments.interpreters import MANIFEST, measured
 from gpool.agent.runtime.protocol import ENVIRONMENT_AT, PreparedEnvironment, SandboxFailed
 from gpool.core.errors import Invalid
 from gpool.core.model import Recipe
-from gpool.core.specs.environment import name_of, recipe
+from gpool.core.specs.fields import environment_name, recipe
 
 OTHER = Path("/somewhere/python3.99")
 INTERPRETERS = {
@@ -75,7 +75,7 @@ class Shelf:
         )
 
     async def once(self, wanted: Recipe, told: Told = lambda _: None) -> PreparedEnvironment:
-        async with self.environments.prepare(name_of(wanted), wanted, told) as prepared:
+        async with self.environments.prepare(environment_name(wanted), wanted, told) as prepared:
             assert prepared is not None
             assert prepared.root.is_dir()
             return prepared
@@ -119,10 +119,10 @@ def test_what_is_ready_is_given_as_it_is(tmp_path: Path) -> None:
         first = await shelf.once(A)
         assert await shelf.once(A) == first
         assert shelf.builder.built == [A]
-        assert shelf.environments.ready() == {name_of(A)}
-        assert first.name == name_of(A)
+        assert shelf.environments.ready() == {environment_name(A)}
+        assert first.name == environment_name(A)
         assert first.python == f"{ENVIRONMENT_AT}/bin/python"
-        manifest = shelf.environments.manifest(name_of(A), A)
+        manifest = shelf.environments.manifest(environment_name(A), A)
         assert manifest is not None
         assert manifest.chosen == ("aaa==1.0",)
         assert manifest.packages == ("aaa",)
@@ -157,13 +157,17 @@ def test_another_python_alone_is_laid_without_a_build(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "wanted", "says"),
     [
-        (name_of(A), B, "not the name of its environment spec"),
+        (environment_name(A), B, "not the name of its environment spec"),
         ("default", A, "not the name of its environment spec"),
-        (name_of(A), Recipe(None, ("AAA",)), "normal form"),
-        (name_of(A), Recipe(None, ("aaa @ https://example.test/a.whl",)), "names an address"),
+        (environment_name(A), Recipe(None, ("AAA",)), "normal form"),
+        (
+            environment_name(A),
+            Recipe(None, ("aaa @ https://example.test/a.whl",)),
+            "names an address",
+        ),
         ("image:debian", recipe(image="debian"), "is an image"),
         (
-            name_of(recipe("3.98", ("aaa",))),
+            environment_name(recipe("3.98", ("aaa",))),
             recipe("3.98", ("aaa",)),
             "no Python 3.98 .* it has 3.11, 3.99",
         ),
@@ -185,7 +189,7 @@ def test_the_least_used_goes_first_past_the_limit(tmp_path: Path) -> None:
     async def tell(shelf: Shelf) -> None:
         for wanted in (A, B, A, C):
             await shelf.once(wanted)
-        assert shelf.environments.ready() == {name_of(A), name_of(C)}
+        assert shelf.environments.ready() == {environment_name(A), environment_name(C)}
         assert shelf.on_disk() == 2
         assert shelf.environments.size_bytes <= 250_000
 
@@ -196,7 +200,9 @@ def test_one_in_use_is_never_removed(tmp_path: Path) -> None:
     async def tell(shelf: Shelf) -> None:
         async with AsyncExitStack() as held:
             entered = [
-                await held.enter_async_context(shelf.environments.prepare(name_of(one), one))
+                await held.enter_async_context(
+                    shelf.environments.prepare(environment_name(one), one)
+                )
                 for one in (A, B, C)
             ]
             assert all(one is not None and one.root.is_dir() for one in entered)
@@ -288,7 +294,7 @@ def test_one_who_gives_up_at_any_moment_never_keeps_it_in_use(tmp_path: Path, st
             await asyncio.sleep(0)
         first.cancel()
         await asyncio.wait([first, second])
-        shelf.environments.forget(name_of(A))
+        shelf.environments.forget(environment_name(A))
         assert shelf.on_disk() == 0
 
     story(tmp_path, tell)
@@ -296,14 +302,14 @@ def test_one_who_gives_up_at_any_moment_never_keeps_it_in_use(tmp_path: Path, st
 
 def test_forgetting_makes_a_new_build_and_leaves_the_old_to_its_users(tmp_path: Path) -> None:
     async def tell(shelf: Shelf) -> None:
-        async with shelf.environments.prepare(name_of(A), A) as old:
+        async with shelf.environments.prepare(environment_name(A), A) as old:
             assert old is not None
-            shelf.environments.forget(name_of(A))
+            shelf.environments.forget(environment_name(A))
             assert shelf.environments.ready() == frozenset()
             new = await shelf.once(A)
             assert new.root != old.root
             assert old.root.is_dir()
-            manifest = shelf.environments.manifest(name_of(A), A)
+            manifest = shelf.environments.manifest(environment_name(A), A)
             assert manifest is not None
             assert manifest.chosen == ("aaa==2.0",)
         assert not old.root.exists()
@@ -323,7 +329,7 @@ def test_what_an_earlier_agent_built_is_found_again_in_its_order(tmp_path: Path)
             os.utime(folder / MANIFEST, (number, number))
 
     async def after(shelf: Shelf) -> None:
-        assert shelf.environments.ready() == {name_of(A), name_of(C)}
+        assert shelf.environments.ready() == {environment_name(A), environment_name(C)}
         await shelf.once(A)
         assert shelf.builder.built == []
 
@@ -337,13 +343,13 @@ def test_what_is_half_done_or_of_a_python_that_is_gone_is_removed(tmp_path: Path
             await shelf.once(wanted)
         for folder in (tmp_path / "ready").iterdir():
             text = (folder / MANIFEST).read_text()
-            if name_of(A) in text:
+            if environment_name(A) in text:
                 (folder / MANIFEST).write_text(text[:50])
             elif "3.99" in text:
                 (folder / MANIFEST).write_text(text.replace("/opt/gpool/", "/elsewhere/"))
 
     async def after(shelf: Shelf) -> None:
-        assert shelf.environments.ready() == {name_of(B)}
+        assert shelf.environments.ready() == {environment_name(B)}
         assert shelf.on_disk() == 1
 
     story(tmp_path, before)

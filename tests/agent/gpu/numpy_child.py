@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from gpool.agent.gpu_verification.child import frames_from, frames_to
-from gpool.core.trust.gpu_verification import keys_of
+from gpool.core.gpu_verification import keys_of
 from gpool.wire.frames import AnswerNow, ExamineGpu, GpuAnswered, GpuCommitted, GpuOpened, OpenTiles
 from tests.tools.gpu_prover import NumpyProver
 

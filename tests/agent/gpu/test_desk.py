@@ -12,8 +12,8 @@ import pytest
 
 from gpool.agent.gpu_verification.cuda import kernels_for
 from gpool.agent.gpu_verification.service import CHILD, GpuVerificationService
-from gpool.core.trust.gpu_verification import GpuVerdict, Size, keys_of
-from gpool.server.gpu_verification.checking import Claimed, check_openings
+from gpool.core.gpu_verification import GpuVerdict, Size, keys_of
+from gpool.server.nodes.gpu_checks import Claimed, check_openings
 from gpool.wire.frames import (
     AgentFrame,
     AnswerNow,

@@ -8,14 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from gpool.agent.machine.detection import Finding, Level, detect, doctor, host_capacity, services
-from gpool.agent.machine.detection.findings import (
+from gpool.agent.machine import host
+from gpool.agent.machine.findings import (
+    Finding,
+    Level,
     cgroup_kind,
     cgroups_finding,
     clock_finding,
+    doctor,
     userns_fix,
 )
-from gpool.agent.machine.detection.gpus import normalised
+from gpool.agent.machine.gpus import detect, normalised
+from gpool.agent.machine.host import host_capacity
 from gpool.agent.runtime.cgroups import CgroupHierarchy
 from gpool.core.errors import Invalid
 from gpool.core.model import GIB
@@ -142,17 +146,17 @@ def test_a_default_route_is_found_in_either_family() -> None:
     head = "Iface\tDestination\tGateway\tFlags\n"
     v4 = head + "eth0\t00000000\t0100000A\t0003\t0\t0\t0\t00000000\n"
     v6 = " ".join(["0" * 32, "00", "0" * 32, "00", "fe80" + "0" * 28, "1", "1", "0", "1", "eth0"])
-    assert services.has_default_route(v4, "")
-    assert services.has_default_route(head, v6)
-    assert not services.has_default_route(head, v6.replace("eth0", "lo"))
-    assert not services.has_default_route("", "garbage")
+    assert host.has_default_route(v4, "")
+    assert host.has_default_route(head, v6)
+    assert not host.has_default_route(head, v6.replace("eth0", "lo"))
+    assert not host.has_default_route("", "garbage")
 
 
 def test_a_socket_that_is_no_engine_is_said_and_harms_nothing(tmp_path: Path) -> None:
-    assert services.docker((str(tmp_path / "none.sock"),)) == services.ContainerEngine()
+    assert host.docker((str(tmp_path / "none.sock"),)) == host.ContainerEngine()
     dead = socket.socket(socket.AF_UNIX)
     dead.bind(str(tmp_path / "dead.sock"))
     dead.close()
-    found = services.docker((str(tmp_path / "dead.sock"),))
+    found = host.docker((str(tmp_path / "dead.sock"),))
     assert found.refused
     assert not found.version

@@ -9,24 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from gpool.agent.machine.detection.findings import Level, gpu_findings, health_finding
-from gpool.agent.machine.detection.gpus import LOST, Detector, Survey
-from gpool.agent.machine.detection.nvml import GpuProcess, MigInstance, Xid
-from gpool.agent.machine.detection.processes import AgentProcesses, ForeignPrograms
-from gpool.agent.machine.detection.vendors import ParsedGpus
+from gpool.agent.machine.findings import Level, gpu_findings, health_finding
 from gpool.agent.machine.gpu_monitor import GpuMonitor, with_health
+from gpool.agent.machine.gpus import LOST, Detector, Survey
+from gpool.agent.machine.host import AgentProcesses, ForeignPrograms
 from gpool.agent.machine.monitor import MachineSample, NodeMonitor, PolicyFile, sampler
+from gpool.agent.machine.nvml import GpuProcess, MigInstance, Xid
 from gpool.agent.machine.policy import MachineFacts
+from gpool.agent.machine.vendors import ParsedGpus
 from gpool.agent.state_machine.instructions import Event, OfferDetected, ReadingsTaken, ReclaimAsked
+from gpool.core.gpu_health import HUNG_AFTER_US, QUIET_US, SECOND_US, Condition, Symptoms, examine
 from gpool.core.model import GIB, Gpu, Health, Offer
-from gpool.core.trust.gpu_health import (
-    HUNG_AFTER_US,
-    QUIET_US,
-    SECOND_US,
-    Condition,
-    Symptoms,
-    examine,
-)
 from gpool.testing.fake_nvml import IDLE, FakeNvml, h200
 
 MONDAY = datetime(2026, 11, 16, 12, tzinfo=UTC)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpool.agent.machine.detection import owner
+from gpool.agent.machine import monitor as owner
 from gpool.agent.machine.monitor import NodeMonitor, PolicyFile
 from gpool.agent.machine.policy import (
     AtClose,

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpool.agent.runtime.microvm.image import boot
+from gpool.agent.runtime.microvm.image import build
 from gpool.agent.runtime.microvm.image.kernel import NoKernel, needs, unpack_lz4, vmlinux
 from gpool.agent.runtime.microvm.image.system import closure, packages
-from gpool.agent.runtime.microvm.monitors.choice import PROBE_LINE, probe_archive
 from gpool.agent.runtime.microvm.monitors.protocol import GuestDisk, GuestMachine
 from gpool.agent.runtime.microvm.monitors.qemu import TCG, Qemu
+from gpool.agent.runtime.microvm.requirements import PROBE_LINE, probe_archive
 
 x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the program is x86-64's")
-BECOMES = boot.BootPlan(
+BECOMES = build.BootPlan(
     ("/modules/a.ko",),
     "/opt/gpool",
     "/opt/gpool/own",
@@ -34,11 +34,11 @@ BECOMES = boot.BootPlan(
 def test_the_program_makes_its_calls_in_order_and_nothing_else(tmp_path: Path) -> None:
     made = tmp_path / "init"
     row = [
-        boot.BootStep(1, (1, "one ", 4)),
-        boot.BootStep(1, (1, "two", 3)),
-        boot.BootStep(boot.SYS_EXIT, (7,)),
+        build.BootStep(1, (1, "one ", 4)),
+        build.BootStep(1, (1, "two", 3)),
+        build.BootStep(build.SYS_EXIT, (7,)),
     ]
-    made.write_bytes(boot.program(row))
+    made.write_bytes(build.program(row))
     made.chmod(0o755)
     ran = subprocess.run([made], capture_output=True, check=False)
     assert (ran.returncode, ran.stdout) == (7, b"one two")
@@ -49,26 +49,26 @@ def test_the_program_becomes_another_with_arguments_and_variables(tmp_path: Path
     made = tmp_path / "init"
     argv = ("/bin/sh", "-c", 'echo "$0 $1 $GIVEN"', "zero", "one word")
     row = [
-        boot.BootStep(boot.SYS_EXECVE, ("/bin/sh", argv, ("GIVEN=here",))),
-        boot.BootStep(boot.SYS_EXIT, (1,)),
+        build.BootStep(build.SYS_EXECVE, ("/bin/sh", argv, ("GIVEN=here",))),
+        build.BootStep(build.SYS_EXIT, (1,)),
     ]
-    made.write_bytes(boot.program(row))
+    made.write_bytes(build.program(row))
     made.chmod(0o755)
     ran = subprocess.run([made], capture_output=True, check=False, env={"NOT": "given"})
     assert (ran.returncode, ran.stdout) == (0, b"zero one word here\n")
 
 
 def test_the_disks_are_mounted_read_only_before_anything_runs_from_them() -> None:
-    row = boot.steps(BECOMES)
-    mounted = [step.words for step in row if step.number == boot.SYS_MOUNT]
+    row = build.steps(BECOMES)
+    mounted = [step.words for step in row if step.number == build.SYS_MOUNT]
     disks = [words for words in mounted if words[2] == "squashfs"]
     assert [words[:2] for words in disks] == [
         ("/dev/vda", "/system"),
         ("/dev/vdb", "/system/opt/gpool"),
         ("/dev/vdc", "/system/opt/gpool/own"),
     ]
-    assert all(int(str(words[3])) & boot.MS_RDONLY for words in disks)
-    assert [step.number for step in row[-2:]] == [boot.SYS_EXECVE, boot.SYS_EXIT]
+    assert all(int(str(words[3])) & build.MS_RDONLY for words in disks)
+    assert [step.number for step in row[-2:]] == [build.SYS_EXECVE, build.SYS_EXIT]
 
 
 def entries(data: bytes) -> dict[str, bytes]:
@@ -92,7 +92,7 @@ def entries(data: bytes) -> dict[str, bytes]:
     )
 )
 def test_what_goes_into_the_archive_always_comes_out(modules: dict[str, bytes]) -> None:
-    found = entries(boot.archive(b"init", modules))
+    found = entries(build.archive(b"init", modules))
     assert found["init"] == b"init"
     assert {f"/{name}": data for name, data in found.items() if name.endswith(".ko")} == modules
 

@@ -15,7 +15,7 @@ import yaml
 
 from gpool.agent.runtime.microvm import guest
 from gpool.agent.runtime.microvm.guest_link import GuestConnection
-from gpool.agent.runtime.microvm.guest_streams import GuestPipes
+from gpool.agent.runtime.microvm.guest_outputs import GuestPipes
 from gpool.agent.runtime.microvm.monitors.firecracker import api
 from gpool.agent.runtime.microvm.monitors.firecracker.monitor import Firecracker
 from gpool.agent.runtime.microvm.monitors.protocol import GuestDisk, GuestMachine

@@ -15,8 +15,11 @@ import pytest
 from gpool.agent.runtime.bubblewrap.launcher_client import ProcessExit
 from gpool.agent.runtime.microvm import guest
 from gpool.agent.runtime.microvm.guest_link import GuestConnection
-from gpool.agent.runtime.microvm.guest_outputs import MOST_DROPPED_BYTES, OutputCollection
-from gpool.agent.runtime.microvm.guest_streams import GuestPipes
+from gpool.agent.runtime.microvm.guest_outputs import (
+    MOST_DROPPED_BYTES,
+    GuestPipes,
+    OutputCollection,
+)
 from gpool.agent.runtime.protocol import BadOutput, SandboxFailed
 from gpool.core.model import OutputFile
 from tests.tools.runtimes import PATIENCE_S, within

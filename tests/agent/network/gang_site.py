@@ -21,7 +21,7 @@ from typing import Any
 
 import uvloop
 
-from gpool.agent.network import nft
+from gpool.agent.network import host
 from gpool.agent.network.gang.relay_client import RELAY
 from gpool.agent.network.policy import Egress, EgressPolicy, Gang
 from gpool.agent.network.root_networks import RootNetworks
@@ -113,7 +113,7 @@ class Agent:
         self.before: dict[str, Any] = {}
 
     async def begin(self) -> None:
-        await nft.nft("--version")  # the loop opens what it needs for children, once
+        await host.nft("--version")  # the loop opens what it needs for children, once
         self.before = fingerprint()
         await self.networks.start()
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import uvloop
 
-from gpool.agent.machine.detection.host import site_address
-from gpool.agent.network import factory, nft
+from gpool.agent.machine.host import site_address
+from gpool.agent.network import factory, host
 from gpool.agent.network.policy import Egress, EgressPolicy, Only, parse_target
 from gpool.agent.network.root_networks import RootNetworks, forwarding, read_sysctl, write_sysctl
 from gpool.agent.network.sandbox_network import OpenSandboxNetwork
@@ -69,12 +69,12 @@ async def kept_from(opened: OpenSandboxNetwork, address: str = PUBLIC) -> bool:
 
 
 async def tables() -> str:
-    return await nft.nft("list", "tables")
+    return await host.nft("list", "tables")
 
 
 async def killed(_: socket.socket) -> dict[str, Any]:
     """An agent is killed without warning; the next one of that tag cleans up."""
-    await nft.nft("--version")  # the loop opens what it needs for children, once
+    await host.nft("--version")  # the loop opens what it needs for children, once
     before = fingerprint()
     out, into = os.pipe()
     child = os.fork()
@@ -119,21 +119,21 @@ async def two(_: socket.socket) -> dict[str, Any]:
 
 async def dropper(_: socket.socket) -> dict[str, Any]:
     """Another's table drops what is forwarded, as Docker's does."""
-    await nft.load(
+    await host.load(
         "table ip filter {\n chain FORWARD {\n type filter hook forward priority 0; policy drop;\n }\n }\n"
     )
-    before = await nft.nft("list", "table", "ip", "filter")
+    before = await host.nft("list", "table", "ip", "filter")
     several = lanes()
     await several.start()
     async with await several.open(Egress()) as opened:
         told: dict[str, Any] = {"with our rules in it": await reached(opened)}
-        await nft.load("flush chain ip filter FORWARD\n")
+        await host.load("flush chain ip filter FORWARD\n")
         told["without"] = not await kept_from(opened)
     await several.close()
     again = lanes()
     await again.start()
     await again.close()
-    told["left"] = await nft.nft("list", "table", "ip", "filter") != before
+    told["left"] = await host.nft("list", "table", "ip", "filter") != before
     return told
 
 
@@ -304,14 +304,14 @@ async def listed(_: socket.socket) -> dict[str, Any]:
         }
     async with await several.open(Only(())) as nothing:
         told["an empty list"] = not await kept_from(nothing, HOST)
-    sets = await nft.nft("list", "set", "inet", "gpool_aaaaa", "permitted")
+    sets = await host.nft("list", "set", "inet", "gpool_aaaaa", "permitted")
     told["left"] = "elements" in sets
     await several.close()
     return told
 
 
 async def probed(_: socket.socket) -> dict[str, Any]:
-    await nft.nft("--version")  # the loop opens what it needs for children, once
+    await host.nft("--version")  # the loop opens what it needs for children, once
     before = fingerprint()
     told: dict[str, Any] = {"said": await factory.probe(Path("/nowhere"))}
     told["changed"] = await settled(before)
@@ -321,7 +321,7 @@ async def probed(_: socket.socket) -> dict[str, Any]:
 
 
 async def probed_for_gangs(_: socket.socket) -> dict[str, Any]:
-    await nft.nft("--version")  # the loop opens what it needs for children, once
+    await host.nft("--version")  # the loop opens what it needs for children, once
     before = fingerprint()
     told: dict[str, Any] = {"said": await factory.probe_gangs(Path("/nowhere"))}
     told["changed"] = await settled(before)
@@ -350,7 +350,7 @@ async def called_off(_: socket.socket) -> dict[str, Any]:
         else:
             await opening.result().close()
     changed = await settled(before)  # of threads that nobody waits for too
-    listed = await nft.nft("list", "set", "inet", "gpool_aaaaa", "permitted")
+    listed = await host.nft("list", "set", "inet", "gpool_aaaaa", "permitted")
     left = [name for _, name in socket.if_nameindex() if name.startswith("gpool")]
     told = {"interfaces": left, "permitted": "10.9.9.9" in listed, "changed": changed}
     await several.close()

@@ -8,8 +8,7 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpool.agent.network.gang.keys import Bond
-from gpool.agent.network.gang.packets import HEAD
+from gpool.agent.network.gang.datagrams import HEAD, Bond
 from gpool.agent.network.gang.relay_client import session_after
 
 SECRET = b"s" * 32

@@ -8,7 +8,7 @@ import struct
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpool.agent.network.gang.packets import (
+from gpool.agent.network.gang.datagrams import (
     MAX_PACKET_BYTES,
     MOST_PARTIAL,
     WIDTH,

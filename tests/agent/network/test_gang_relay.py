@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from gpool.agent.network.gang.keys import IS_HELLO, Bond
+from gpool.agent.network.gang.datagrams import IS_HELLO, Bond
 from gpool.agent.network.gang.relay import MOST_WAITING, Relay
 from gpool.agent.network.gang.relay_client import RELAY
 from gpool.core.gangs import address_of

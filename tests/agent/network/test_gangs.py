@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from gpool.agent.network.gang.relay_client import UID
-from gpool.agent.network.nft import program
+from gpool.agent.network.host import program
 from tests.tools import components
 from tests.tools.engines import shared_engine
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gpool.agent.network.firewall_rules import BURST_BYTES
-from gpool.agent.network.nft import program
+from gpool.agent.network.host import program
 from tests.hostile.lanes_world import HOST
 from tests.tools import components
 

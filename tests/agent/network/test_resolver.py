@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from gpool.agent.network.dns import messages
-from gpool.agent.network.dns.resolver import (
+from gpool.agent.network import dns_messages
+from gpool.agent.network.dns_resolver import (
     BURST,
     MAX_STREAMS,
     Allowance,
@@ -44,9 +44,9 @@ def within(work: Callable[[], Awaitable[T]]) -> T:
 
 def answer(message: bytes, *addresses: IPv4Address, flags: int = 0, number: int = 0) -> bytes:
     """As an upstream server writes it."""
-    question = messages.read_question(message)
-    said = messages.write_answer(question, messages.NO_ERROR, addresses, 60)
-    head = struct.pack("!HH", question.number ^ number, messages.RESPONSE | flags)
+    question = dns_messages.read_question(message)
+    said = dns_messages.write_answer(question, dns_messages.NO_ERROR, addresses, 60)
+    head = struct.pack("!HH", question.number ^ number, dns_messages.RESPONSE | flags)
     return head + said[4:]
 
 
@@ -62,7 +62,7 @@ class Upstream(asyncio.DatagramProtocol):
         self.transport = transport
 
     def datagram_received(self, data: bytes, addr: Any) -> None:
-        self.asked.append(messages.read_question(data).name)
+        self.asked.append(dns_messages.read_question(data).name)
         for each in self.reply(data):
             assert self.transport is not None
             self.transport.sendto(each, addr)
@@ -91,19 +91,19 @@ async def resolver(*servers: Server, **changed: Any) -> AsyncIterator[Resolver]:
     made.close()
 
 
-async def ask(made: Resolver, name: str, kind: int = messages.A) -> bytes:
+async def ask(made: Resolver, name: str, kind: int = dns_messages.A) -> bytes:
     loop = asyncio.get_running_loop()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         asking.setblocking(False)
         asking.connect(made.datagrams.getsockname())
         labels = b"".join(bytes((len(p),)) + p.encode() for p in name.split("."))
-        head = messages.HEADER.pack(7, messages.WANTED, 1, 0, 0, 0)
+        head = dns_messages.HEADER.pack(7, dns_messages.WANTED, 1, 0, 0, 0)
         await loop.sock_sendall(asking, head + labels + b"\0" + struct.pack("!HH", kind, 1))
         return await loop.sock_recv(asking, 4096)
 
 
 def read(message: bytes, name: str) -> tuple[int, tuple[IPv4Address, ...]]:
-    said = messages.read_answer(message, 7, name)
+    said = dns_messages.read_answer(message, 7, name)
     return said.code, said.addresses
 
 
@@ -114,7 +114,7 @@ def test_only_addresses_a_lane_may_reach_are_told() -> None:
             resolver(server) as made,
         ):
             said = read(await ask(made, "a.example"), "a.example")
-            assert said == (messages.NO_ERROR, (PUBLIC,))
+            assert said == (dns_messages.NO_ERROR, (PUBLIC,))
             assert made.tally.stripped == 1
 
     within(work)
@@ -125,7 +125,7 @@ def test_a_name_inside_looks_like_one_that_is_not_there() -> None:
         async with (
             upstream(lambda m: [answer(m, INSIDE)]) as (_, server),
             resolver(server) as made,
-            upstream(lambda m: [answer(m, flags=messages.NO_NAME)]) as (_, other),
+            upstream(lambda m: [answer(m, flags=dns_messages.NO_NAME)]) as (_, other),
             resolver(other) as absent,
         ):
             assert await ask(made, "a.example") == await ask(absent, "a.example")
@@ -145,7 +145,7 @@ def test_a_silent_server_is_passed_over_and_nobody_waits_behind_it() -> None:
             while not slow.done():
                 await asyncio.sleep(0)
                 ticks += 1
-            assert read(await slow, "slow.example") == (messages.NO_ERROR, (PUBLIC,))
+            assert read(await slow, "slow.example") == (dns_messages.NO_ERROR, (PUBLIC,))
             assert silent.asked == ["slow.example"]
             assert ticks > 100  # the loop went round meanwhile
 
@@ -155,7 +155,10 @@ def test_a_silent_server_is_passed_over_and_nobody_waits_behind_it() -> None:
 def test_when_no_server_answers_the_lane_is_told_so() -> None:
     async def work() -> None:
         async with upstream(lambda m: []) as (_, first), resolver(first, within_s=0.1) as made:
-            assert read(await ask(made, "a.example"), "a.example") == (messages.SERVER_FAILURE, ())
+            assert read(await ask(made, "a.example"), "a.example") == (
+                dns_messages.SERVER_FAILURE,
+                (),
+            )
 
     within(work)
 
@@ -174,7 +177,10 @@ def test_an_answer_with_another_number_or_name_is_passed_over() -> None:
 
     async def work() -> None:
         async with upstream(replies) as (_, server), resolver(server) as made:
-            assert read(await ask(made, "a.example"), "a.example") == (messages.NO_ERROR, (PUBLIC,))
+            assert read(await ask(made, "a.example"), "a.example") == (
+                dns_messages.NO_ERROR,
+                (PUBLIC,),
+            )
 
     within(work)
 
@@ -188,11 +194,11 @@ def test_an_answer_cut_short_is_asked_again_by_tcp() -> None:
         writer.close()
 
     async def work() -> None:
-        async with upstream(lambda m: [answer(m, flags=messages.TRUNCATED)]) as (_, server):
+        async with upstream(lambda m: [answer(m, flags=dns_messages.TRUNCATED)]) as (_, server):
             streams = await asyncio.start_server(serve, *server)
             async with streams, resolver(server) as made:
                 assert read(await ask(made, "a.example"), "a.example") == (
-                    messages.NO_ERROR,
+                    dns_messages.NO_ERROR,
                     (PUBLIC,),
                 )
 
@@ -210,8 +216,8 @@ def test_fixed_names_are_answered_and_no_other_ever_goes_upstream() -> None:
             async with resolver(at) as made:
                 made.names = names
                 said = read(await ask(made, "index.example"), "index.example")
-                assert said == (messages.NO_ERROR, (private,))
-                assert read(await ask(made, "x.example"), "x.example") == (messages.NO_NAME, ())
+                assert said == (dns_messages.NO_ERROR, (private,))
+                assert read(await ask(made, "x.example"), "x.example") == (dns_messages.NO_NAME, ())
             assert server.asked == []
 
     within(work)
@@ -223,9 +229,9 @@ def test_only_addresses_are_asked_for_upstream() -> None:
             upstream(lambda m: [answer(m, PUBLIC)]) as (server, at),
             resolver(at) as made,
         ):
-            for kind in (messages.AAAA, 16, 10, 65, 255):
+            for kind in (dns_messages.AAAA, 16, 10, 65, 255):
                 said = await ask(made, "a.example", kind)
-                assert messages.HEADER.unpack_from(said)[3] == 0
+                assert dns_messages.HEADER.unpack_from(said)[3] == 0
             assert server.asked == []
 
     within(work)
@@ -240,10 +246,10 @@ def test_a_lane_that_asks_too_much_is_refused() -> None:
             loop = asyncio.get_running_loop()
             began = loop.time()
             codes: list[int] = []
-            while codes.count(messages.REFUSED) < 100:
+            while codes.count(dns_messages.REFUSED) < 100:
                 name = f"n{len(codes)}.example"
                 codes.append(read(await ask(made, name), name)[0])
-            assert len(server.asked) == codes.count(messages.NO_ERROR)
+            assert len(server.asked) == codes.count(dns_messages.NO_ERROR)
             assert len(server.asked) <= 20 * (BURST + loop.time() - began)
 
     within(work)
@@ -288,7 +294,10 @@ def test_rubbish_gets_no_answer_and_does_no_harm() -> None:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sending:
                 for rubbish in (b"", b"x", b"\xff" * 600, b"\0" * 5000):
                     sending.sendto(rubbish, made.datagrams.getsockname())
-            assert read(await ask(made, "a.example"), "a.example") == (messages.NO_ERROR, (PUBLIC,))
+            assert read(await ask(made, "a.example"), "a.example") == (
+                dns_messages.NO_ERROR,
+                (PUBLIC,),
+            )
             assert made.tally.refused == 4
 
     within(work)

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpool.agent.network import firewall_rules
-from gpool.agent.network.nft import program
+from gpool.agent.network.host import program
 from gpool.agent.network.policy import (
     ANY_PORT,
     REFUSED_V4,

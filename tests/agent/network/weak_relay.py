@@ -11,8 +11,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import CTR
 
-from gpool.agent.network.gang.keys import Bond, _derived
-from gpool.agent.network.gang.packets import HEAD, SEAL_BYTES, Piece
+from gpool.agent.network.gang.datagrams import HEAD, SEAL_BYTES, Bond, Piece, _derived
 from gpool.agent.network.gang.relay import Member, Relay
 
 

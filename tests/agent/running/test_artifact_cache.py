@@ -11,7 +11,7 @@ import pytest
 
 from gpool.agent.running.artifact_cache import ArtifactCache
 from gpool.core.errors import NotFound, StaleLease
-from gpool.transfer.artifacts import LeaseRef
+from gpool.transfer.requests import LeaseRef
 
 LEASE = LeaseRef(1, 1)
 CONTENTS = {hashlib.sha256(letter * 100).hexdigest(): letter * 100 for letter in (b"a", b"b", b"c")}

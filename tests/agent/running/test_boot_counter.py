@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gpool.agent.credentials import BOOTS_FILE, next_boot
+from gpool.agent.channel import BOOTS_FILE, next_boot
 
 
 def test_a_later_start_always_sorts_behind_an_earlier(tmp_path: Path) -> None:

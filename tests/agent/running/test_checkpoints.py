@@ -53,7 +53,7 @@ from gpool.core.model import (
     Tier,
 )
 from gpool.testing.fake_runtime import FakeRun, FakeRuntime
-from gpool.transfer.artifacts import LeaseRef
+from gpool.transfer.requests import LeaseRef
 from tests.tools.runtimes import PATIENCE_S
 
 MS = 1_000

@@ -23,7 +23,7 @@ from gpool.agent.state_machine.instructions import (
 )
 from gpool.core.model import Allocation, EndReason, Network, Requirements, TaskKind, TaskSpec
 from gpool.testing.fake_runtime import FakeRun, FakeRuntime
-from gpool.transfer.artifacts import LeaseRef
+from gpool.transfer.requests import LeaseRef
 from gpool.wire.frames import Rendezvous
 
 PEERS = (("192.0.2.1", 47101), ("192.0.2.2", 47105))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gpool.agent.running import gangs
+from gpool.agent.running import command_executor
 from gpool.core.model import Allocation, Engine, Network, Requirements, Slice, TaskKind, TaskSpec
 from gpool.wire.frames import Rendezvous
 from tests.tools.processes import PATIENCE_S, free_port
@@ -30,20 +30,23 @@ def task(engine: Engine, *command: str, network: Network = Network.NONE) -> Task
 
 def test_without_an_engine_the_command_is_as_it_was_given() -> None:
     spec = task(Engine.NONE, "mpirun", "x")
-    assert gangs.command_of(spec, OTHER, PART) == ("mpirun", "x")
-    assert dict(gangs.variables_of(spec, OTHER))["GPOOL_RANK"] == "1"
+    assert command_executor.command_of(spec, OTHER, PART) == ("mpirun", "x")
+    assert dict(command_executor.variables_of(spec, OTHER))["GPOOL_RANK"] == "1"
 
 
 def test_a_members_lane_leads_to_the_others_and_out_only_when_asked() -> None:
-    lane = gangs.network_of(task(Engine.NONE, "x"), OTHER)
+    lane = command_executor.network_of(task(Engine.NONE, "x"), OTHER)
     assert (lane.rank, lane.peers, lane.secret, lane.egress) == (1, HEAD.peers, HEAD.secret, False)
-    assert gangs.network_of(task(Engine.NONE, "x", network=Network.EGRESS), OTHER).egress
+    assert command_executor.network_of(task(Engine.NONE, "x", network=Network.EGRESS), OTHER).egress
 
 
 def test_the_secret_of_a_gang_is_in_no_command_and_no_variable() -> None:
     for engine in Engine:
         spec = task(engine, "x")
-        told = (*gangs.command_of(spec, OTHER, PART), *map(str, gangs.variables_of(spec, OTHER)))
+        told = (
+            *command_executor.command_of(spec, OTHER, PART),
+            *map(str, command_executor.variables_of(spec, OTHER)),
+        )
         assert "sss" not in "".join(told)
 
 
@@ -83,7 +86,7 @@ def started(
 
 def test_torchrun_gets_the_command_as_it_is(engines: Path) -> None:
     spec = task(Engine.TORCHRUN, "python", "train.py", "--lr", "1 2")
-    with started(gangs.command_of(spec, OTHER, PART), engines) as process:
+    with started(command_executor.command_of(spec, OTHER, PART), engines) as process:
         said, _ = process.communicate(timeout=PATIENCE_S)
     words = said.strip()
     assert words.endswith("'--no-python', 'python', 'train.py', '--lr', '1 2']")
@@ -95,7 +98,7 @@ def test_torchrun_gets_the_command_as_it_is(engines: Path) -> None:
 def test_an_engine_that_is_not_there_is_named_with_what_to_do(
     engine: Engine, package: str, tmp_path: Path
 ) -> None:
-    words = gangs.command_of(task(engine, "x"), HEAD, PART)
+    words = command_executor.command_of(task(engine, "x"), HEAD, PART)
     bare = tmp_path / "bin"
     bare.mkdir()
     (bare / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
@@ -108,7 +111,7 @@ def test_an_engine_that_is_not_there_is_named_with_what_to_do(
 
 
 def test_an_environment_without_a_python_is_told_so(tmp_path: Path) -> None:
-    words = gangs.command_of(task(Engine.RAY, "x"), HEAD, PART)
+    words = command_executor.command_of(task(Engine.RAY, "x"), HEAD, PART)
     with started(words, None, PATH=str(tmp_path)) as process:
         _, said = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 127
@@ -128,8 +131,8 @@ def test_ray_runs_the_command_once_all_are_in_and_the_others_leave_with_it(engin
     with socket.create_server(("127.0.0.1", 0)) as stands_for_the_head:
         ray = stands_for_the_head.getsockname()[1]
         spec = task(Engine.RAY, "sh", "-c", "echo to $RAY_ADDRESS; exit 7")
-        first = here(gangs.command_of(spec, HEAD, PART), gate, ray)
-        second = here(gangs.command_of(spec, OTHER, PART), gate, ray)
+        first = here(command_executor.command_of(spec, HEAD, PART), gate, ray)
+        second = here(command_executor.command_of(spec, OTHER, PART), gate, ray)
         with started(first, engines) as head, started(second, engines) as other:
             said, complaint = head.communicate(timeout=PATIENCE_S)
             assert (said, head.returncode) == (f"to 127.0.0.1:{ray}\n", 7), complaint
@@ -140,14 +143,14 @@ def test_ray_runs_the_command_once_all_are_in_and_the_others_leave_with_it(engin
 def test_ray_never_runs_the_command_while_one_is_missing(engines: Path) -> None:
     gate = free_port()
     spec = task(Engine.RAY, "echo", "ran")
-    words = here(gangs.command_of(spec, HEAD, PART), gate, 1)
+    words = here(command_executor.command_of(spec, HEAD, PART), gate, 1)
     with started(words, engines) as head, pytest.raises(subprocess.TimeoutExpired):
         head.communicate(timeout=1.5)
 
 
 def test_ray_that_does_not_start_says_why(engines: Path) -> None:
     spec = task(Engine.RAY, "echo", "ran")
-    words = here(gangs.command_of(spec, HEAD, PART), 1, 1)
+    words = here(command_executor.command_of(spec, HEAD, PART), 1, 1)
     with started(words, engines, RAY_FAILS="1") as head:
         said, complaint = head.communicate(timeout=PATIENCE_S)
     assert (said, head.returncode) == ("", 125)
@@ -160,8 +163,8 @@ def test_the_head_never_waits_for_a_member_whose_ray_did_not_start(engines: Path
     with socket.create_server(("127.0.0.1", 0)) as stands_for_the_head:
         ray = stands_for_the_head.getsockname()[1]
         spec = task(Engine.RAY, "echo", "ran")
-        first = here(gangs.command_of(spec, HEAD, PART), gate, ray)
-        second = here(gangs.command_of(spec, OTHER, PART), gate, ray)
+        first = here(command_executor.command_of(spec, HEAD, PART), gate, ray)
+        second = here(command_executor.command_of(spec, OTHER, PART), gate, ray)
         with started(first, engines) as head, started(second, engines, RAY_FAILS="1") as other:
             said, complaint = head.communicate(timeout=PATIENCE_S)
             assert (said, head.returncode) == ("", 125)
@@ -174,7 +177,7 @@ def test_a_warning_reaches_the_command_behind_ray(engines: Path) -> None:
     alone = Rendezvous(0, HEAD.peers[:1], b"s")
     caught = "trap 'echo saved; exit 0' TERM; echo up; while :; do sleep 0.05; done"
     spec = task(Engine.RAY, "sh", "-c", caught)
-    with started(here(gangs.command_of(spec, alone, PART), gate, 1), engines) as head:
+    with started(here(command_executor.command_of(spec, alone, PART), gate, 1), engines) as head:
         assert head.stdout is not None
         assert head.stdout.readline() == "up\n"
         head.terminate()

@@ -14,7 +14,6 @@ import cloudpickle
 import pytest
 
 from gpool.agent.app import MonitorLoop, run_agent
-from gpool.agent.running.self_check import AGAIN_AFTER_US, RuntimeSelfCheck
 from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
 from gpool.agent.runtime.protocol import (
     CommandJob,
@@ -25,6 +24,7 @@ from gpool.agent.runtime.protocol import (
     RunnerSandbox,
     SandboxFailed,
 )
+from gpool.agent.runtime.registry import AGAIN_AFTER_US, RuntimeSelfCheck
 from gpool.agent.services import NodeServices
 from gpool.agent.state_machine.instructions import (
     CommandEnded,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gpool.agent.runtime.docker.kernel_log import records
+from gpool.agent.runtime.docker.engine import records
 from gpool.agent.runtime.protocol import BadOutput, CommandJob, SandboxLimits, StagedInput
 from gpool.core.model import EndReason
 from tests.agent.runtime.container_case import none_left

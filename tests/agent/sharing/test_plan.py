@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpool.agent.machine.detection.nvml import GpuProcess
+from gpool.agent.machine.nvml import GpuProcess
 from gpool.agent.sharing.plan import (
     Abilities,
     Tenancy,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gpool.agent.machine.detection.nvml import NotPermitted
-from gpool.agent.sharing.settings_restore import Records, record, recover, restore
+from gpool.agent.machine.nvml import NotPermitted
+from gpool.agent.sharing.modes import Records, record, recover, restore
 from gpool.testing.fake_nvml import FakeNvml, h200
 
 

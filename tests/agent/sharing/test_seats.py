@@ -13,20 +13,20 @@ from pathlib import Path
 import pytest
 
 from gpool.agent.app import new_loop
-from gpool.agent.machine.detection.nvml import GpuProcess
+from gpool.agent.machine.nvml import GpuProcess
 from gpool.agent.runtime.bubblewrap.launcher_client import Launcher
 from gpool.agent.runtime.protocol import GpuShare, PartFailed, SandboxFailed
-from gpool.agent.sharing import mps, scrub, settings_restore
+from gpool.agent.services import GpuSharing
+from gpool.agent.sharing import memory, modes
+from gpool.agent.sharing.memory import Watchdog, Watched
 from gpool.agent.sharing.plan import Abilities, MpsLimits, profiles_of
-from gpool.agent.sharing.setup import GpuSharing
 from gpool.agent.sharing.shares import GpuShares
-from gpool.agent.sharing.timeslice import Watchdog, Watched
 from gpool.core.model import GIB, Gpu, Sharing, Slice
 from gpool.testing.fake_nvml import H200_PROFILES, FakeNvml, h200
 from gpool.testing.fake_runtime import FakeRun, FakeRuntime
 from tests.tools.processes import alive
 
-SCRUBBER = ("python3", "-I", "-c", scrub.SCRIPT.read_text())
+SCRUBBER = ("python3", "-I", "-c", memory.SCRIPT.read_text())
 CLEAN = FakeRun(((1, b'{"free": 1000, "scrubbed": 998, "wrong": 0}\n'),))
 DIRTY = FakeRun(((1, b'{"free": 1000, "scrubbed": 998, "wrong": 2}\n'),))
 WHOLE = Slice(0, 140 * GIB, 1000)
@@ -57,12 +57,12 @@ class House:
         program.chmod(0o755)
         self.folder = folder
         self.launcher = Launcher(place="", binds=(), seccomp=b"")
-        self.records = settings_restore.Records(folder / "cards")
+        self.records = modes.Records(folder / "cards")
         self.seats = GpuShares(
             self.nvml,
             self.runtime,
             self.records,
-            mps=mps.MpsPrograms(str(program), "", self.launcher, folder / "pipes"),
+            mps=modes.MpsPrograms(str(program), "", self.launcher, folder / "pipes"),
             nodes_of=lambda *numbers: tuple(f"/dev/cap{number}" for number in numbers),
             linger_s=3600,
         )
@@ -86,13 +86,13 @@ Play = Callable[[House], Awaitable[None]]
 def play(folder: Path, sharing: Sharing, what: Play, run: FakeRun = CLEAN) -> House:
     async def all_of_it() -> House:
         house = House(folder, sharing, run)
-        before = settings_restore.record(house.nvml, house.uuid)
+        before = modes.record(house.nvml, house.uuid)
         await house.seats.start()
         try:
             await what(house)
         finally:
             await house.seats.close()
-        assert settings_restore.record(house.nvml, house.uuid) == before
+        assert modes.record(house.nvml, house.uuid) == before
         assert house.seats.tenancies == frozenset()
         assert {uuid for uuid, _ in house.records.left()} == set(house.seats.unclean)
         return house
@@ -136,7 +136,7 @@ def test_a_card_that_a_killed_agent_had_in_use_is_cleaned_before_anybody_gets_it
 ) -> None:
     async def all_of_it() -> None:
         house = House(tmp_path, Sharing.EXCLUSIVE)
-        house.records.keep(house.uuid, settings_restore.record(house.nvml, house.uuid))
+        house.records.keep(house.uuid, modes.record(house.nvml, house.uuid))
         house.nvml.set_compute_mode(house.uuid, "prohibited")
         await house.seats.start()
         with pytest.raises(PartFailed, match="before it had cleaned it"):
@@ -335,10 +335,10 @@ def test_a_roots_daemon_is_root_to_itself_and_nobody_to_the_host(walkable: Path)
 
     async def started() -> None:
         launcher = Launcher(place="", binds=(), seccomp=b"")
-        means = mps.MpsPrograms(
-            str(program), mps.find_program("unshare"), launcher, walkable / "pipes"
+        means = modes.MpsPrograms(
+            str(program), modes.find_program("unshare"), launcher, walkable / "pipes"
         )
-        daemon = mps.MpsDaemon(means, "GPU-0", uid)
+        daemon = modes.MpsDaemon(means, "GPU-0", uid)
         await daemon.start()
         pid = int((daemon.socket.parent / "daemon.pid").read_text().split()[0])
         facts = Path(f"/proc/{pid}/status").read_text().splitlines()  # noqa: ASYNC240
@@ -408,6 +408,6 @@ def test_the_one_over_its_slice_is_ended_with_a_reason_and_never_its_neighbour()
     ],
 )
 def test_memory_counts_as_clean_only_when_the_scrubber_says_so(said: bytes, why: str) -> None:
-    found = scrub.fault(scrub.read(said))
+    found = memory.fault(memory.read(said))
     assert why in found
     assert bool(found) == bool(why)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from gpool.agent.runtime.work_directory import MAX_NAMES_BYTES, NAME_COST_BYTES
-from gpool.agent.state_machine.end_reports import of_call
 from gpool.agent.state_machine.instructions import CallAnswered
 from gpool.agent.state_machine.lease_queues import AgentLease, GrantTerms, LeaseQueue
-from gpool.agent.state_machine.leases import Leases
+from gpool.agent.state_machine.leases import Leases, of_call
 from gpool.agent.state_machine.outbox import Outbox
 from gpool.core.model import (
     Allocation,

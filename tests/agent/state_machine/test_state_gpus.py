@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpool.agent.machine.telemetry import ReadingAverages, by_task
 from gpool.agent.state_machine.instructions import (
     CommandStarted,
     EndCommand,
@@ -19,6 +18,7 @@ from gpool.agent.state_machine.instructions import (
     Ticked,
 )
 from gpool.agent.state_machine.lease_control import RECLAIM_GRACE_US
+from gpool.agent.state_machine.outbox import ReadingAverages, by_task
 from gpool.core.model import EndReason, Gpu, Slice, Span
 from gpool.wire.frames import (
     Beat,

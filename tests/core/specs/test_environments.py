@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gpool.core.errors import Invalid
 from gpool.core.model import Recipe
-from gpool.core.specs.environment import MAX_PACKAGES, kind_of, name_of, recipe
+from gpool.core.specs.fields import MAX_PACKAGES, environment_kind, environment_name, recipe
 
 NAMES = st.from_regex(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,8}[A-Za-z0-9])?", fullmatch=True)
 CLAUSES = st.lists(
@@ -43,8 +43,8 @@ def test_what_means_the_same_always_has_one_name(
     one = recipe(python, tuple(plain for plain, _ in pairs))
     other = recipe(python, tuple(written for _, written in reversed(pairs)))
     assert one == other
-    assert name_of(one) == name_of(other)
-    assert kind_of(name_of(one)) == "pip"
+    assert environment_name(one) == environment_name(other)
+    assert environment_kind(environment_name(one)) == "pip"
 
 
 @given(st.lists(requirements(), max_size=5))
@@ -56,7 +56,7 @@ def test_a_normal_form_is_always_its_own(pairs: list[tuple[str, str]]) -> None:
 @given(st.sets(NAMES, max_size=4), st.sets(NAMES, max_size=4))
 def test_other_packages_never_share_a_name(one: set[str], other: set[str]) -> None:
     first, second = recipe(packages=tuple(one)), recipe(packages=tuple(other))
-    assert (first == second) == (name_of(first) == name_of(second))
+    assert (first == second) == (environment_name(first) == environment_name(second))
 
 
 @given(st.text(max_size=40))
@@ -124,14 +124,19 @@ def test_lines_never_come_out_of_one_requirement() -> None:
 
 
 def test_nothing_and_a_python_alone_are_the_default() -> None:
-    assert name_of(None) == name_of(Recipe()) == name_of(recipe("3.12")) == "default"
-    assert kind_of("default") == "default"
+    assert (
+        environment_name(None)
+        == environment_name(Recipe())
+        == environment_name(recipe("3.12"))
+        == "default"
+    )
+    assert environment_kind("default") == "default"
 
 
 def test_an_image_is_named_by_itself() -> None:
     made = recipe(image="registry.test/a/b@sha256:00")
-    assert name_of(made) == "image:registry.test/a/b@sha256:00"
-    assert kind_of(name_of(made)) == "image"
+    assert environment_name(made) == "image:registry.test/a/b@sha256:00"
+    assert environment_kind(environment_name(made)) == "image"
 
 
 @pytest.mark.parametrize("python", ["3", "3.12.1", "2.7", "4.0", "python3", "3.123", "", "3.11\n"])

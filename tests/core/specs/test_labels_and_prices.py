@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpool.core.errors import Invalid
-from gpool.core.specs import labels, price
+from gpool.core.specs import fields
 
 
 def test_labels_are_sorted_and_each_is_there_once() -> None:
-    assert labels.normal(["zone=a", "ssd", "zone=a", "example.org/rack=7"]) == (
+    assert fields.normal_labels(["zone=a", "ssd", "zone=a", "example.org/rack=7"]) == (
         "example.org/rack=7",
         "ssd",
         "zone=a",
@@ -23,12 +23,12 @@ def test_labels_are_sorted_and_each_is_there_once() -> None:
 )
 def test_a_label_that_would_be_misread_is_refused_with_an_example(wrong: str) -> None:
     with pytest.raises(Invalid, match="zone=a"):
-        labels.checked(wrong)
+        fields.checked_label(wrong)
 
 
 def test_too_many_labels_are_refused() -> None:
     with pytest.raises(Invalid, match="at most 50"):
-        labels.normal(f"l{number}" for number in range(51))
+        fields.normal_labels(f"l{number}" for number in range(51))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_too_many_labels_are_refused() -> None:
     ],
 )
 def test_a_price_is_read_as_people_write_it(written: str | float, microcredits: int) -> None:
-    assert price.parse_price(written) == microcredits
+    assert fields.parse_price(written) == microcredits
 
 
 @pytest.mark.parametrize(
@@ -63,9 +63,9 @@ def test_a_price_is_read_as_people_write_it(written: str | float, microcredits: 
 )
 def test_a_price_that_is_none_is_refused_with_an_example(wrong: str | float) -> None:
     with pytest.raises(Invalid, match=r"0\.40/h"):
-        price.parse_price(wrong)
+        fields.parse_price(wrong)
 
 
-@given(st.integers(0, price.MAX_PRICE))
+@given(st.integers(0, fields.MAX_PRICE))
 def test_a_price_that_is_told_is_always_read_back_the_same(microcredits: int) -> None:
-    assert price.parse_price(price.format_price(microcredits)) == microcredits
+    assert fields.parse_price(fields.format_price(microcredits)) == microcredits

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpool.core.errors import Invalid
-from gpool.core.specs.paths import checked, folded
+from gpool.core.specs.fields import checked_path, folded_path
 
 
 @pytest.mark.parametrize("path", ["a", "a/b.txt", "ä/ö", "...", "a b", "-rf", "~", "C:", ".hidden"])
 def test_plain_paths_pass(path: str) -> None:
-    assert checked(path) == path
+    assert checked_path(path) == path
 
 
 @pytest.mark.parametrize(
@@ -26,19 +26,19 @@ def test_plain_paths_pass(path: str) -> None:
 )  # fmt: skip
 def test_what_could_leave_or_mislead_is_refused(path: str) -> None:
     with pytest.raises(Invalid):
-        checked(path)
+        checked_path(path)
 
 
 def test_a_directory_may_end_in_a_slash() -> None:
-    assert checked("model/", directory=True) == "model/"
+    assert checked_path("model/", directory=True) == "model/"
     with pytest.raises(Invalid):
-        checked("/", directory=True)
+        checked_path("/", directory=True)
 
 
 @given(st.text(alphabet="a./\\~ \n\x00é..", max_size=30), st.booleans())
 def test_a_checked_path_never_leaves_its_directory(path: str, directory: bool) -> None:
     try:
-        checked(path, directory=directory)
+        checked_path(path, directory=directory)
     except Invalid:
         return
     parts = PurePosixPath(path).parts
@@ -48,6 +48,6 @@ def test_a_checked_path_never_leaves_its_directory(path: str, directory: bool) -
 
 
 def test_names_that_some_file_systems_take_for_one_fold_alike() -> None:
-    assert folded("Model/A.TXT") == folded("model/a.txt")
-    assert folded("e\u0301") == folded("é")
-    assert folded("a") != folded("b")
+    assert folded_path("Model/A.TXT") == folded_path("model/a.txt")
+    assert folded_path("e\u0301") == folded_path("é")
+    assert folded_path("a") != folded_path("b")

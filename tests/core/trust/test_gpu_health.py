@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpool.core.trust.gpu_health import (
+from gpool.core.gpu_health import (
     DEADLY,
     HOT_FOR_US,
     QUIET_AFTER_XID_US,

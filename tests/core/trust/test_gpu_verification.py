@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpool.core.model import GIB, Instant, Span
-from gpool.core.trust.gpu_verification import (
+from gpool.core.gpu_verification import (
     FILLED,
     MAKES,
     RECOMPUTED,
@@ -29,6 +28,7 @@ from gpool.core.trust.gpu_verification import (
     round_key,
     terms_for,
 )
+from gpool.core.model import GIB, Instant, Span
 
 TERMS = VerificationTerms(Size(1, 256, 1024), 2, 4, Span(1_000), Span(100))
 ROOT, ROOTS = b"r" * 32, (b"a" * 32, b"b" * 32)

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from gpool.core.errors import Conflict
-from gpool.server.actions.operators import audit
-from gpool.server.store.operation import operation
+from gpool.server.actions import audit
 from gpool.server.store.operations.identity import audit as operations
-from gpool.server.store.protocol import Operation, Statement
+from gpool.server.store.protocol import Operation, Statement, operation
 from tests.server.server_desk import Desk
 
 pytestmark = pytest.mark.anyio

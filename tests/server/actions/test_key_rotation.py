@@ -11,9 +11,9 @@ import pytest
 from gpool.core.errors import InternalFault, Invalid
 from gpool.core.ids import SpecId
 from gpool.core.model import Permission
-from gpool.server.identity.secrets import sealer as sealing
-from gpool.server.identity.secrets.envelope import FieldLocation
-from gpool.server.identity.secrets.sealer import MasterSource, Sealer, secret_place
+from gpool.server.identity import sealer as sealing
+from gpool.server.identity.envelope import FieldLocation
+from gpool.server.identity.sealer import MasterSource, Sealer, secret_place
 from gpool.server.scheduling.loops import RotateKeys
 from gpool.server.store.operations.identity import sealed_fields
 from tests.server.server_desk import Desk, open_desk

@@ -11,9 +11,9 @@ import pytest
 
 from gpool.core.ids import decode
 from gpool.core.model import Permission
-from gpool.server.actions.operators.quotas import set_quota
-from gpool.server.actions.tasks.artifacts import ArtifactUpload
-from gpool.server.actions.tasks.artifacts import put as put_by
+from gpool.server.actions.quotas import set_quota
+from gpool.server.actions.tasks.outputs import ArtifactUpload
+from gpool.server.actions.tasks.outputs import put as put_by
 from gpool.server.store.identity_values import GivenQuota
 from gpool.server.store.operations.identity import users
 from gpool.server.store.values import User

@@ -10,7 +10,7 @@ import pytest
 
 from gpool.core.errors import TooMany
 from gpool.core.model import EndReason, Permission
-from gpool.server.actions.operators.quotas import set_quota
+from gpool.server.actions.quotas import set_quota
 from gpool.server.actions.tasks.submit import submit
 from gpool.server.scheduling.picture import StatePicture
 from gpool.server.scheduling.scheduler import Scheduler

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpool.server.api.fast_paths import FastPaths
+from gpool.server.api.routing import FastPaths
 from gpool.server.identity.throttle import CLASS_RATES, RouteClass
 from tests.server.server_desk import Desk
 

@@ -12,7 +12,7 @@ from threading import Thread
 import httpx2
 import pytest
 
-from gpool.client.connection.transport import ApiTransport
+from gpool.client.transport import ApiTransport
 from gpool.server.main import KEEP_ALIVE_S
 from gpool.transfer.senders import KEPT_IDLE_S
 from tests.server.server_desk import Live, serving

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpool.server.api.rate_limits import RateClasses
+from gpool.server.api.callers import RateClasses
 from gpool.server.api.routing import endpoints
 from gpool.server.identity.throttle import RouteClass
 from tests.server.server_desk import Desk, an_offer

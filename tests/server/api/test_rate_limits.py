@@ -10,8 +10,7 @@ import pytest
 from gpool.core.errors import TooMany
 from gpool.core.ids import decode
 from gpool.core.model import Permission
-from gpool.server.identity.sign_in_guard import UNKNOWN_KEYS
-from gpool.server.identity.throttle import CLASS_RATES, RouteClass
+from gpool.server.identity.throttle import CLASS_RATES, UNKNOWN_KEYS, RouteClass
 from tests.server.server_desk import Desk, Live
 from tests.tools.processes import PATIENCE_S
 

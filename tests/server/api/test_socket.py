@@ -14,7 +14,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from gpool.agent.credentials import AgentCredentials
+from gpool.agent.channel import AgentCredentials
 from gpool.agent.daemon import boot_clock
 from gpool.core.ids import encode as encode_id
 from gpool.transfer.node_proofs import NodeKey

@@ -19,7 +19,7 @@ import pytest
 from gpool.agent.app import run_agent
 from gpool.agent.services import NodeServices
 from gpool.agent.settings import AgentSettings
-from gpool.client.connection.transport import ApiTransport
+from gpool.client.transport import ApiTransport
 from gpool.core.errors import Forbidden, Invalid, Unreachable
 from gpool.core.model import GIB, Offer, TaskStatus, Tier
 from gpool.server.app import open_server
@@ -28,7 +28,7 @@ from gpool.server.main import configuration
 from gpool.server.server import Server
 from gpool.server.settings import Settings
 from gpool.testing.fake_runtime import FakeRun, FakeRuntime
-from gpool.transfer.private_files import write_private
+from gpool.transfer.keys import write_private
 from gpool.transfer.requests import Address
 from tests.server.server_desk import Live, serving
 from tests.tools.nodes import a_key, joined

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpool.core.model import GIB, Instant, Span
-from gpool.core.trust.gpu_verification import (
+from gpool.core.gpu_verification import (
     FILLED,
     MAKES,
     TILE,
@@ -28,8 +27,16 @@ from gpool.core.trust.gpu_verification import (
     may_ask,
     terms_for,
 )
-from gpool.server.gpu_verification.checking import Claimed, check_openings
-from gpool.server.gpu_verification.streams import Sums, Words, kept, rows_of, tile_rows
+from gpool.core.model import GIB, Instant, Span
+from gpool.server.nodes.gpu_checks import (
+    Claimed,
+    Sums,
+    Words,
+    check_openings,
+    kept,
+    rows_of,
+    tile_rows,
+)
 from tests.tools.gpu_prover import NumpyProver, all_kept
 
 TRIES = 100

@@ -9,16 +9,10 @@ from random import Random
 
 import pytest
 
+from gpool.core.gpu_verification import GpuVerdict, MeasuredSpeed, Size, VerificationTerms, keys_of
 from gpool.core.model import Gpu, Offer, Span
-from gpool.core.trust.gpu_verification import (
-    GpuVerdict,
-    MeasuredSpeed,
-    Size,
-    VerificationTerms,
-    keys_of,
-)
 from gpool.server.app import make_app
-from gpool.server.gpu_verification.verifier import (
+from gpool.server.nodes.gpu_verifier import (
     AGAIN_AFTER,
     TRIES,
     GpuVerifier,

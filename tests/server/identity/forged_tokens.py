@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from gpool.core.ids import encode
 from gpool.core.model import SECOND, Instant
-from gpool.server.identity.tokens.access import (
+from gpool.server.identity.access_tokens import (
     FORM,
     LIFE_S,
     SKEW_S,

@@ -27,7 +27,7 @@ from gpool.server.identity.certificates import (
     make,
     own,
 )
-from gpool.transfer.pinning import (
+from gpool.transfer.keys import (
     WrongCertificate,
     fingerprint_of,
     parse_fingerprint,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from gpool.core.errors import InternalFault, Invalid
 from gpool.core.model import SECOND, Instant, Span
-from gpool.server.identity.secrets.envelope import (
+from gpool.server.identity.envelope import (
     HEAD_BYTES,
     NONCE_BYTES,
     OVERHEAD_BYTES,

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from gpool.core.errors import Invalid
 from gpool.core.ids import encode
 from gpool.core.model import SECOND, Instant
-from gpool.server.identity.node_proofs.proofs import (
+from gpool.server.identity.access_tokens import Claims, TokenType, thumbprint
+from gpool.server.identity.node_proofs import (
     _WEAK,
-    LIFE,
+    CHALLENGE_LIFE,
     REQUEST_LIFE,
     KeyProof,
     NotProven,
@@ -26,7 +27,6 @@ from gpool.server.identity.node_proofs.proofs import (
     UsedNonces,
     is_sound,
 )
-from gpool.server.identity.tokens.access import Claims, TokenType, thumbprint
 from gpool.transfer.node_proofs import (
     ChallengeStatement,
     NodeKey,
@@ -62,7 +62,11 @@ def test_the_right_answer_is_taken_once() -> None:
 
 
 def test_an_answer_is_good_until_the_challenge_expires() -> None:
-    for late, outcome in [(LIFE - 1, KeyProof), (LIFE, NotProven), (LIFE * 100, NotProven)]:
+    for late, outcome in [
+        (CHALLENGE_LIFE - 1, KeyProof),
+        (CHALLENGE_LIFE, NotProven),
+        (CHALLENGE_LIFE * 100, NotProven),
+    ]:
         proofs = Proofs(SECRET, HOST)
         said = statement(proofs)
         assert isinstance(proofs.answered(said, KEY.sign(said), later(late)), outcome)
@@ -121,9 +125,11 @@ def test_of_ten_thousand_bad_proofs_none_is_taken() -> None:
         said = statement(proofs, entropy=dice.randbytes(16))
         match kind := ("replayed", "stale", "stolen", "foreign", "bent", "crossed")[turn % 6]:
             case "replayed":
-                answer = proofs.answered(used, spent, later(dice.randrange(LIFE * 2)))
+                answer = proofs.answered(used, spent, later(dice.randrange(CHALLENGE_LIFE * 2)))
             case "stale":
-                answer = proofs.answered(said, KEY.sign(said), later(LIFE + dice.randrange(10**9)))
+                answer = proofs.answered(
+                    said, KEY.sign(said), later(CHALLENGE_LIFE + dice.randrange(10**9))
+                )
             case "stolen":  # everything but the key
                 answer = proofs.answered(said, OTHER_KEY.sign(said), NOW)
             case "foreign":

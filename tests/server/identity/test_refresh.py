@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from gpool.core.ids import UserId
 from gpool.core.model import SECOND, Instant, Span
-from gpool.server.identity.tokens.refresh import (
+from gpool.server.identity.refresh_tokens import (
     MAX_TURNS,
     TERMS,
     Decision,

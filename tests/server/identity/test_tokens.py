@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gpool.core.errors import Invalid
 from gpool.core.ids import encode
 from gpool.core.model import SECOND, Instant
-from gpool.server.identity.tokens.access import (
+from gpool.server.identity.access_tokens import (
     LIFE_S,
     SKEW_S,
     Claims,

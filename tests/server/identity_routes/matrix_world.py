@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import httpx2
 
 from gpool.core.errors import GpoolError
-from gpool.server.store.operation import again, operation
-from gpool.server.store.protocol import Operation, Store
+from gpool.server.store.protocol import Operation, Store, again, operation
 from tests.server.identity_routes.matrix import CONTENT, EVERYTHING, SHA256, USUAL, Asker, Row
 from tests.server.identity_routes.people_desk import (
     PASSWORD,

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from gpool.wallet.contracts import MAGIC
-from gpool.wallet.signing import personal_hash
+from gpool.wallet.signing import MAGIC, personal_hash
 from tests.server.identity_routes.people_desk import signed, wallet
 from tests.server.identity_routes.socket_server import answering
 from tests.server.server_desk import Desk, StoppedClock, open_desk

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from gpool.server.identity.tokens.access import TokenGrant, TokenType, issue
+from gpool.server.identity.access_tokens import TokenGrant, TokenType, issue
 from tests.server.identity.forged_tokens import GRANTS, Bench, forgeries
 from tests.server.identity_routes.matrix import TABLE, rowless
 from tests.server.identity_routes.matrix_world import a_pool

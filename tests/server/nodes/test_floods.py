@@ -14,7 +14,7 @@ from websockets.frames import Frame, Opcode
 from websockets.sync.client import ClientConnection
 
 from gpool.server.http import MOST_PINGS
-from gpool.server.nodes.frame_budget import MAX_AHEAD
+from gpool.server.nodes.guards import MAX_AHEAD
 from gpool.wire.frames import (
     Beat,
     BeatSeen,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gpool.core.ids import NodeId
 from gpool.core.model import MIB
-from gpool.server.nodes.frame_budget import (
+from gpool.server.nodes.guards import (
     BLOCKED_S,
     BURST_BYTES,
     BURST_S,

@@ -9,8 +9,8 @@ import pytest
 
 from gpool.core.ids import decode
 from gpool.core.model import Gpu, Offer, Permission
+from gpool.server.store.operations import gpus as gpu_bindings
 from gpool.server.store.operations.identity import accounts, users
-from gpool.server.store.operations.nodes import gpu_bindings
 from gpool.transfer.node_proofs import NodeKey
 from gpool.wire.frames import OfferChanged
 from tests.server.server_desk import Agent, Desk, an_offer

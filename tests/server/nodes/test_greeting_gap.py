@@ -12,8 +12,8 @@ import pytest
 
 from gpool.core.ids import encode
 from gpool.core.model import Availability
-from gpool.server.gpu_verification.verifier import GpuVerifier, VerificationSettings
-from gpool.server.store.operations.nodes import nodes
+from gpool.server.nodes.gpu_verifier import GpuVerifier, VerificationSettings
+from gpool.server.store.operations import nodes
 from gpool.server.store.protocol import Operation, Store
 from gpool.wire.frames import Hold, Refused, Stop, Welcome
 from tests.server.server_desk import Agent, Desk, StoppedClock, an_offer, open_desk

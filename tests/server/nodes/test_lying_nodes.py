@@ -9,10 +9,10 @@ import pytest
 
 from gpool.core.ids import TaskId
 from gpool.core.model import EndReason, Gpu, Offer, RuntimeOffer, Sharing, SliceProfile, Span, Tier
-from gpool.server.nodes.report_validation import MAX_ERROR_LETTERS, MAX_ITEMS, offer_problem
+from gpool.server.nodes.reports import MAX_ERROR_LETTERS, MAX_ITEMS, offer_problem
 from gpool.server.scheduling.delivery import lines_on
 from gpool.server.store.operations.leases.ends import LATE, plausible_duration
-from gpool.server.store.operations.tasks import logs
+from gpool.server.store.operations.tasks import progress
 from gpool.wire.frames import PROTOCOL, Finished, Hello, Lease, LogChunk, Recorded, Refused, Started
 from tests.server.server_desk import Agent, Desk, an_offer
 
@@ -156,11 +156,11 @@ async def test_output_in_crumbs_takes_no_more_room_than_other_output(desk: Desk)
     _, lease = await leased(desk, agent)
     task = TaskId(lease.task)
     await agent.report(*(LogChunk(task, 1, number, 1, b"") for number in range(1000)))
-    assert await desk.server.store.read(logs.logs(task, 0, 10)) == ()
-    await agent.report(LogChunk(task, 1, 1000, 1, b"x" * (logs.MAX_LOG_BYTES - 160)))
+    assert await desk.server.store.read(progress.logs(task, 0, 10)) == ()
+    await agent.report(LogChunk(task, 1, 1000, 1, b"x" * (progress.MAX_LOG_BYTES - 160)))
     await agent.report(*(LogChunk(task, 1, number, 1, b"y") for number in range(1001, 1100)))
-    kept = await desk.server.store.read(logs.logs(task, 0, 200))
-    assert [line.data for line in kept[1:]] == [b"y"] * 10 + [logs.TRUNCATED]
+    kept = await desk.server.store.read(progress.logs(task, 0, 200))
+    assert [line.data for line in kept[1:]] == [b"y"] * 10 + [progress.TRUNCATED]
 
 
 async def told_to_last(

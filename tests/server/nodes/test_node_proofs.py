@@ -10,8 +10,8 @@ from random import Random
 import pytest
 
 from gpool.core.errors import NotSignedIn
-from gpool.server.identity.node_proofs.verifier import LIFE, NodeAuthenticator
-from gpool.server.nodes.handshake import Handshake
+from gpool.server.identity.node_proofs import TOKEN_LIFE, NodeAuthenticator
+from gpool.server.nodes.guards import Handshake
 from gpool.transfer.node_proofs import (
     ChallengeStatement,
     NodeKey,
@@ -86,7 +86,7 @@ async def test_a_report_passes_with_the_connections_own_token_only(desk: Desk) -
     assert await connection.say(report) == report
     for wrong in ("", stolen, token[:-1], token + "A"):
         assert isinstance(await connection.say(Reports(1, (), wrong)), Refused)
-    desk.clock.advance(LIFE / 1_000_000)
+    desk.clock.advance(TOKEN_LIFE / 1_000_000)
     assert isinstance(await connection.say(report), Refused)
 
 
@@ -102,7 +102,7 @@ async def test_a_token_is_renewed_in_time_and_the_old_one_holds_to_its_end(desk:
     agent = await desk.node()
     connection = await proven(desk, agent)
     first = connection.token
-    desk.clock.advance(LIFE / 2_000_000)
+    desk.clock.advance(TOKEN_LIFE / 2_000_000)
     beat = Beat(2, ())
     assert await connection.say(beat) == beat
     challenge = connection.challenge
@@ -122,7 +122,7 @@ async def test_a_token_is_renewed_in_time_and_the_old_one_holds_to_its_end(desk:
 async def test_a_removed_node_gets_no_token_any_more(desk: Desk) -> None:
     agent = await desk.node()
     connection = await proven(desk, agent)
-    desk.clock.advance(LIFE / 2_000_000)
+    desk.clock.advance(TOKEN_LIFE / 2_000_000)
     await connection.say(Beat(2, ()))
     proof = agent.badge.answer(connection.challenge, is_open=True)
     assert proof is not None

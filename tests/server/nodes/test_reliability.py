@@ -8,13 +8,13 @@ import msgspec
 import pytest
 
 from gpool.core.errors import Unreachable
+from gpool.core.gpu_verification import GpuVerdict, MeasuredSpeed
 from gpool.core.ids import NodeId
 from gpool.core.model import Merit
-from gpool.core.trust.gpu_verification import GpuVerdict, MeasuredSpeed
-from gpool.core.trust.reliability import LOSS, PRIOR
+from gpool.core.reliability import LOSS, PRIOR
 from gpool.server.nodes.reliability import EVERY_S, UpdateReliability
 from gpool.server.scheduling.loops import ExpireNodes
-from gpool.server.store.operations.nodes import gpu_verification, nodes
+from gpool.server.store.operations import gpus, nodes
 from gpool.wire.frames import Started
 from tests.server.server_desk import Desk, an_offer
 
@@ -107,10 +107,8 @@ async def test_what_gpus_proved_and_measured_is_known_of_their_node(desk: Desk) 
     agent = await desk.agent(offer=real)
     node = agent.credentials.node
     rates = msgspec.json.encode(MeasuredSpeed(60_000, 0, 900_000, 0, 1, 1)).decode()
-    await desk.server.write(
-        gpu_verification.judge(node, "GPU-0", GpuVerdict.PASSED, desk.server.now)
-    )
-    await desk.server.write(gpu_verification.note_measured(node, "GPU-0", rates))
+    await desk.server.write(gpus.judge(node, "GPU-0", GpuVerdict.PASSED, desk.server.now))
+    await desk.server.write(gpus.note_measured(node, "GPU-0", rates))
     await UpdateReliability(desk.server).run_once(desk.server.now)
     found = reliability_of(desk, node)
     assert found.is_proven
@@ -129,7 +127,7 @@ async def test_a_speed_that_is_only_claimed_is_not_believed(
     node = (await desk.agent(offer=real)).credentials.node
     rates = msgspec.json.encode(MeasuredSpeed(60_000, 0, claimed, 0, 1, 1)).decode()
     if verdict is not None:
-        await desk.server.write(gpu_verification.judge(node, "GPU-0", verdict, desk.server.now))
-    await desk.server.write(gpu_verification.note_measured(node, "GPU-0", rates))
+        await desk.server.write(gpus.judge(node, "GPU-0", verdict, desk.server.now))
+    await desk.server.write(gpus.note_measured(node, "GPU-0", rates))
     await UpdateReliability(desk.server).run_once(desk.server.now)
     assert reliability_of(desk, node).gigaflops == 0

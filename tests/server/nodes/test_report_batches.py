@@ -10,8 +10,8 @@ import pytest
 from gpool.core.errors import InternalFault, Unreachable
 from gpool.core.ids import NodeId
 from gpool.core.model import KIB, EndReason, Instant
-from gpool.server.nodes.report_batches import ReportBatches
-from gpool.server.store.operation import is_brief
+from gpool.server.nodes.reports import ReportBatches
+from gpool.server.store.protocol import is_brief
 from gpool.server.store.values import Recording
 from gpool.wire.frames import Finished, Hold
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from gpool.core.ids import BatchId, SpecId, TaskId, UserId, decode, encode
 from gpool.core.model import EndReason, Requirements, TaskKind, TaskSpec
-from gpool.server.identity.secrets.sealer import secret_place
+from gpool.server.identity.sealer import secret_place
 from gpool.server.scheduling.loops import ExpireNodes
 from gpool.server.store.operations.tasks import submissions
 from gpool.server.store.operations.tasks.submissions import NewTask, Submission, SubmittedTasks

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from gpool.core.model import SECOND, EndReason, OnLoss
-from gpool.core.trust.reliability import FREE, LONGEST_BACKOFF, backoff_after
+from gpool.core.reliability import FREE, LONGEST_BACKOFF, backoff_after
 from gpool.wire.frames import Finished, HandedBack, Lease, Released, ReportItem, Started
 from tests.server.scheduling.gang_site import gang_spec, open_site
 from tests.server.server_desk import Agent, Desk, an_offer, returned

@@ -11,7 +11,7 @@ import pytest
 from gpool.core.ids import decode
 from gpool.core.model import EndReason, Offer, Permission
 from gpool.core.scheduler.state.operator_rules import NO_RULES
-from gpool.server.actions.operators import policy
+from gpool.server.actions import policy
 from gpool.wire.frames import Finished, Lease, Refused, Started
 from tests.server.server_desk import Agent, Desk, an_offer, exited
 

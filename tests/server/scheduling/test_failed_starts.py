@@ -10,8 +10,7 @@ import pytest
 
 from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, EndReason, Fault, Permission
-from gpool.core.retries import MAX_BY_NODE, MAX_UNSTARTED
-from gpool.core.trust.reliability import FREE
+from gpool.core.reliability import FREE, MAX_BY_NODE, MAX_UNSTARTED
 from gpool.server.scheduling.backoff import STARTED_AFTER
 from gpool.server.store.operations.tasks import tasks
 from gpool.wire.frames import (

@@ -8,8 +8,8 @@ import pytest
 
 from gpool.core.model import Instant, Permission
 from gpool.core.scheduler.order.fair_share import HALF_LIFE
-from gpool.server.scheduling.usage import StoreUsage, changed
-from gpool.server.store.operations.operators import rules
+from gpool.server.scheduling.loops import StoreUsage, changed
+from gpool.server.store.operations import rules
 from tests.server.server_desk import Desk, an_offer, exited, open_desk
 
 pytestmark = pytest.mark.anyio

@@ -7,8 +7,8 @@ import hashlib
 import pytest
 
 from gpool.core.model import EndReason, InputFile, OutputFile, Permission, Phase
-from gpool.server.actions.tasks.stopping import preempt_tasks
-from gpool.server.nodes.report_validation import FILE_BYTES
+from gpool.server.actions.tasks.query import preempt_tasks
+from gpool.server.nodes.reports import FILE_WIRE_BYTES
 from gpool.server.scheduling.loops import PruneStore
 from gpool.wire.frames import (
     MAX_FRAME_BYTES,
@@ -216,7 +216,7 @@ async def test_the_largest_checkpoint_that_is_taken_fits_into_a_grant(desk: Desk
     task, lease = await begun(desk, agent, **members)
     await saved(desk, agent, task, lease)
     name = "state/" + "é" * 60 + "/%d"
-    most = MAX_SPEC_BYTES // (len((name % 10_000).encode()) + FILE_BYTES)
+    most = MAX_SPEC_BYTES // (len((name % 10_000).encode()) + FILE_WIRE_BYTES)
     for count, taken in ((most + 100, False), (most, True)):
         files = tuple(OutputFile(name % n, SHA256, len(WEIGHTS)) for n in range(count))
         report = Reports(9, (Checkpointed(lease.task, 1, files),))

@@ -8,8 +8,8 @@ import pytest
 
 from gpool.core.scheduler.place.portfolio import LEAST_ARRIVALS, PLAIN
 from gpool.core.scheduler.place.pricing import USUAL
+from gpool.server.scheduling.learning import TrainingSet, train_in_process
 from gpool.server.scheduling.loops import TrainPricing
-from gpool.server.scheduling.pricing_training import TrainingSet, train_in_process
 from gpool.server.store.operations.tasks import submissions
 from tests.server.server_desk import Desk, StoppedClock, an_offer, open_desk
 

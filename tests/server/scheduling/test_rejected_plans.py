@@ -11,13 +11,13 @@ import pytest
 from gpool.core.ids import NodeId, TaskId, UserId, decode
 from gpool.core.model import SECOND, Allocation, Availability, Instant, TaskKind, TaskSpec
 from gpool.core.scheduler.state.events import LeaseGrant, Placement
-from gpool.core.scheduler.state.shapes import shape_of
 from gpool.core.scheduler.state.state import State
-from gpool.server.actions.operators.quotas import set_quota
+from gpool.core.scheduler.state.waiting import shape_of
+from gpool.server.actions.quotas import set_quota
 from gpool.server.scheduling.backoff import LONGEST_PAUSE, RejectedPlans, pause_after
 from gpool.server.store.identity_values import GivenQuota
+from gpool.server.store.operations import nodes
 from gpool.server.store.operations.identity import users
-from gpool.server.store.operations.nodes import nodes
 from tests.server.server_desk import Desk
 
 pytestmark = pytest.mark.anyio

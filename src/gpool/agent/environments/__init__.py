@@ -3,9 +3,7 @@
 from gpool.agent.environments.building import UvBuilder, find_uv
 from gpool.agent.environments.environments import Builder, BuildFailed, Environments, Told
 from gpool.agent.environments.indexes import Indexes
-from gpool.agent.environments.interpreters import Interpreter
-from gpool.agent.environments.setup import environments_for
-from gpool.agent.environments.trees import Manifest
+from gpool.agent.environments.interpreters import Interpreter, Manifest
 
 __all__ = [
     "BuildFailed",
@@ -16,6 +14,5 @@ __all__ = [
     "Manifest",
     "Told",
     "UvBuilder",
-    "environments_for",
     "find_uv",
 ]

@@ -18,12 +18,23 @@ from typing import Protocol
 
 import structlog
 
-from gpool.agent.environments import trees
-from gpool.agent.environments.interpreters import Interpreter
+from gpool.agent.environments.interpreters import (
+    MANIFEST,
+    MOST_FILES,
+    TREE,
+    Interpreter,
+    Manifest,
+    lay_bare,
+    measured,
+    read_manifest,
+    write_manifest,
+)
+from gpool.agent.environments.interpreters import flush as flush_tree
+from gpool.agent.environments.interpreters import remove as remove_tree
 from gpool.agent.runtime.protocol import ENVIRONMENT_AT, PreparedEnvironment, SandboxFailed
 from gpool.core.errors import Invalid
 from gpool.core.model import GIB, EndReason, Recipe
-from gpool.core.specs import environment as names
+from gpool.core.specs import fields
 
 log = structlog.get_logger(__name__)
 
@@ -53,7 +64,7 @@ class Builder(Protocol):
 @dataclass(slots=True)
 class _Entry:
     folder: Path
-    manifest: trees.Manifest
+    manifest: Manifest
     users: int = 0
     dropped: bool = False  # removed after its last user
 
@@ -107,12 +118,14 @@ class Environments:
 
     def ready(self) -> frozenset[str]:
         """Names that need no build. Thread-safe."""
-        return frozenset(name for name, _ in tuple(self._entries) if name != names.DEFAULT)
+        return frozenset(
+            name for name, _ in tuple(self._entries) if name != fields.DEFAULT_ENVIRONMENT
+        )
 
     def pythons(self) -> frozenset[str]:
         return frozenset(self._interpreters)
 
-    def manifest(self, name: str, recipe: Recipe) -> trees.Manifest | None:
+    def manifest(self, name: str, recipe: Recipe) -> Manifest | None:
         entry = self._entries.get((name, recipe.python or self._own))
         return entry.manifest if entry is not None else None
 
@@ -144,7 +157,7 @@ class Environments:
         try:
             interpreter = self._interpreters[key[1]]
             program = f"{ENVIRONMENT_AT}/bin/python"
-            yield PreparedEnvironment(name, entry.folder / trees.TREE, program, interpreter.binds)
+            yield PreparedEnvironment(name, entry.folder / TREE, program, interpreter.binds)
         finally:
             self._release(entry)
 
@@ -176,9 +189,9 @@ class Environments:
     def _key_of(self, name: str, recipe: Recipe | None) -> _Key | None:
         """Check the name against the spec: the node does not trust the server for it."""
         asked = recipe or Recipe()
-        if names.recipe(asked.python, asked.packages, asked.image) != asked:
+        if fields.recipe(asked.python, asked.packages, asked.image) != asked:
             raise Invalid(f"the environment spec of {name[:80]} is not in normal form")
-        if names.name_of(asked) != name:
+        if fields.environment_name(asked) != name:
             raise Invalid(f"{name[:80]} is not the name of its environment spec")
         if asked.image:
             raise Invalid(f"{name[:80]} is an image; only a container runtime provides it")
@@ -192,22 +205,22 @@ class Environments:
 
     def _found(self) -> list[_Entry]:
         for left in self._building.iterdir():
-            trees.remove(left)
+            remove_tree(left)
         entries: dict[_Key, tuple[int, _Entry]] = {}
         for folder in self._ready.iterdir():
-            manifest = trees.read_manifest(folder)
+            manifest = read_manifest(folder)
             known = self._interpreters.get(manifest.python) if manifest is not None else None
             if manifest is None or known is None or known.program != manifest.program:
-                trees.remove(folder)
+                remove_tree(folder)
                 continue
-            used = (folder / trees.MANIFEST).stat().st_mtime_ns
+            used = (folder / MANIFEST).stat().st_mtime_ns
             key = (manifest.name, manifest.python)
             older = entries.get(key)
             if older is not None and older[0] >= used:
-                trees.remove(folder)
+                remove_tree(folder)
                 continue
             if older is not None:
-                trees.remove(older[1].folder)
+                remove_tree(older[1].folder)
             entries[key] = (used, _Entry(folder, manifest))
         return [entry for _, entry in sorted(entries.values(), key=lambda one: one[0])]
 
@@ -279,22 +292,20 @@ class Environments:
         async with self._at_once:
             place = self._building / secrets.token_hex(8)
             place.mkdir(mode=0o755)
-            tree = place / trees.TREE
+            tree = place / TREE
             try:
                 if recipe.packages:
                     await self._builder.build(recipe, interpreter, tree, told)
                 else:
-                    trees.lay_bare(tree, interpreter)
-                found = await asyncio.to_thread(trees.measured, tree)
-                if found.files > trees.MOST_FILES:
-                    raise BuildFailed(
-                        f"the environment contains more than {trees.MOST_FILES} files"
-                    )
+                    lay_bare(tree, interpreter)
+                found = await asyncio.to_thread(measured, tree)
+                if found.files > MOST_FILES:
+                    raise BuildFailed(f"the environment contains more than {MOST_FILES} files")
                 if found.size_bytes > self._limit:
                     raise BuildFailed(
                         f"the environment takes {found.size_bytes} bytes; this node keeps at most {self._limit}"
                     )
-                manifest = trees.Manifest(
+                manifest = Manifest(
                     name,
                     python,
                     interpreter.program,
@@ -302,12 +313,12 @@ class Environments:
                     found.chosen,
                     found.size_bytes,
                 )
-                trees.write_manifest(place, manifest)
-                await asyncio.to_thread(trees.flush, place)
+                write_manifest(place, manifest)
+                await asyncio.to_thread(flush_tree, place)
                 folder = self._ready / f"{python}-{place.name}"
                 place.rename(folder)
             except BaseException:
-                await asyncio.shield(asyncio.to_thread(trees.remove, place))
+                await asyncio.shield(asyncio.to_thread(remove_tree, place))
                 raise
         if found.chosen:
             told(f"environment of Python {python} with {' '.join(found.chosen)}")
@@ -318,7 +329,7 @@ class Environments:
         entry.users -= 1
         if not entry.dropped:
             with suppress(OSError):  # keeps the order of use over a restart
-                os.utime(entry.folder / trees.MANIFEST)
+                os.utime(entry.folder / MANIFEST)
         elif not entry.users:
             self._remove(entry)
         self._shrink()
@@ -340,7 +351,7 @@ class Environments:
         self._total -= entry.manifest.size_bytes
         going = self._building / f"gone-{entry.folder.name}"
         entry.folder.rename(going)  # a half-removed folder must not have a valid name
-        removing = asyncio.create_task(asyncio.to_thread(trees.remove, going))
+        removing = asyncio.create_task(asyncio.to_thread(remove_tree, going))
         self._removing.add(removing)
         removing.add_done_callback(self._removed)
 

@@ -7,10 +7,9 @@ import sys
 from collections.abc import Callable
 from typing import BinaryIO
 
-from gpool.agent.gpu_verification.benchmark import measure
-from gpool.agent.gpu_verification.cuda import CudaFailed, Device, NoCuda
+from gpool.agent.gpu_verification.cuda import CudaFailed, Device, NoCuda, measure
 from gpool.agent.gpu_verification.prover import DeviceProver
-from gpool.core.trust.gpu_verification import keys_of
+from gpool.core.gpu_verification import keys_of
 from gpool.wire.frames import (
     AnswerNow,
     ExamineGpu,

@@ -1,4 +1,4 @@
-"""Prover of GPU verification on a CUDA device. Theory: `core.trust.gpu_verification`."""
+"""Prover of GPU verification on a CUDA device. Theory: `core.gpu_verification`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Sequence
 
 from gpool.agent.gpu_verification.cuda import Device
-from gpool.core.trust.gpu_verification import (
+from gpool.core.gpu_verification import (
     GROUP,
     HASH_BYTES,
     PRODUCT_BYTES,

@@ -1,4 +1,4 @@
-"""The GPU monitor: samples each GPU every second and keeps its condition. `core.trust.gpu_health` judges; closes nothing."""
+"""The GPU monitor: samples each GPU every second and keeps its condition. `core.gpu_health` judges; closes nothing."""
 
 from __future__ import annotations
 
@@ -9,24 +9,11 @@ from pathlib import Path
 
 import structlog
 
-from gpool.agent.machine.detection.gpus import symptoms_of
-from gpool.agent.machine.detection.nvml import (
-    GpuLost,
-    GpuProcess,
-    NoDriver,
-    Nvml,
-    NvmlError,
-    Vitals,
-)
-from gpool.agent.machine.detection.processes import (
-    PROC,
-    AgentProcesses,
-    has_card_open,
-    is_dying,
-    name_of,
-)
+from gpool.agent.machine.gpus import symptoms_of
+from gpool.agent.machine.host import PROC, AgentProcesses, has_card_open, is_dying, name_of
+from gpool.agent.machine.nvml import GpuLost, GpuProcess, NoDriver, Nvml, NvmlError, Vitals
+from gpool.core.gpu_health import Condition, Health, examine
 from gpool.core.model import Gpu
-from gpool.core.trust.gpu_health import Condition, Health, examine
 from gpool.wire.frames import GpuReading
 
 UNREAD = Vitals()

@@ -26,7 +26,7 @@ from gpool.agent.machine.policy import (
 from gpool.agent.network.policy import parse_rate, parse_target, worth_allowing
 from gpool.core.errors import Invalid
 from gpool.core.model import Tier
-from gpool.core.specs import gpu, labels, price
+from gpool.core.specs import fields, gpu
 
 MAX_AUDIENCE = 500
 _WHOSE = re.compile(r"me|(?:user|team):[^\s:,]{1,64}")
@@ -171,7 +171,7 @@ def _audience(value: Any) -> tuple[str, ...]:
 
 def _labels(value: Any) -> frozenset[str]:
     try:
-        return frozenset(labels.normal(_each(_word)(value)))
+        return frozenset(fields.normal_labels(_each(_word)(value)))
     except Invalid as error:
         raise ValueError(error.detail) from error
 
@@ -180,7 +180,7 @@ def _price(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise TypeError('write it like "0.31/h"')
     try:
-        return price.parse_price(value)
+        return fields.parse_price(value)
     except Invalid as error:
         raise ValueError(error.detail) from error
 

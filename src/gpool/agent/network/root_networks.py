@@ -27,12 +27,12 @@ from typing import TypeVar
 
 import psutil  # type: ignore[import-untyped]
 
-from gpool.agent.network import firewall_rules, host, nft
-from gpool.agent.network.dns.resolver import RESOLVER, Server, configured_servers
+from gpool.agent.network import firewall_rules, host
+from gpool.agent.network.dns_resolver import RESOLVER, Server, configured_servers
 from gpool.agent.network.firewall_rules import FAMILY, PREFIX, Naming
 from gpool.agent.network.gang.relay_client import RELAY, Relaying, Relays, interface_of
+from gpool.agent.network.host import Netlink
 from gpool.agent.network.namespace_holder import make_interface
-from gpool.agent.network.netlink import Netlink
 from gpool.agent.network.policy import Egress, EgressPolicy, Gang, HostFacts, Only, Wants
 from gpool.agent.network.sandbox_network import (
     NetworkUnavailable,
@@ -171,15 +171,15 @@ class RootNetworks:
             ups = host.uplinks(found)
             self._mtu = self._smallest_mtu(ups)
             lent = await self._to_lend(ups)
-            await nft.load(
+            await host.load(
                 firewall_rules.host_ruleset(
                     self._naming, self._pool, self._policy, self._facts, lent
                 )
             )
             self._lend(lent)
             await self._pass_droppers()
-        except (OSError, nft.NftFailed) as failure:
-            with contextlib.suppress(OSError, nft.NftFailed):  # report the first failure
+        except (OSError, host.NftFailed) as failure:
+            with contextlib.suppress(OSError, host.NftFailed):  # report the first failure
                 await self._undo()
             raise NetworkUnavailable(
                 f"sandbox networks cannot be opened on this node: {failure}"
@@ -194,7 +194,7 @@ class RootNetworks:
                 opened = self._prepared.pop()
             else:
                 opened = await opened_whole(self._make(wants))
-        except (OSError, nft.NftFailed) as failure:
+        except (OSError, host.NftFailed) as failure:
             raise NetworkUnavailable(
                 f"a sandbox network could not be opened: {failure}"
             ) from failure
@@ -202,8 +202,8 @@ class RootNetworks:
         return opened
 
     async def refused_packets(self) -> int:
-        counters = await nft.listed("counters", "table", FAMILY, self._naming.table)
-        return nft.packets(counters, "refused") + await self._relays.refused()
+        counters = await host.listed("counters", "table", FAMILY, self._naming.table)
+        return host.packets(counters, "refused") + await self._relays.refused()
 
     async def close(self) -> None:
         """Remove the table: open networks lose their uplink, and their openers still close them."""
@@ -233,7 +233,7 @@ class RootNetworks:
         self._lent.clear()
         await self._unpass_droppers()
         if self._naming.table in await _our_tables():
-            await nft.load(f"delete table {FAMILY} {self._naming.table}\n")
+            await host.load(f"delete table {FAMILY} {self._naming.table}\n")
 
     async def _to_lend(self, interfaces: Sequence[str]) -> list[str]:
         others = [await _lent_by(t) for t in await _our_tables() if t != self._naming.table]
@@ -255,17 +255,17 @@ class RootNetworks:
             text += f'{where} oifname "{ours}*" ct state established,related accept {mark}\n'
             text += f'{where} iifname "{ours}*" accept {mark}\n'
         if text:
-            await nft.load(text)
+            await host.load(text)
 
     async def _unpass_droppers(self) -> None:
         text = ""
         for family, table, chain in await _forward_droppers():
-            for each in await nft.listed("chain", family, table, chain):
+            for each in await host.listed("chain", family, table, chain):
                 rule = each.get("rule", {})
                 if rule.get("comment") == self._naming.table:
                     text += f"delete rule {family} {table} {chain} handle {rule['handle']}\n"
         if text:
-            await nft.load(text)
+            await host.load(text)
 
     async def _keep_up(self, wants: Wants) -> None:
         found = self._routes()
@@ -280,7 +280,7 @@ class RootNetworks:
             text = firewall_rules.refresh(table, seen)
             if lent:
                 text += f"add element {table} lent {{ {', '.join(lent)} }}\n"
-            await nft.load(text)
+            await host.load(text)
             self._facts = seen
             self._lend(lent)
 
@@ -312,10 +312,10 @@ class RootNetworks:
             else:
                 inside.netlink.close()
             if isinstance(wants, Only) and wants.targets:
-                await nft.load(firewall_rules.permit(self._naming, name, wants))
+                await host.load(firewall_rules.permit(self._naming, name, wants))
             if isinstance(wants, Gang):
                 relay = await self._relays.begin(wants, inside.tun)
-        except (OSError, nft.NftFailed, asyncio.CancelledError):
+        except (OSError, host.NftFailed, asyncio.CancelledError):
             if inside is not None:
                 inside.discard()
             await self._remove(name)
@@ -327,8 +327,8 @@ class RootNetworks:
                 await self._relays.end(relay)
             await self._remove(name)
             if isinstance(wants, Only) and wants.targets:
-                with contextlib.suppress(nft.NftFailed):  # the table was removed first
-                    await nft.load(firewall_rules.revoke(self._naming, name, wants))
+                with contextlib.suppress(host.NftFailed):  # the table was removed first
+                    await host.load(firewall_rules.revoke(self._naming, name, wants))
             self._free.append(number)
 
         servers = self._servers if self._servers is not None else configured_servers()
@@ -369,26 +369,26 @@ class RootNetworks:
             self._filling = asyncio.ensure_future(self._fill())
 
     async def _fill(self) -> None:
-        with contextlib.suppress(OSError, nft.NftFailed, NetworkUnavailable):
+        with contextlib.suppress(OSError, host.NftFailed, NetworkUnavailable):
             while len(self._prepared) < self._ahead and not self._closing:
                 self._prepared.append(await self._make(Egress()))
 
 
 async def _our_tables() -> list[str]:
-    tables = (each.get("table", {}) for each in await nft.listed("tables", FAMILY))
+    tables = (each.get("table", {}) for each in await host.listed("tables", FAMILY))
     return [t["name"] for t in tables if t.get("name", "").startswith(f"{PREFIX}_")]
 
 
 async def _lent_by(table: str) -> set[str]:
     try:
-        found = await nft.listed("set", FAMILY, table, "lent")
-    except nft.NftFailed:  # removed meanwhile
+        found = await host.listed("set", FAMILY, table, "lent")
+    except host.NftFailed:  # removed meanwhile
         return set()
     return {name for each in found for name in each.get("set", {}).get("elem", [])}
 
 
 async def _forward_droppers() -> list[tuple[str, str, str]]:
-    chains = (each.get("chain", {}) for each in await nft.listed("chains"))
+    chains = (each.get("chain", {}) for each in await host.listed("chains"))
     return [
         (c["family"], c["table"], c["name"])
         for c in chains

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpool.agent.network import firewall_rules, host, nft
-from gpool.agent.network.dns.resolver import RESOLVER, Server, configured_servers
+from gpool.agent.network import firewall_rules, host
+from gpool.agent.network.dns_resolver import RESOLVER, Server, configured_servers
 from gpool.agent.network.gang.relay_client import RELAY, Relaying, Relays, interface_of
 from gpool.agent.network.policy import Egress, EgressPolicy, Gang, HostFacts, Wants
 from gpool.agent.network.sandbox_network import (
@@ -68,7 +68,7 @@ class HeldNamespace:
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(self.channel, json.dumps({"count": firewall_rules.PREFIX}).encode())
         said = json.loads(await loop.sock_recv(self.channel, MESSAGE_BYTES))
-        return nft.packets(said["counters"]["nftables"], "refused")
+        return host.packets(said["counters"]["nftables"], "refused")
 
     async def end(self) -> None:
         self.channel.close()
@@ -116,7 +116,7 @@ class RootlessNetworks:
         """Nothing to clean up: holders and slirp4netns end with their agent."""
         self._facts = self._seen()
         for name, package in (("nft", "nftables"), ("slirp4netns", "slirp4netns")):
-            if nft.program(name) is None:
+            if host.program(name) is None:
                 raise NetworkUnavailable(
                     f"{name} is not installed (Debian: apt-get install {package})"
                 )
@@ -222,7 +222,7 @@ class RootlessNetworks:
     async def _prepare(self, held: HeldNamespace, text: str, gang: Gang | None) -> list[int]:
         loop = asyncio.get_running_loop()
         told = interface_of(gang) if gang is not None else None
-        order = {"nft": nft.program("nft"), "rules": text, "gang": told}
+        order = {"nft": host.program("nft"), "rules": text, "gang": told}
         await loop.sock_sendall(held.channel, json.dumps(order).encode())
         said, descriptors = await _receive(held.channel)
         if "failed" in said or len(descriptors) != 4 + (gang is not None):
@@ -234,7 +234,7 @@ class RootlessNetworks:
         return descriptors
 
     async def _attach(self, held: HeldNamespace) -> None:
-        path = nft.program("slirp4netns")
+        path = host.program("slirp4netns")
         if path is None:
             raise NetworkUnavailable(
                 "slirp4netns is not installed (Debian: apt-get install slirp4netns)"

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from gpool.agent.network.dns.resolver import RESOLVER, Names, Resolver, Server
+from gpool.agent.network.dns_resolver import RESOLVER, Names, Resolver, Server
 from gpool.agent.network.firewall_rules import TAG_LETTERS
 from gpool.agent.network.policy import EgressPolicy, Gang, HostFacts, Only, Wants, reaches
 from gpool.agent.runtime.protocol import SandboxFailed, SandboxNetwork

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from gpool.core.errors import GpoolError
 from gpool.core.model import GIB
-from gpool.transfer.artifacts import LeaseRef, hash_of
+from gpool.transfer.requests import LeaseRef, hash_of
 
 Fetch = Callable[[str, Path, LeaseRef], Awaitable[None]]
 """Download an artifact to a path, whole and verified, or raise; a partial download may stay as `<path>.part`."""

@@ -26,7 +26,7 @@ from gpool.agent.running.sandboxes import Uploader
 from gpool.agent.runtime.protocol import BadOutput, CommandSandbox
 from gpool.core.errors import GpoolError, StaleLease
 from gpool.core.model import InputFile, OutputFile
-from gpool.transfer.artifacts import LeaseRef
+from gpool.transfer.requests import LeaseRef
 
 T = TypeVar("T")
 UNFINISHED = ".tmp"

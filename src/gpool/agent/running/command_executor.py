@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import tempfile
+from functools import cache
 from pathlib import Path
 
-from gpool.agent.running import gangs
+from gpool.agent.network.policy import Gang
+from gpool.agent.runner import gang as starter
 from gpool.agent.running.checkpoints import CheckpointSaver, uninterrupted
 from gpool.agent.running.sandboxes import (
     KILLED,
@@ -35,8 +38,64 @@ from gpool.agent.state_machine.instructions import (
     StartCommand,
 )
 from gpool.core.errors import GpoolError, Unreachable
-from gpool.core.model import EndReason, Fault, InputFile, OutputFile, Phase
-from gpool.transfer.artifacts import LeaseRef
+from gpool.core.gangs import GATE_PORT, address_of, engine_words, ray_address
+from gpool.core.gangs import variables as gang_variables
+from gpool.core.model import (
+    Allocation,
+    EndReason,
+    Engine,
+    Fault,
+    InputFile,
+    Network,
+    OutputFile,
+    Phase,
+    TaskSpec,
+)
+from gpool.transfer.requests import LeaseRef
+from gpool.wire.frames import Rendezvous
+
+INTERPRETER = (
+    "python=$(command -v python || command -v python3) || { echo \"gpool: engine $1 needs a Python in the task's "
+    'environment, and there is none; choose another --image" >&2; exit 127; }; shift; exec "$python" -c "$0" "$@"'
+)
+"""Shell script that finds a Python in an image: `$0` is the starter's text, `$1` the engine."""
+
+
+@cache
+def starter_text() -> str:
+    return Path(starter.__file__).read_text("utf-8")
+
+
+def network_of(spec: TaskSpec, member: Rendezvous) -> Gang:
+    egress = spec.requirements.network is Network.EGRESS
+    return Gang(member.rank, member.peers, member.secret, egress)
+
+
+def command_of(spec: TaskSpec, member: Rendezvous, part: Allocation) -> tuple[str, ...]:
+    if spec.engine is Engine.NONE:
+        return spec.command
+    nodes = len(member.peers)
+    plan = {
+        "engine": spec.engine.value,
+        "rank": member.rank,
+        "nodes": nodes,
+        "head": str(address_of(0)),
+        "gate": GATE_PORT,
+        "ray": ray_address(),
+        "words": engine_words(spec.engine, member.rank, nodes, part),
+    }
+    engine, text = spec.engine.value, json.dumps(plan)
+    return ("/bin/sh", "-c", INTERPRETER, starter_text(), engine, text, *spec.command)
+
+
+def variables_of(spec: TaskSpec, member: Rendezvous) -> tuple[tuple[str, str], ...]:
+    """The task's own variables override the member's."""
+    return (*gang_variables(member.rank, len(member.peers)), *QUIET.get(spec.engine, ()))
+
+
+QUIET = {Engine.RAY: (("RAY_USAGE_STATS_ENABLED", "0"), ("RAY_DISABLE_IMPORT_WARNING", "1"))}
+"""Switch off the engines' own traffic to the internet."""
+
 
 SAVING = frozenset({EndReason.PREEMPTED, EndReason.TIMED_OUT})
 LAST_SAVE_S = 600.0
@@ -152,15 +211,15 @@ class CommandExecutor:
             if isinstance(staged, SandboxExit):
                 return staged, ()
             gang = start.gang
-            gang_network = None if gang is None else gangs.network_of(spec, gang)
+            gang_network = None if gang is None else network_of(spec, gang)
             prepared = self._context.prepare(spec, self._reach, self._note, gang_network)
             environment, network = await stack.enter_async_context(prepared)
             shares = self._context.gpu_share_for(runtime, start.user, start.allocation.slices)
             share = await stack.enter_async_context(shares)
             command, variables = spec.command, spec.env
             if gang is not None:
-                command = gangs.command_of(spec, gang, start.allocation)
-                variables = (*gangs.variables_of(spec, gang), *variables)
+                command = command_of(spec, gang, start.allocation)
+                variables = (*variables_of(spec, gang), *variables)
             job = CommandJob(
                 command,
                 (*variables, *start.secrets),

@@ -35,7 +35,6 @@ from gpool.agent.runtime.protocol import (
     SandboxNetwork,
 )
 from gpool.agent.runtime.runner_calls import PYTHON
-from gpool.agent.state_machine.end_reports import why_it_died
 from gpool.agent.state_machine.instructions import (
     CallAnswered,
     CallPrinted,
@@ -46,9 +45,10 @@ from gpool.agent.state_machine.instructions import (
     RunnerReady,
     StartRunner,
 )
+from gpool.agent.state_machine.leases import why_it_died
 from gpool.core.errors import GpoolError, StaleLease, Unreachable
 from gpool.core.model import EndReason, Fault, Phase
-from gpool.transfer.artifacts import LeaseRef, hash_of
+from gpool.transfer.requests import LeaseRef, hash_of
 
 log = structlog.get_logger(__name__)
 

@@ -43,8 +43,8 @@ from gpool.core.model import (
     TaskSpec,
     Tier,
 )
-from gpool.core.specs import environment as environments
-from gpool.transfer.artifacts import LeaseRef
+from gpool.core.specs import fields
+from gpool.transfer.requests import LeaseRef
 
 S = TypeVar("S", CommandSandbox, RunnerSandbox, WarmRunner)
 KILLED = 137
@@ -278,7 +278,7 @@ def environment_of(spec: TaskSpec) -> tuple[str, Recipe | None] | None:
     minor = spec.requirements.python
     if recipe is None and minor not in (None, PYTHON):
         recipe = Recipe(python=minor)  # a function of another Python than the agent's
-    if image_of(spec) or (spec.environment == environments.DEFAULT and recipe is None):
+    if image_of(spec) or (spec.environment == fields.DEFAULT_ENVIRONMENT and recipe is None):
         return None
     return spec.environment, recipe
 

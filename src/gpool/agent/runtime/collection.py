@@ -14,7 +14,7 @@ from pathlib import Path
 from gpool.agent.runtime.protocol import BadOutput
 from gpool.agent.runtime.work_directory import directory_at, empty, kind_of, opened, shown
 from gpool.core.errors import Invalid
-from gpool.core.specs.paths import checked
+from gpool.core.specs.fields import checked_path
 
 MOST_DEPTH = 200
 READABLE, RUNNABLE = 0o444, 0o555
@@ -28,7 +28,7 @@ def take(work: Path, directory: str, to: Path, uid: int) -> None:
     Raises `BadOutput` (special files too), after removing the directory.
     """
     try:
-        parts = checked(directory).split("/")
+        parts = checked_path(directory).split("/")
     except Invalid as bad:
         raise BadOutput(bad.detail) from bad
     name = f".collecting-{secrets.token_hex(8)}"

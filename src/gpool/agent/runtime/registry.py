@@ -1,11 +1,15 @@
-"""The registry of runtimes; nothing else in the agent names them.
+"""The registry of runtimes, which nothing else in the agent names, and the self-check of a runtime after a failed start.
 
 A new runtime is a module with a class (protocol `Runtime`) and an entry in `BUILT_IN`, or an entry point of the group
 `gpool.runtimes` in an installed package, which loads a `RuntimeKind`.
+
+It starts the simplest sandbox, at most every `AGAIN_AFTER_US`, or asks the engine. Its result is evidence against this
+node, so doubt (a time-out) counts as unclear.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -14,13 +18,20 @@ from typing import Protocol
 
 import structlog
 
-from gpool.agent.machine.detection import services
+from gpool.agent.machine import host
+from gpool.agent.running.sandboxes import run_to_completion, start_sandbox
 from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
 from gpool.agent.runtime.microvm import requirements
 from gpool.agent.runtime.microvm.runtime import MicrovmRuntime
 from gpool.agent.runtime.process import ProcessRuntime
-from gpool.agent.runtime.protocol import Runtime, SandboxFailed
-from gpool.core.model import Gpu, Tier
+from gpool.agent.runtime.protocol import (
+    CommandJob,
+    Runtime,
+    RuntimeAbility,
+    SandboxFailed,
+    SandboxLimits,
+)
+from gpool.core.model import MIB, EndReason, Fault, Gpu, Tier
 
 GROUP = "gpool.runtimes"
 log = structlog.get_logger(__name__)
@@ -60,7 +71,7 @@ class RuntimeKind:
 def _docker_unavailable(context: RuntimeContext) -> str | None:
     if not context.settings.docker:
         return "switched off by the owner"
-    found = services.docker()
+    found = host.docker()
     return None if found.version else (found.refused or "no container engine answers")
 
 
@@ -124,3 +135,68 @@ def make_all(context: RuntimeContext, kinds: Iterable[RuntimeKind] | None = None
                 continue
         log.info("runtime_unavailable", runtime=kind.name, why=why)
     return made
+
+
+AGAIN_AFTER_US = 10_000_000
+"""How long a result is valid."""
+WITHIN_S = 30.0
+"""A busy machine may be slow without being broken."""
+SIMPLEST = CommandJob(
+    ("/bin/true",), (), (), (), SandboxLimits(1000, 256 * MIB, disk_bytes=16 * MIB)
+)
+
+
+class RuntimeSelfCheck:
+    def __init__(self, clock: Callable[[], int], within_s: float = WITHIN_S) -> None:
+        self._clock = clock
+        self._within_s = within_s
+        self._found: dict[
+            str, tuple[int, str]
+        ] = {}  # by runtime: when, and the error ("" for none)
+        self._locks: dict[str, asyncio.Lock] = {}
+        self.checks = 0  # so far
+
+    async def fault(self, runtime: Runtime, /) -> Fault:
+        async with self._locks.setdefault(runtime.name, asyncio.Lock()):
+            known = self._found.get(runtime.name)
+            if known is None or self._clock() >= known[0] + AGAIN_AFTER_US:
+                why = await self._check(runtime)  # may take longer than a result is valid
+                known = (self._clock(), why)
+                self._found[runtime.name] = known
+        return Fault.NODE if known[1] else Fault.UNCLEAR
+
+    async def _check(self, runtime: Runtime) -> str:
+        self.checks += 1
+        try:
+            async with asyncio.timeout(self._within_s):
+                why = await _error_of(runtime)
+        except TimeoutError:
+            log.warning("self_check_timed_out", runtime=runtime.name)
+            return ""
+        if why:
+            log.error("runtime_cannot_start", runtime=runtime.name, why=why)
+        return why
+
+
+async def _error_of(runtime: Runtime) -> str:
+    try:
+        known = await runtime.self_check()
+        if known is not None or RuntimeAbility.IMAGES in runtime.abilities:
+            return known or ""
+        return await _cannot_start(runtime)
+    except (SandboxFailed, OSError) as error:
+        if isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError):
+            raise TimeoutError from error  # the runtime's own time-out
+        return str(error) or type(error).__name__
+
+
+async def _cannot_start(runtime: Runtime) -> str:
+    sandbox = await start_sandbox(runtime, runtime.start_command(SIMPLEST))
+    try:
+        async for _ in sandbox.output():
+            pass
+        ended = await sandbox.ended()
+    finally:
+        await run_to_completion(sandbox.kill)
+        await run_to_completion(sandbox.remove)
+    return (ended.detail or "it ended") if ended.reason is EndReason.SANDBOX_FAILED else ""

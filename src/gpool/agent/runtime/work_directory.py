@@ -15,7 +15,7 @@ from pathlib import Path
 from gpool.agent.runtime.protocol import BadOutput, StagedInput
 from gpool.core.errors import Invalid
 from gpool.core.model import OutputFile
-from gpool.core.specs.paths import checked, folded
+from gpool.core.specs.fields import checked_path, folded_path
 
 MAX_OUTPUTS = 10_000
 MAX_DEPTH = 100
@@ -60,7 +60,7 @@ class WorkDirectory:
     def stage(self, inputs: Sequence[StagedInput]) -> None:
         for staged in inputs:
             target = self.work
-            parts = checked(staged.path).split("/")
+            parts = checked_path(staged.path).split("/")
             for name in parts[:-1]:
                 target = target / name
                 if not target.exists():
@@ -197,7 +197,7 @@ class _Collector:
     def collect(self, top: int, path: str) -> None:
         wants_directory = path.endswith("/")
         try:
-            parts = checked(path, directory=wants_directory).rstrip("/").split("/")
+            parts = checked_path(path, directory=wants_directory).rstrip("/").split("/")
         except Invalid as bad:
             raise BadOutput(bad.detail) from bad
         above = os.dup(top)
@@ -234,7 +234,7 @@ class _Collector:
         for name in sorted(os.listdir(directory)):
             below = f"{path}/{name}"
             try:
-                checked(below)
+                checked_path(below)
             except Invalid as bad:
                 raise BadOutput(bad.detail) from bad
             facts = os.stat(name, dir_fd=directory, follow_symlinks=False)
@@ -248,7 +248,7 @@ class _Collector:
                 self._file(directory, name, below)
 
     def _file(self, above: int, name: str, path: str) -> None:
-        twin = self._names.setdefault(folded(path), path)
+        twin = self._names.setdefault(folded_path(path), path)
         if twin != path:
             raise BadOutput(
                 f"outputs '{shown(twin)}' and '{shown(path)}' are one name on some machines"

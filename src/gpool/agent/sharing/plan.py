@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from gpool.agent.machine.detection.nvml import Card, GpuProcess, MigProfile
+from gpool.agent.machine.nvml import Card, GpuProcess, MigProfile
 from gpool.core.errors import Invalid
 from gpool.core.model import MIB, Gpu, Sharing, Slice, SliceProfile
 

@@ -17,14 +17,13 @@ from typing import TypeVar
 
 import structlog
 
-from gpool.agent.machine.detection.nvml import NotPermitted, Nvml, NvmlError
+from gpool.agent.machine.nvml import NotPermitted, Nvml, NvmlError
 from gpool.agent.runtime.devices import CONTROL_NODES, capability_nodes, device_nodes
 from gpool.agent.runtime.protocol import GpuShare, PartFailed, Runtime, SandboxFailed
-from gpool.agent.sharing import mig, plan, settings_restore
-from gpool.agent.sharing.mps import INSIDE, SOCKET, MpsDaemon, MpsPrograms
+from gpool.agent.sharing import modes, plan
+from gpool.agent.sharing.memory import Watchdog, Watched, fault, scrub
+from gpool.agent.sharing.modes import INSIDE, SOCKET, MpsDaemon, MpsPrograms
 from gpool.agent.sharing.plan import Tenancy
-from gpool.agent.sharing.scrub import fault, scrub
-from gpool.agent.sharing.timeslice import Watchdog, Watched
 from gpool.core.model import MIB, Gpu, Sharing, Slice
 
 LINGER_S = 3.0
@@ -46,7 +45,7 @@ class _ActiveTenancy:
     def __init__(self, tenancy: Tenancy) -> None:
         self.tenancy = tenancy
         self.held: list[Slice] = []
-        self.instance: mig.Instance | None = None
+        self.instance: modes.Instance | None = None
         self.daemon: MpsDaemon | None = None
         self.leaving: asyncio.Task[None] | None = None
 
@@ -58,11 +57,11 @@ class GpuShares:
         self,
         nvml: Nvml,
         sandboxes: Runtime | None,
-        records: settings_restore.Records,
+        records: modes.Records,
         *,
         mps: MpsPrograms | None = None,
         shared_uid: Callable[[int], int | None] = lambda _: None,
-        nodes_of: mig.NodesOf = capability_nodes,
+        nodes_of: modes.NodesOf = capability_nodes,
         linger_s: float = LINGER_S,
     ) -> None:
         self._nvml = nvml
@@ -74,7 +73,7 @@ class GpuShares:
         self._linger_s = linger_s
         self._gpus: dict[int, Gpu] = {}
         self._houses: dict[Tenancy, _ActiveTenancy] = {}
-        self._before: dict[str, settings_restore.CardSettings] = {}
+        self._before: dict[str, modes.CardSettings] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._watchdog = Watchdog(nvml)
         self._retrying: set[asyncio.Task[None]] = set()
@@ -91,7 +90,7 @@ class GpuShares:
     async def start(self) -> None:
         """Restore and clean cards that an earlier agent left in use."""
         left = list(self._records.left())
-        await asyncio.to_thread(settings_restore.recover, self._nvml, self._records)
+        await asyncio.to_thread(modes.recover, self._nvml, self._records)
         if self._mps is not None:
             await asyncio.to_thread(shutil.rmtree, self._mps.folder, ignore_errors=True)
         for uuid, settings in left:
@@ -112,7 +111,7 @@ class GpuShares:
         if self._mps is not None:
             await self._mps.launcher.close()
 
-    def settings_before(self, uuid: str) -> settings_restore.CardSettings | None:
+    def settings_before(self, uuid: str) -> modes.CardSettings | None:
         return self._before.get(uuid)
 
     # ---- interface
@@ -212,11 +211,11 @@ class GpuShares:
     def _prepare(self, house: _ActiveTenancy) -> None:
         wanted = house.tenancy
         if wanted.gpu not in self._before:
-            settings = settings_restore.record(self._nvml, wanted.gpu)
+            settings = modes.record(self._nvml, wanted.gpu)
             self._records.keep(wanted.gpu, settings)
             self._before[wanted.gpu] = settings
         if wanted.mode is Sharing.MIG:
-            house.instance = mig.make(self._nvml, wanted, self._nodes_of)
+            house.instance = modes.make(self._nvml, wanted, self._nodes_of)
         elif self._nvml.card(wanted.gpu).mig:
             self._nvml.set_mig(wanted.gpu, False)
 
@@ -302,7 +301,7 @@ class GpuShares:
         if before is None:
             return ""
         try:
-            changed = await patiently(lambda: settings_restore.restore(self._nvml, gpu, before))
+            changed = await patiently(lambda: modes.restore(self._nvml, gpu, before))
         except NvmlError as error:
             return f"it could not be set back: {error}"
         self._before.pop(gpu, None)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from gpool.agent.machine.telemetry import ReadingAverages, by_task
 from gpool.agent.state_machine.dispatch import Dispatch
 from gpool.agent.state_machine.instructions import (
     NEVER,
@@ -39,9 +38,8 @@ from gpool.agent.state_machine.instructions import (
 )
 from gpool.agent.state_machine.lease_control import RECLAIM_GRACE_US, LeaseControl
 from gpool.agent.state_machine.lease_queues import LeaseQueue, Variables, invariant_violations
-from gpool.agent.state_machine.lease_time import LeaseTimer
-from gpool.agent.state_machine.leases import Leases
-from gpool.agent.state_machine.outbox import Outbox
+from gpool.agent.state_machine.leases import Leases, LeaseTimer
+from gpool.agent.state_machine.outbox import Outbox, ReadingAverages, by_task
 from gpool.agent.state_machine.sandbox_events import SandboxEvents
 from gpool.agent.state_machine.transitions import LeaseTransition
 from gpool.core.model import Offer, Slice, TaskSpec

@@ -9,7 +9,6 @@ fresh one.
 
 from __future__ import annotations
 
-from gpool.agent.state_machine import end_reports
 from gpool.agent.state_machine.instructions import (
     NEVER,
     EndCommand,
@@ -28,7 +27,7 @@ from gpool.agent.state_machine.lease_queues import (
     RunnerRecord,
     RunnerState,
 )
-from gpool.agent.state_machine.leases import Leases
+from gpool.agent.state_machine.leases import Leases, timed_out, timed_out_in
 from gpool.agent.state_machine.transitions import LeaseMove
 from gpool.core.model import EndReason, Phase
 
@@ -303,7 +302,7 @@ class Dispatch:
             self._report_phase(now, queue, lease)
         spec = lease.terms.spec
         if now >= queue.command_begun + spec.timeout:
-            text = end_reports.timed_out_in(queue.phase, spec)
+            text = timed_out_in(queue.phase, spec)
             lease.move(now, LeaseMove.TIMED_OUT, text)
             self.end_command(queue, EndReason.TIMED_OUT, out)
         elif since != NEVER and now >= since + self._longest_us:
@@ -325,7 +324,7 @@ class Dispatch:
             self._leases.flush_log(now, lease)
         spec = lease.terms.spec
         if now >= runner.head_begun + spec.timeout:
-            lease.move(now, LeaseMove.TIMED_OUT, end_reports.timed_out_in(Phase.RUN, spec))
+            lease.move(now, LeaseMove.TIMED_OUT, timed_out_in(Phase.RUN, spec))
         elif now >= since + self._longest_us:
             lease.move(now, LeaseMove.PREEMPTED, self._too_long())
         if now >= max(since, queue.granted_at) + RETURN_AFTER_US:
@@ -345,8 +344,8 @@ class Dispatch:
             queue.waiting.append(head)
         if now >= runner.head_begun + head.terms.spec.timeout:
             queue.waiting.popleft()
-            text = end_reports.timed_out_in(queue.phase, head.terms.spec)
-            self._leases.finish(now, head, end_reports.timed_out(head, text))
+            text = timed_out_in(queue.phase, head.terms.spec)
+            self._leases.finish(now, head, timed_out(head, text))
             runner.head_begun = now  # the next lease has its own time-out
             queue.phase_reported = False
             if not queue.waiting:

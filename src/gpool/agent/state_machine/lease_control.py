@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from gpool.agent.state_machine import end_reports
 from gpool.agent.state_machine.dispatch import Dispatch
 from gpool.agent.state_machine.instructions import NEVER, Instruction
 from gpool.agent.state_machine.lease_queues import AgentLease, GrantTerms, LeaseQueue, Variables
-from gpool.agent.state_machine.leases import Leases
+from gpool.agent.state_machine.leases import AGENT_STOPPED, Leases
 from gpool.agent.state_machine.outbox import Outbox
 from gpool.agent.state_machine.transitions import LIVE, LeaseMove, LeaseState
 from gpool.core.model import EndReason, TaskSpec
@@ -37,7 +36,7 @@ _EXPIRY = _GeneralEnd(
     frozenset({LeaseState.SENT, LeaseState.RUNNING, LeaseState.TIMING_OUT}),
     EndReason.LOST,
 )
-_SHUTDOWN = _GeneralEnd(LeaseMove.SHUT_DOWN, end_reports.AGENT_STOPPED, LIVE, EndReason.PREEMPTED)
+_SHUTDOWN = _GeneralEnd(LeaseMove.SHUT_DOWN, AGENT_STOPPED, LIVE, EndReason.PREEMPTED)
 
 
 class LeaseControl:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from gpool.agent.state_machine import end_reports
 from gpool.agent.state_machine.dispatch import Dispatch
 from gpool.agent.state_machine.instructions import (
     NEVER,
@@ -19,7 +18,7 @@ from gpool.agent.state_machine.instructions import (
     RunnerReady,
 )
 from gpool.agent.state_machine.lease_queues import AgentLease, LeaseQueue, RunnerState
-from gpool.agent.state_machine.leases import Leases
+from gpool.agent.state_machine.leases import Leases, died, not_started, of_call, of_command
 from gpool.agent.state_machine.transitions import OWN_END_COUNTS, LeaseMove, LeaseState
 from gpool.core.model import EndReason, Fault, Phase
 
@@ -83,7 +82,7 @@ class SandboxEvents:
         if lease.is_ending and not (lease.state in OWN_END_COUNTS and own_end):
             self._leases.conclude(now, lease)
         else:
-            self._leases.finish(now, lease, end_reports.of_command(event))
+            self._leases.finish(now, lease, of_command(event))
         self._dispatch.advance(now, queue, out)
         self._dispatch.unblock(now, out)
 
@@ -133,7 +132,7 @@ class SandboxEvents:
                 continue
             for stream, data in answer.output:
                 self._leases.print(now, lease, stream, data)
-            self._leases.finish(now, lease, end_reports.of_call(answer))
+            self._leases.finish(now, lease, of_call(answer))
         if count:
             mean = total_us // count
             runner.mean_us = mean if runner.mean_us < 0 else (runner.mean_us + mean) // 2
@@ -156,12 +155,12 @@ class SandboxEvents:
             if (is_certain or queue.failures >= MAX_START_FAILURES) and queue.waiting:
                 queue.failures = 0
                 head = queue.waiting.popleft()
-                self._leases.finish(now, head, end_reports.not_started(head, event))
+                self._leases.finish(now, head, not_started(head, event))
                 self._leases.return_unstarted(now, list(queue.waiting), "no runner started")
                 queue.waiting.clear()
         elif runner.state is RunnerState.READY and runner.sent and not event.retired:
             head = runner.sent.popleft()  # the runner ended by itself: the call that ran caused it
-            self._leases.finish(now, head, end_reports.died(head, event))
+            self._leases.finish(now, head, died(head, event))
         requeued: list[AgentLease] = []
         for position, lease in enumerate(runner.sent):
             if position > 0 and lease.state in RETURNABLE:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from gpool.cli.admin import keys_and_audit, policy, quotas, users
+from gpool.cli.admin import keys_and_audit, policy, users
 
 
 @click.group()
@@ -15,7 +15,7 @@ def admin() -> None:
 for _verb in (
     users.users,
     users.invite,
-    quotas.teams,
+    users.teams,
     keys_and_audit.keys,
     keys_and_audit.audit,
     policy.policy,

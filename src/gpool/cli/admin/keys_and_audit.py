@@ -9,7 +9,7 @@ import click
 
 from gpool.cli.command import as_json, client_of, examples, listed, listing
 from gpool.cli.main import FAILED
-from gpool.cli.output.printing import emit_json, fields, table
+from gpool.cli.printing import emit_json, fields, table
 
 LOOK_EVERY_S = 0.5
 

@@ -7,9 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpool.cli.command import VerbGroup, as_json, client_of, examples
-from gpool.cli.output.printing import emit_json, fields, local_time, plain, table
-from gpool.cli.references import names_of, node_id, principal_names, quoted, team_id, user_id
+from gpool.cli.command import (
+    VerbGroup,
+    as_json,
+    client_of,
+    examples,
+    names_of,
+    node_id,
+    principal_names,
+    quoted,
+    team_id,
+    user_id,
+)
+from gpool.cli.printing import emit_json, fields, local_time, plain, table
 from gpool.client.times import moment, now
 from gpool.core.errors import Invalid, NotFound
 

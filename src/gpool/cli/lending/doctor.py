@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpool.agent.daemon import wall_clock
-from gpool.agent.machine.detection import Finding, Level, doctor
-from gpool.agent.machine.detection.findings import clock_finding
-from gpool.agent.machine.detection.host import site_address
-from gpool.agent.machine.detection.owner import LoadMeter, facts_now
-from gpool.agent.machine.monitor import PolicyFile
+from gpool.agent.machine.findings import Finding, Level, clock_finding, doctor
+from gpool.agent.machine.host import site_address
+from gpool.agent.machine.monitor import LoadMeter, PolicyFile, facts_now
 from gpool.agent.machine.policy import GANG_PORT, GangRules, reason_to_close
 from gpool.agent.network.factory import probe_gangs
 from gpool.core.errors import GpoolError, Invalid

@@ -1,16 +1,298 @@
-"""`gpool join LINK`: enrol this machine, run its agent. The home directory identifies the node."""
+"""`gpool join LINK`: enrol this machine, run its agent; the lending options of `up` and `join`. The home directory
+identifies the node.
+"""
 
 from __future__ import annotations
 
+import json
+import platform
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import wraps
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import click
 
-from gpool.cli.command import SectionedCommand, examples
+from gpool.agent.machine.policy import GANG_PORT, MOST_GANG_PORT, site_address, site_name
+from gpool.cli.command import SectionedCommand, examples, option_section
 from gpool.cli.lending.children import AGENT_MODULE, exec_module
-from gpool.cli.lending.terms import LendingTerms, agent_variables, lending
-from gpool.core.errors import Forbidden
-from gpool.transfer.requests import Address
+from gpool.client.config import write_config
+from gpool.client.transport import ApiTransport
+from gpool.core.errors import Conflict, Forbidden, Invalid, Unreachable
+from gpool.core.specs.fields import normal_labels, parse_price
+from gpool.transfer.keys import parse_fingerprint
+from gpool.transfer.node_proofs import ChallengeStatement, NodeKey, Purpose, public_text
+from gpool.transfer.requests import Address, is_loopback
+
+_MOST_NAMESAKES = 100
+_EXAMPLE = "gpool://HOST:PORT/join/TOKEN#sha256=FINGERPRINT"
+
+
+@dataclass(frozen=True, slots=True)
+class JoinLink:
+    address: Address
+    token: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class EnrolledNode:
+    """The private key is in `key_file`."""
+
+    address: Address
+    id: str
+    name: str
+    server: str  # name of the server in proofs
+    key_file: Path
+
+
+def parse_link(text: str, *, plain: bool = False) -> JoinLink:
+    """Parse a join link; `Invalid` if it is malformed.
+
+    Its fragment is the fingerprint of the server's certificate; `#tls`, or none for a remote host: signed by an authority.
+    Plain HTTP is used on loopback or with `plain` only, never because of a link.
+    """
+    parts = urlsplit(text)
+    found = re.fullmatch(r"/join/([A-Za-z0-9_\-.~]+)", parts.path)
+    if parts.scheme != "gpool" or not parts.hostname or parts.username or found is None:
+        raise Invalid(
+            f"{text[:60]!r} is not a join link; expected {_EXAMPLE}. Create one with: gpool node invite"
+        )
+    if parts.fragment not in ("", "tls"):
+        fingerprint = parse_fingerprint(parts.fragment)
+        return JoinLink(Address(f"https://{parts.netloc}", fingerprint), found.group(1))
+    open_ = not parts.fragment and (plain or is_loopback(parts.hostname))
+    scheme = "http" if open_ else "https"
+    return JoinLink(Address(f"{scheme}://{parts.netloc}", plain=plain), found.group(1))
+
+
+def identity_file(folder: Path, url: str) -> Path:
+    """One file per server: a machine can join several pools."""
+    place = re.sub(r"[^A-Za-z0-9.-]", "_", url.partition("://")[2])
+    return folder / "nodes" / f"{place}.json"
+
+
+def key_file(file: Path) -> Path:
+    return file.with_suffix(".key")
+
+
+def load_identity(file: Path) -> EnrolledNode | None:
+    """None if this machine has not joined, or joined with a version without node keys."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if "server" not in found:
+            return None
+        address = Address(found["url"], found.get("fingerprint"), bool(found.get("plain")))
+        return EnrolledNode(address, found["id"], found["name"], found["server"], key_file(file))
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, OSError) as exc:
+        raise Invalid(
+            f"{file} cannot be read ({exc}); remove it and join again with a new link"
+        ) from exc
+
+
+def enrol(api: ApiTransport, file: Path, *, name: str | None, token: str | None) -> EnrolledNode:
+    """Authorised by the token, or by the API key of `api`."""
+    key = NodeKey.from_file(key_file(file))
+    answer = _joined(api, key, name or platform.node() or "node", token, choose=name is None)
+    address = api.address
+    content = {
+        "url": address.url,
+        "fingerprint": address.fingerprint,
+        "plain": address.plain,
+        "id": answer["id"],
+        "name": answer["name"],
+        "server": answer["server"],
+    }
+    write_config(
+        file, json.dumps(content).encode()
+    )  # last: its presence means that enrolment is complete
+    return EnrolledNode(address, answer["id"], answer["name"], answer["server"], key_file(file))
+
+
+def _joined(
+    api: ApiTransport, key: NodeKey, name: str, token: str | None, *, choose: bool
+) -> dict[str, str]:
+    """A host name in use gets a number; with `choose` false it raises `Conflict`."""
+    number = 1
+    while True:
+        wanted: dict[str, object] = {"name": name if number == 1 else f"{name}-{number}"}
+        if token is not None:
+            wanted["token"] = token
+        try:
+            return _proving(api, key, wanted)
+        except Conflict:
+            if not choose or number >= _MOST_NAMESAKES:
+                raise
+            number += 1
+
+
+def _proving(api: ApiTransport, key: NodeKey, wanted: dict[str, object]) -> dict[str, str]:
+    """New challenge per attempt: a proof is valid once. Retries are idempotent by the node's key."""
+    pauses = None
+    while True:
+        challenge = api.send_json("POST", "/v1/nodes/challenges", {})
+        statement = ChallengeStatement(
+            Purpose.JOIN, challenge["server"], "", key.public, challenge["nonce"]
+        )
+        proof = {"nonce": challenge["nonce"], "signature": key.sign(statement)}
+        request = {**wanted, "public_key": public_text(key.public), "proof": proof}
+        try:
+            answer: dict[str, str] = api.send_json_once("POST", "/v1/nodes", request)
+        except Unreachable:
+            pauses = api.pauses() if pauses is None else pauses
+            pause = next(pauses, None)
+            if pause is None or api.wait(pause):
+                raise
+        else:
+            return answer
+
+
+@dataclass(frozen=True, slots=True)
+class LendingTerms:
+    slots: int | None = None
+    simulate_gpus: str | None = None
+    allow_process: bool = False
+    policy: Path | None = None
+    labels: tuple[str, ...] = ()
+    price: str = ""
+    site: str = ""
+    address: str = ""
+    gang_port: int | None = None
+
+
+def _checked(read: Callable[[str], str]) -> Callable[[click.Context, click.Parameter, str], str]:
+    def check(_: click.Context, __: click.Parameter, value: str) -> str:
+        try:
+            return read(value)
+        except (ValueError, Invalid) as error:
+            raise click.BadParameter(str(error)) from error
+
+    return check
+
+
+def _labels(_: click.Context, __: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
+    try:
+        return normal_labels(value)
+    except Invalid as error:
+        raise click.BadParameter(error.detail) from error
+
+
+def _a_price(text: str) -> str:
+    if text:
+        parse_price(text)
+    return text
+
+
+_lent = option_section("Lending")
+_gangs = option_section("Tasks on several nodes (gangs)")
+
+_OPTIONS = (
+    _lent(
+        "--slots",
+        envvar="GPOOL_AGENT_SLOTS",
+        type=click.IntRange(min=0),
+        metavar="N",
+        help="CPU cores to lend (default: all).",
+    ),
+    _lent(
+        "--simulate-gpus",
+        envvar="GPOOL_AGENT_SIMULATE_GPUS",
+        metavar="SPEC",
+        help="Simulate GPUs, e.g. H100:2,RTX4090; listings mark them as simulated.",
+    ),
+    _lent(
+        "--allow-process",
+        envvar="GPOOL_AGENT_ALLOW_PROCESS",
+        is_flag=True,
+        help="Run your own tasks with --tier none here, with the agent's rights and no isolation.",
+    ),
+    _lent(
+        "--policy",
+        envvar="GPOOL_AGENT_POLICY",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="Owner's policy: allowed users, hours, limits (TOML; docs/policy.md).",
+    ),
+    _gangs(
+        "--site",
+        envvar="GPOOL_AGENT_SITE",
+        callback=_checked(site_name),
+        default="",
+        metavar="NAME",
+        help="Site: nodes of one site reach each other directly; a gang runs within one site.",
+    ),
+    _gangs(
+        "--address",
+        envvar="GPOOL_AGENT_GANG_ADDRESS",
+        callback=_checked(site_address),
+        default="",
+        metavar="IP",
+        help="Address for other nodes of the site (default: that of the route to the server).",
+    ),
+    _gangs(
+        "--gang-port",
+        envvar="GPOOL_AGENT_GANG_PORT",
+        type=click.IntRange(1024, MOST_GANG_PORT),
+        metavar="PORT",
+        help=f"First UDP port for other nodes of the site (default: {GANG_PORT}).",
+    ),
+    _lent(
+        "--label",
+        "labels",
+        multiple=True,
+        callback=_labels,
+        metavar="LABEL",
+        help="Label that tasks can request: ssd, zone=a (repeatable).",
+    ),
+    _lent(
+        "--price",
+        envvar="GPOOL_AGENT_PRICE",
+        callback=_checked(_a_price),
+        default="",
+        metavar="CREDITS/h",
+        help="Price per hour of a GPU, or of a machine without GPUs, e.g. 0.31/h (default: 0).",
+    ),
+)
+
+
+def lending(function: Callable[..., None]) -> Callable[..., None]:
+
+    @wraps(function)
+    def with_terms(*args: Any, **values: Any) -> None:
+        terms = LendingTerms(**{one.name: values.pop(one.name) for one in fields(LendingTerms)})
+        function(*args, terms=terms, **values)
+
+    found: Callable[..., None] = with_terms
+    for option in reversed(_OPTIONS):
+        found = option(found)
+    return found
+
+
+def agent_variables(identity: EnrolledNode, data: Path, terms: LendingTerms) -> dict[str, str]:
+    """Environment of the agent; not arguments, which process lists show."""
+    named = {
+        "SERVER_URL": identity.address.url,
+        "PLAIN_HTTP": str(int(identity.address.plain)),
+        "FINGERPRINT": identity.address.fingerprint,
+        "NODE": identity.id,
+        "SERVER_NAME": identity.server,
+        "KEY_FILE": str(identity.key_file),
+        "DATA_DIR": str(data),
+        "ALLOW_PROCESS": str(int(terms.allow_process)),
+        "SLOTS": None if terms.slots is None else str(terms.slots),
+        "SIMULATE_GPUS": terms.simulate_gpus,
+        "POLICY": terms.policy and str(terms.policy.absolute()),
+        "LABELS": ",".join(terms.labels),
+        "PRICE": terms.price,
+        "SITE": terms.site,
+        "GANG_ADDRESS": terms.address,
+        "GANG_PORT": terms.gang_port and str(terms.gang_port),
+    }
+    return {f"GPOOL_AGENT_{name}": value for name, value in named.items() if value}
 
 
 @click.command(
@@ -31,9 +313,9 @@ from gpool.transfer.requests import Address
 @lending
 def join(link: str, name: str | None, plain_http: bool, terms: LendingTerms) -> None:
     """Join this machine to a pool and run its agent."""
-    from gpool.cli.lending.enrolment import enrol, identity_file, load_identity, parse_link
-    from gpool.client.connection.config import home
-    from gpool.client.connection.transport import ApiTransport
+    from gpool.cli.lending.join import enrol, identity_file, load_identity, parse_link
+    from gpool.client.config import home
+    from gpool.client.transport import ApiTransport
 
     wanted = parse_link(link, plain=plain_http)
     url = wanted.address.url

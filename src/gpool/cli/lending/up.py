@@ -25,10 +25,10 @@ from gpool.cli.lending.children import (
     exec_module,
     stop_signals,
 )
+from gpool.cli.lending.join import LendingTerms, agent_variables, lending
 from gpool.cli.lending.listener import Transport, data_option, listening
-from gpool.cli.lending.terms import LendingTerms, agent_variables, lending
 from gpool.core.errors import Conflict, GpoolError, InternalFault, Invalid, Unreachable
-from gpool.transfer.pinning import spelt_out
+from gpool.transfer.keys import spelt_out
 from gpool.transfer.requests import Address, is_loopback
 
 KEY_FILE = "operator.key"
@@ -55,7 +55,7 @@ def up(data: Path | None, transport: Transport, no_agent: bool, terms: LendingTe
 
     Data are kept between starts. Ctrl-C stops both.
     """
-    from gpool.client.connection.config import LOCAL_PROFILE, save_profile
+    from gpool.client.config import LOCAL_PROFILE, save_profile
 
     if not no_agent:
         _check_terms(terms)
@@ -100,14 +100,14 @@ def _check_terms(terms: LendingTerms) -> None:
 
         PolicyFile(terms.policy)
     if terms.simulate_gpus:
-        from gpool.agent.machine.detection.gpus import detect
+        from gpool.agent.machine.gpus import detect
 
         detect(terms.simulate_gpus)
 
 
 def _agent(folder: Path, address: Address, key_file: Path, terms: LendingTerms) -> ChildProcess:
-    from gpool.cli.lending.enrolment import enrol, load_identity
-    from gpool.client.connection.transport import ApiTransport
+    from gpool.cli.lending.join import enrol, load_identity
+    from gpool.client.transport import ApiTransport
 
     file = folder / "node.json"
     identity = load_identity(file)
@@ -124,7 +124,7 @@ def await_ready(server: ChildProcess, address: Address, stop: threading.Event) -
     """`InternalFault` with the server's log if it ends instead."""
     import time
 
-    from gpool.client.connection.transport import ApiTransport
+    from gpool.client.transport import ApiTransport
 
     api = ApiTransport(address, "")
     ends = time.monotonic() + _READY_S
@@ -176,7 +176,7 @@ def loopback_note(link: str) -> str:
 
 
 def _join_link(address: Address, key_file: Path) -> str:
-    from gpool.client.connection.transport import ApiTransport
+    from gpool.client.transport import ApiTransport
 
     api = ApiTransport(address, key_file.read_text(encoding="ascii").strip())
     try:
@@ -209,7 +209,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 
 def data_folder(chosen: Path | None) -> Path:
-    from gpool.client.connection.config import data_home
+    from gpool.client.config import data_home
 
     folder = (chosen or data_home()).expanduser().absolute()
     try:

@@ -1,6 +1,6 @@
 """The agents' WebSocket: passes frames between socket, handshake and channel, one at a time and in order.
 
-A node over its frame budget (`nodes.frame_budget`) is read slowly; a flooding node is refused and disconnected.
+A node over its frame budget (`nodes.guards`) is read slowly; a flooding node is refused and disconnected.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from gpool.core.permissions import Action
 from gpool.server.api.callers import server_of
 from gpool.server.api.endpoints import EndpointRouter
 from gpool.server.api.problems import problem
-from gpool.server.identity.node_proofs.verifier import JOIN_AGAIN
+from gpool.server.identity.node_proofs import JOIN_AGAIN
 from gpool.server.identity.throttle import RouteClass
 from gpool.server.nodes.connection import NodeChannel
-from gpool.server.nodes.frame_budget import (
+from gpool.server.nodes.guards import (
     FLOODING,
     MAX_AHEAD,
     MAX_AHEAD_BYTES,
     FrameBudget,
+    Handshake,
     cost_of,
 )
-from gpool.server.nodes.handshake import Handshake
 from gpool.wire.frames import (
     CHANNEL_PATH,
     MAX_FRAME_BYTES,

@@ -22,7 +22,7 @@ from gpool.server.api.endpoints import JSON
 from gpool.server.api.problems import invalid
 from gpool.server.blobs import UploadPart
 from gpool.server.server import Once
-from gpool.transfer.artifacts import LEASE_HEADER
+from gpool.transfer.requests import LEASE_HEADER
 from gpool.wire.documents import MAX_SMALL_BODY_BYTES
 from gpool.wire.frames import Hold
 

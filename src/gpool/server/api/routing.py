@@ -1,38 +1,85 @@
-"""All REST routes, and their installation into the application with middleware and error handlers."""
+"""All REST routes, and their installation into the application with middleware and error handlers.
+
+Saves matching, dependencies and exit stacks; answers errors as the error handlers do. Submissions with a query
+string, and aliases, go through FastAPI.
+"""
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+import logging
 
-from gpool.server.api import channel, openapi, problems
-from gpool.server.api.endpoints import Endpoint
-from gpool.server.api.fast_paths import FastPaths
-from gpool.server.api.rate_limits import RateLimiter
-from gpool.server.api.routes import (
-    accounts,
-    aliases,
-    artifacts,
-    nodes,
-    operators,
-    resources,
-    server,
-    tasks,
-    teams,
-    users,
-)
-from gpool.server.identity.sign_in_guard import Guard
+from fastapi import FastAPI
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocket
+
+from gpool.core.errors import GpoolError
+from gpool.server.api import channel, problems
+from gpool.server.api.callers import RateLimiter
+from gpool.server.api.channel import agent_channel
+from gpool.server.api.endpoints import Endpoint, describe
+from gpool.server.api.routes import accounts, artifacts, nodes, operators, server, tasks, teams
+from gpool.server.api.routes.tasks import submit_tasks
+from gpool.server.identity.throttle import Guard
+from gpool.wire.frames import CHANNEL_PATH
+
+log = logging.getLogger(__name__)
+TASKS_PATH = "/v1/tasks"
+
+
+class FastPaths:
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        kind, path = scope["type"], scope.get("path")
+        if kind == "websocket" and path == CHANNEL_PATH:
+            await _channel(WebSocket(scope, receive, send))
+        elif (
+            kind == "http"
+            and path == TASKS_PATH
+            and scope["method"] == "POST"
+            and not scope["query_string"]
+        ):
+            await _submission(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+
+async def _submission(scope: Scope, receive: Receive, send: Send) -> None:
+    request = Request(scope, receive, send)
+    try:
+        response = await submit_tasks(request)
+    except GpoolError as error:
+        response = await problems.ours(request, error)
+    except ClientDisconnect as error:
+        response = await problems.gone(request, error)
+    await response(scope, receive, send)
+
+
+async def _channel(socket: WebSocket) -> None:
+    try:
+        await agent_channel(socket)
+    except GpoolError as error:  # a failed commit: the agent reconnects and reports again
+        log.log(
+            logging.ERROR if error.status >= 500 else logging.INFO,
+            "closing an agent's connection: %s",
+            error.detail,
+        )
+        await socket.close()
+
 
 ROUTERS = (
     tasks.routes,
     nodes.routes,
-    resources.routes,
+    nodes.resource_routes,
     artifacts.routes,
     accounts.routes,
     teams.routes,
-    users.routes,
+    teams.user_routes,
     operators.routes,
     server.routes,
-    aliases.routes,
+    server.alias_routes,
     channel.routes,
 )
 
@@ -45,6 +92,6 @@ def install(app: FastAPI, guard: Guard, version: str) -> None:
     problems.install(app)
     for each in ROUTERS:
         app.include_router(each.router)
-    openapi.describe(app, version, endpoints())
+    describe(app, version, endpoints())
     app.add_middleware(FastPaths)
     app.add_middleware(RateLimiter, guard=guard, endpoints=endpoints())  # runs before FastPaths

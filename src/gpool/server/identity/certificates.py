@@ -24,8 +24,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from gpool.core.errors import Invalid
 from gpool.core.model import SECOND, Instant
 from gpool.server.settings import Settings
-from gpool.transfer.pinning import fingerprint_of
-from gpool.transfer.private_files import read_private, write_private
+from gpool.transfer.keys import fingerprint_of, read_private, write_private
 
 LIFE_DAYS = 3650
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")

@@ -11,19 +11,15 @@ from collections.abc import Callable, Iterable, Sequence
 from gpool.core.errors import NotFound
 from gpool.core.ids import NodeId, SpecId, TaskId
 from gpool.core.model import EndReason, Instant, Offer, TaskSpec, TaskStatus
-from gpool.server.nodes import offers, reconciliation
+from gpool.server.nodes import reconciliation
 from gpool.server.nodes.reconciliation import StoredLeases
 from gpool.server.nodes.registry import HeartbeatNumber, OpenSecrets
-from gpool.server.nodes.report_validation import (
-    MAX_ITEMS,
-    checked_report,
-    offer_problem,
-)
+from gpool.server.nodes.reports import MAX_ITEMS, checked_report, offer_problem
 from gpool.server.scheduling import delivery
 from gpool.server.scheduling.picture import StatePicture
 from gpool.server.server import Server
+from gpool.server.store.operations import nodes
 from gpool.server.store.operations.leases import leases
-from gpool.server.store.operations.nodes import nodes
 from gpool.server.store.values import HeldLease, NodeCredentials, NodeRow
 from gpool.wire.frames import (
     PROTOCOL,
@@ -302,7 +298,7 @@ class NodeChannel:
         offer = self._kept(frame.offer)
         try:
             node: NodeRow | None = await server.write(
-                offers.take(self.node, offer, server.ids.take(len(offer.gpus)), server.now)
+                reconciliation.take(self.node, offer, server.ids.take(len(offer.gpus)), server.now)
             )
         except NotFound as error:
             self.refuse("not_found", error.detail, retry=False)
@@ -314,7 +310,7 @@ class NodeChannel:
             server.picture.node_changed(node.node)
 
     def _kept(self, offer: Offer) -> Offer:
-        return offers.at_own_site(offer, self._owner, self._server.settings.sites)
+        return reconciliation.at_own_site(offer, self._owner, self._server.settings.sites)
 
     async def _took_time(self, row: NodeRow) -> bool:
         verifier = self._server.examiner

@@ -1,25 +1,83 @@
-"""Leases a connecting node should hold, read in one operation with its new offer.
+"""A connecting node's offer: its GPUs bound to its owner, and the leases it should hold, in one operation.
+
+A GPU bound to another owner is flagged on this node only; simulated GPUs are not bound. A site is a claim of its
+owner, so it groups that owner's nodes only: a gang never mixes owners by a claim.
 
 The agent states what it holds, the server answers with the difference: nothing is replayed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from gpool.core.errors import NotFound
 from gpool.core.gangs import GangOrder
-from gpool.core.ids import NodeId, SpecId, TaskId
+from gpool.core.ids import NodeId, SpecId, TaskId, UserId
 from gpool.core.model import InputFile, Instant, Offer, TaskSpec, TaskStatus
-from gpool.server.nodes import offers
-from gpool.server.store.operation import operation
+from gpool.server.store.operations import gpus, nodes
+from gpool.server.store.operations.identity import accounts
 from gpool.server.store.operations.identity.sealed_fields import data_keys, secrets_to_open
-from gpool.server.store.operations.leases import leases, preemption
-from gpool.server.store.operations.nodes import nodes
-from gpool.server.store.operations.tasks import checkpoints
-from gpool.server.store.protocol import Operation
+from gpool.server.store.operations.leases import grants, leases
+from gpool.server.store.operations.tasks import progress
+from gpool.server.store.protocol import Operation, operation
 from gpool.server.store.values import DataKey, HeldLease, NodeRow, SealedSecrets
 from gpool.wire.frames import Hold, Lease, Line, Rendezvous
+
+
+def at_own_site(offer: Offer, owner: UserId, shared: Collection[str]) -> Offer:
+    """Prefix the site with the owner, unless the operator shares a site of that name (`shared`)."""
+    if not offer.site or offer.site in shared:
+        return offer
+    return replace(offer, site=f"{owner}/{offer.site}")
+
+
+def site_name(site: str) -> str | None:
+    return site.rpartition("/")[2] or None
+
+
+@operation
+def take(node: NodeId, offer: Offer, gpu_ids: Sequence[int], at: Instant) -> Operation[NodeRow]:
+    yield from nodes.greet(node, offer, gpu_ids, at)
+    return (yield from bind(node, offer, at))
+
+
+@operation
+def bind(node: NodeId, offer: Offer, at: Instant) -> Operation[NodeRow]:
+    """Bind the GPUs of a written offer; return the node's row.
+
+    A node without a key is a listing that anybody can create, so it neither binds nor flags anything.
+    """
+    row = yield from nodes.node(node)
+    if row is None:
+        raise NotFound("this node was removed; join again with a new link")
+    uuids = [gpu.uuid for gpu in offer.gpus if not gpu.simulated]
+    who = yield from nodes.credentials_of(node)
+    if not uuids or who is None or who.public_key is None:
+        return row
+    wallet = yield from _payout_wallet(row.node.owner)
+    flagged = yield from gpus.bind(node, row.node.owner, wallet, uuids, at)
+    if flagged:
+        row = yield from nodes.node(node)
+        assert row is not None
+    return row
+
+
+def rows_with(uuids: Sequence[str]) -> Operation[tuple[NodeRow, ...]]:
+    found = []
+    for id_ in (yield from gpus.nodes_with(uuids)):
+        row = yield from nodes.node(id_)
+        if row is not None:
+            found.append(row)
+    return tuple(found)
+
+
+def _payout_wallet(owner: UserId) -> Operation[str | None]:
+    for wallet in (yield from accounts.wallets_of(owner)):
+        if wallet.payout:
+            return wallet.address
+    return None
+
 
 Checkpoints = Mapping[TaskId, tuple[InputFile, ...]]
 """By task: the files its next attempt starts with."""
@@ -42,7 +100,7 @@ def register(
 ) -> Operation[StoredLeases | None]:
     if (yield from nodes.node(node)) is None:
         return None
-    row = yield from offers.take(node, offer, gpu_ids, at)
+    row = yield from take(node, offer, gpu_ids, at)
     return (yield from _leases_of(node, row))
 
 
@@ -62,8 +120,8 @@ def _leases_of(node: NodeId, row: NodeRow) -> Operation[StoredLeases]:
     secret = [SpecId(id_) for id_, spec in specs.items() if spec.secrets]
     secrets = yield from secrets_to_open(secret)
     saved = [lease.task for lease in held if lease.spec in specs and specs[lease.spec].checkpoint]
-    begun = yield from checkpoints.manifests(saved)
-    preempting = yield from preemption.preempting(node)
+    begun = yield from progress.manifests(saved)
+    preempting = yield from grants.preempting(node)
     members = [lease for lease in held if lease.gang is not None]
     preempting += tuple(
         Hold(each.task, each.epoch)

@@ -39,7 +39,7 @@ from typing import NamedTuple, Protocol
 
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import Instant, Merit, Node, Span, TaskSpec
-from gpool.core.scheduler.state.held import HeldAllocation
+from gpool.core.scheduler.state.waiting import HeldAllocation
 from gpool.server.metrics import Metrics
 from gpool.server.scheduling.backoff import FailedStarts, NodeBackoff
 from gpool.server.store.values import Recording

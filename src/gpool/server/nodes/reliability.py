@@ -9,12 +9,13 @@ from collections.abc import Iterable
 
 import msgspec
 
+from gpool.core.gpu_verification import GpuVerdict, MeasuredSpeed
 from gpool.core.ids import NodeId
 from gpool.core.model import SECOND, Instant, Merit, Span
-from gpool.core.trust.gpu_verification import GpuVerdict, MeasuredSpeed
-from gpool.core.trust.reliability import ReliabilityRecord, gigaflops_of
+from gpool.core.reliability import ReliabilityRecord, gigaflops_of
 from gpool.server.server import Server
-from gpool.server.store.operations.nodes import gpu_verification, nodes
+from gpool.server.store.operations import gpus as gpu_verification
+from gpool.server.store.operations import nodes
 from gpool.server.wakeups import Wake
 
 EVERY_S = 60.0

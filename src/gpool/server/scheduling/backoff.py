@@ -2,10 +2,10 @@
 
 **A node that returns leases** (`NodeBackoff`). A counter goes up by 1 when a node returns a whole allocation unasked,
 and down by 1 when an attempt ends there. Above 8 the node gets no leases for 1, 2, 4 ... 600 s
-(`core.trust.reliability`). Nobody is at fault, so the task's retry count stays. Example: a node returns each lease at
+(`core.reliability`). Nobody is at fault, so the task's retry count stays. Example: a node returns each lease at
 once. After the 9th it is out for 1 s, after the 10th for 2 s, after the 11th for 4 s.
 
-**A node that cannot start tasks** (`FailedStarts`, decision 0017, `core.retries`). The node is at fault if it says so,
+**A node that cannot start tasks** (`FailedStarts`, decision 0017, `core.reliability`). The node is at fault if it says so,
 or if tasks of two users failed to start there and began elsewhere: ran for 10 s or succeeded. One user's tasks never
 count alone, because a consumer can submit tasks that start nowhere. Backoff is 2, 4, 8 ... 600 s; a successful attempt
 lowers the count by 1. Example: tasks of users A and B fail on node 7 at 12:00:00 and begin on node 8 at 12:00:05. At
@@ -26,13 +26,12 @@ from dataclasses import dataclass, replace
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.lifecycle import NO_FAULT
 from gpool.core.model import SECOND, Instant, Shape, Span, TaskStatus
-from gpool.core.retries import Evidence
+from gpool.core.reliability import Evidence, backoff_after, backoff_for_fault
 from gpool.core.scheduler.explain.mismatch import Explanation, counted
 from gpool.core.scheduler.state.events import Placement, QueuedTask, TasksQueued, TasksWithdrawn
-from gpool.core.scheduler.state.held import HeldAllocation
 from gpool.core.scheduler.state.queue import epoch_of
 from gpool.core.scheduler.state.state import State
-from gpool.core.trust.reliability import backoff_after, backoff_for_fault
+from gpool.core.scheduler.state.waiting import HeldAllocation
 from gpool.server.store.values import Recording
 
 log = logging.getLogger(__name__)

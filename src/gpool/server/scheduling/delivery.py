@@ -1,4 +1,4 @@
-"""Committed grants as nodes receive them: wire lines, gang secrets, undeliverable grants. Writes and sends nothing.
+"""Committed grants as nodes receive them, and the specs of open tasks in memory. Sends nothing.
 
 A gang's secret is drawn with its grant and stored encrypted beside it, so a member that connects later receives the
 same one.
@@ -8,23 +8,83 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 
 import msgspec
 
 from gpool.core.ids import NodeId, SpecId, TaskId, UserId
-from gpool.core.model import EndReason
+from gpool.core.model import EndReason, Shape, TaskSpec
 from gpool.core.scheduler.state.events import Placement
-from gpool.core.scheduler.state.held import HeldAllocation
 from gpool.core.scheduler.state.state import State
-from gpool.server.identity.secrets.envelope import FieldLocation
-from gpool.server.identity.secrets.sealer import Sealer
-from gpool.server.nodes.report_validation import FILE_BYTES
-from gpool.server.store.operations.gangs.grants import members_of
+from gpool.core.scheduler.state.waiting import HeldAllocation, shape_of
+from gpool.server.identity.envelope import FieldLocation
+from gpool.server.identity.sealer import Sealer
+from gpool.server.nodes.reports import FILE_WIRE_BYTES
+from gpool.server.store.operations.leases.gang_members import members_of
+from gpool.server.store.operations.tasks.submissions import Submission
 from gpool.server.store.values import DataKey, GrantedLine, HeldLease
 from gpool.wire.frames import Finished, Lease, Line, Rendezvous
+
+MAX_SPECS = 50_000
+"""Specs kept beyond those in use."""
+
+MAX_NAMES = 500_000
+"""Names of inputs and outputs in specs kept since the last rebuild, about 100 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownSpec:
+    spec: TaskSpec
+    shape: Shape
+
+
+class SpecCache:
+    def __init__(self) -> None:
+        self.with_secrets: set[SpecId] = set()
+        self.with_checkpoints: set[SpecId] = set()
+        self._known: dict[SpecId, KnownSpec] = {}
+        self._names = 0
+
+    def rebuild(
+        self, rows: Iterable[tuple[SpecId, UserId, TaskSpec]], teams: Mapping[SpecId, int]
+    ) -> None:
+        self.with_secrets, self.with_checkpoints, self._known = set(), set(), {}
+        for id_, user, spec in rows:
+            self._add(id_, user, spec, teams.get(id_))
+        self._names = 0
+
+    def add(self, id_: SpecId, submission: Submission) -> Shape:
+        known = self._known.get(id_)
+        if known is None:
+            spec = submission.spec
+            known = self._add(id_, submission.user, spec, submission.team)
+            self._names += len(spec.inputs) + len(spec.outputs)
+        return known.shape
+
+    def _add(self, id_: SpecId, user: UserId, spec: TaskSpec, team: int | None) -> KnownSpec:
+        known = self._known[id_] = KnownSpec(spec, shape_of(spec, user, team))
+        if spec.secrets:
+            self.with_secrets.add(id_)
+        if spec.checkpoint:
+            self.with_checkpoints.add(id_)
+        return known
+
+    def shape(self, id_: SpecId) -> Shape | None:
+        known = self._known.get(id_)
+        return None if known is None else known.shape
+
+    def shapes(self) -> Mapping[SpecId, Shape]:
+        return {id_: known.shape for id_, known in self._known.items()}
+
+    def spec(self, id_: int) -> TaskSpec | None:
+        known = self._known.get(SpecId(id_))
+        return None if known is None else known.spec
+
+    def is_oversized(self, in_use: int) -> bool:
+        return len(self._known) > MAX_SPECS + in_use or self._names > MAX_NAMES
+
 
 SECRET_BYTES = 32
 
@@ -136,7 +196,7 @@ def weight(line: Line) -> int:
 def _lease_weight(lease: Lease) -> int:
     names = lease.checkpoint
     return len(lease.payload) + (
-        sum(FILE_BYTES + len(f.path.encode()) for f in names) if names else 0
+        sum(FILE_WIRE_BYTES + len(f.path.encode()) for f in names) if names else 0
     )
 
 

@@ -21,7 +21,7 @@ from gpool.core.scheduler.explain.waiting import in_steps, step
 from gpool.core.scheduler.explain.whatif import Asking, Suggested
 from gpool.core.scheduler.order.orders import Order, Policy
 from gpool.core.scheduler.state.snapshot import Snapshot, take
-from gpool.server.scheduling.forecasts import PlannerInputs
+from gpool.server.scheduling.learning import PlannerInputs
 
 MAX_REQUESTS = 500
 """Requests at once; more are refused."""

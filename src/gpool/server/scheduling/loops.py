@@ -1,32 +1,81 @@
 """The server's periodic loops and their runner. Only the runner catches a loop's exceptions.
 
 The runner calls a loop's `run_once(now)` every `every_s` seconds, and sooner when `wake` is called.
+
+Stored values decay by half each half-life, which readers compute. So only values that differ from their decayed
+stored value by more than 2 % are written: a few rows each time, however many tenants there are.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from typing import Protocol
 
 import msgspec
 
 from gpool.core.model import SECOND, Availability, Instant, Span
-from gpool.server.actions.operators import audit, policy, quotas
-from gpool.server.gpu_verification.verifier import GpuVerifier
+from gpool.core.scheduler.order.fair_share import HALF_LIFE, UsageValues
+from gpool.server.actions import audit, policy, quotas
+from gpool.server.nodes.gpu_verifier import GpuVerifier
 from gpool.server.nodes.reliability import UpdateReliability
-from gpool.server.scheduling import pricing_training
-from gpool.server.scheduling.usage import StoreUsage
+from gpool.server.scheduling import learning
 from gpool.server.server import Server
 from gpool.server.settings import span
-from gpool.server.store.operations.gangs import members
+from gpool.server.store.operations import nodes, rules
+from gpool.server.store.operations import rules as rules_operations
 from gpool.server.store.operations.identity import accounts, sessions
-from gpool.server.store.operations.leases import leases
-from gpool.server.store.operations.nodes import nodes
-from gpool.server.store.operations.operators import rules as rules_operations
-from gpool.server.store.operations.tasks import artifacts, checkpoints, idempotency, logs, tasks
+from gpool.server.store.operations.leases import gang_members, leases
+from gpool.server.store.operations.tasks import artifacts, idempotency, progress, tasks
 from gpool.server.store.values import LogLine
 from gpool.server.wakeups import Wake
+
+EVERY_S = 5.0
+KEPT = Span(86_400 * SECOND)
+_ROWS = 500  # in one write
+_LEAST = 10_000  # billionths of the pool
+_FRACTION = 50
+
+
+class StoreUsage:
+    name = "usage"
+
+    def __init__(self, server: Server) -> None:
+        self.wake = Wake()
+        self.every_s = EVERY_S
+        self._server = server
+        self._written: dict[tuple[str, int], tuple[int, Instant]] = {}
+        self._swept = Instant(0)
+
+    async def run_once(self, now: Instant) -> None:
+        server = self._server
+        if server.picture.is_stale:
+            return
+        found = changed(server.picture.state.used(now), self._written, now)
+        rows = list(found.items())
+        for first in range(0, len(rows), _ROWS):
+            await server.write(rules.put_usage(dict(rows[first : first + _ROWS]), now))
+        self._written |= {key: (value, now) for key, value in found.items()}
+        if now - self._swept > KEPT:
+            self._swept = now
+            await server.write(rules.forget_usage(Instant(now - KEPT)))
+            self._written = {k: v for k, v in self._written.items() if now - v[1] <= KEPT}
+
+
+def changed(
+    used: Mapping[tuple[str, int], int],
+    written: Mapping[tuple[str, int], tuple[int, Instant]],
+    now: Instant,
+) -> UsageValues:
+    found: UsageValues = {}
+    for key, value in used.items():
+        before, at = written.get(key, (0, now))
+        decayed = before * 2.0 ** (-(now - at) / HALF_LIFE)
+        if abs(value - decayed) > max(_LEAST, value // _FRACTION):
+            found[key] = value
+    return found
+
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +162,7 @@ class BlockOverdueNodes:
 
     async def run_once(self, now: Instant) -> None:
         server = self._server
-        for node in await server.store.read(members.overdue(Instant(now - OVERDUE_AFTER))):
+        for node in await server.store.read(gang_members.overdue(Instant(now - OVERDUE_AFTER))):
             if server.nodes.block(node):
                 log.warning("node %s blocked: %s", node, OVERDUE)
             server.nodes.disconnect(node, OVERDUE, retry=True)
@@ -134,7 +183,7 @@ class PruneStore:
             pass
         await self._seal_logs(now)
         before = Instant(now - span(settings.keep_checkpoints_s))
-        while await server.write(checkpoints.forget_checkpoints(before, PRUNE_ROWS)) >= PRUNE_ROWS:
+        while await server.write(progress.forget_checkpoints(before, PRUNE_ROWS)) >= PRUNE_ROWS:
             pass
         await self._remove_unreferenced(now)
         server.blobs.remove_stale_parts(now, span(settings.keep_unreferenced_s))
@@ -145,19 +194,19 @@ class PruneStore:
     async def _seal_logs(self, now: Instant) -> None:
         server = self._server
         before = Instant(now - span(server.settings.seal_logs_after_s))
-        for task in await server.store.read(logs.finished_with_logs(before, PRUNE_ROWS)):
+        for task in await server.store.read(progress.finished_with_logs(before, PRUNE_ROWS)):
             view = await server.store.read(tasks.task(task, None))
             if view is None or not view.row.status.is_final or view.row.holding:
                 continue
             lines: list[LogLine] = []
             while chunk := await server.store.read(
-                logs.logs(task, lines[-1].cursor if lines else 0, PRUNE_ROWS)
+                progress.logs(task, lines[-1].cursor if lines else 0, PRUNE_ROWS)
             ):
                 lines += chunk
             data = msgspec.json.Encoder().encode_lines(lines)
             sha256 = await server.blobs.put_bytes(data)
             with server.blobs.pinned(sha256):
-                await server.write(logs.seal_logs(task, sha256, len(data), now))
+                await server.write(progress.seal_logs(task, sha256, len(data), now))
 
     async def _remove_unreferenced(self, now: Instant) -> None:
         server = self._server
@@ -216,7 +265,7 @@ class TrainPricing:
         self._requests = server.learning
         self.wake = self._requests.wake
         self.every_s = min(TRAINING_CHECK_S, max(1.0, server.settings.learn_every_s))
-        pricing_training.set_metrics(server.metrics, server.picture.policy.rules.learnt)
+        learning.set_metrics(server.metrics, server.picture.policy.rules.learnt)
 
     async def run_once(self, now: Instant) -> None:
         server, is_requested = self._server, self._requests.take()
@@ -224,7 +273,7 @@ class TrainPricing:
         every = server.settings.learn_every_s
         if not is_requested and (not every or (known is not None and now - known.at < span(every))):
             return
-        found = await pricing_training.trained(server.picture.state, server.store, now)
+        found = await learning.trained(server.picture.state, server.store, now)
         if found is None:
             if is_requested:
                 log.info("too few GPU tasks to train the slot pricing on")
@@ -232,8 +281,8 @@ class TrainPricing:
         await server.write(rules_operations.put_learnt(found, now))
         rules = await server.store.read(rules_operations.rules())
         server.picture.use_rules(rules, server.now)
-        pricing_training.set_metrics(server.metrics, found)
-        log.info("%s", pricing_training.sentence(found))
+        learning.set_metrics(server.metrics, found)
+        log.info("%s", learning.sentence(found))
 
 
 class VerifyGpus:

@@ -17,7 +17,7 @@ from gpool.core.errors import GpoolError
 from gpool.core.ids import NodeId, SpecId, TaskId
 from gpool.core.model import Instant, Merit, Node, Shape, Span
 from gpool.core.scheduler.order.limits import GpuLimits
-from gpool.core.scheduler.predict.predictions import model_of
+from gpool.core.scheduler.predict.run_times import model_of
 from gpool.core.scheduler.state.events import (
     Event,
     Leased,
@@ -35,14 +35,13 @@ from gpool.core.scheduler.state.state import Contradiction, State, build
 from gpool.server.metrics import Metrics
 from gpool.server.nodes.registry import NodeRegistry
 from gpool.server.scheduling.backoff import RejectedPlans
-from gpool.server.scheduling.forecasts import Forecasts
+from gpool.server.scheduling.delivery import SpecCache
+from gpool.server.scheduling.learning import Forecasts
 from gpool.server.scheduling.policy import ActivePolicy
-from gpool.server.scheduling.specs import SpecCache
-from gpool.server.store.operation import operation
+from gpool.server.store.operations import rules as usage_operations
 from gpool.server.store.operations.leases import leases
-from gpool.server.store.operations.operators import rules as usage_operations
 from gpool.server.store.operations.tasks.submissions import Submission, SubmittedTasks
-from gpool.server.store.protocol import Operation, Store
+from gpool.server.store.protocol import Operation, Store, operation
 from gpool.server.store.values import Picture, QueuedRow, Recording
 from gpool.server.wakeups import Hub, Wake
 from gpool.wire.frames import StopReason

@@ -15,12 +15,12 @@ from gpool.core.model import Instant
 from gpool.core.scheduler.passes.plan import plan
 from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.state.events import PassPlan, Placement, Preempt, TasksPreempted
-from gpool.server.identity.secrets.sealer import Sealer
+from gpool.server.identity.sealer import Sealer
 from gpool.server.metrics import Metrics
 from gpool.server.scheduling import delivery
 from gpool.server.scheduling.picture import StatePicture
-from gpool.server.store.operation import brief
-from gpool.server.store.operations.leases import leases, preemption
+from gpool.server.store.operations.leases import grants, leases
+from gpool.server.store.protocol import brief
 from gpool.server.store.values import AppliedPlan, GrantedLine
 from gpool.wire.frames import Hold
 
@@ -107,7 +107,7 @@ class Scheduler:
         """Ask unchanged victims to stop. They hold their slots until their nodes report the end."""
         picture = self._picture
         holds = [Hold(each.task, each.epoch) for each in preemptions]
-        recording = await picture.write(preemption.preempt_if_current(holds, term, now))
+        recording = await picture.write(grants.preempt_if_current(holds, term, now))
         asked = tuple(dict.fromkeys(TaskId(hold.task) for _, hold in recording.to_preempt))
         if len(asked) < len(holds):
             log.info("%d of %d preemptions rejected", len(holds) - len(asked), len(holds))

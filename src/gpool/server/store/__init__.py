@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from gpool.server.store.drivers.opening import open_inline, open_store
 from gpool.server.store.drivers.sqlite import InlineStore, SqliteStore
-from gpool.server.store.operation import operation
+from gpool.server.store.protocol import operation
 
 __all__ = ["InlineStore", "SqliteStore", "open_inline", "open_store", "operation"]

@@ -11,13 +11,11 @@ from dataclasses import dataclass, field, replace
 from gpool.agent.state_machine import instructions as say
 from gpool.agent.state_machine.agent_state import AgentState
 from gpool.core.model import Offer
-from gpool.testing.dice import Dice
-from gpool.testing.loop import VirtualLoop
+from gpool.testing.simulation import Dice, Trace, VirtualLoop
 from gpool.testing.world.host import Host, Parts
 from gpool.testing.world.machine import SimulatedMachine
 from gpool.testing.world.network import SimulatedLink, SimulatedNetwork
 from gpool.testing.world.oracle import Oracle
-from gpool.testing.world.trace import Trace
 from gpool.wire import frames
 
 MS = 1_000

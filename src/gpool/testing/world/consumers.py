@@ -12,16 +12,14 @@ from typing import Any, TypeVar
 
 from gpool.core.errors import Unreachable
 from gpool.core.ids import BatchId, TaskId, decode, encode
-from gpool.server.actions.tasks import query, stopping, submit
+from gpool.server.actions.tasks import query, submit
 from gpool.server.server import Once, Server
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.values import User
-from gpool.testing.dice import Dice
-from gpool.testing.loop import VirtualLoop
+from gpool.testing.simulation import Dice, Trace, VirtualLoop
 from gpool.testing.world.host import Host
 from gpool.testing.world.network import SimulatedNetwork
 from gpool.testing.world.oracle import Oracle, mark_of
-from gpool.testing.world.trace import Trace
 from gpool.wire.documents import FunctionDocument, TaskRequest
 
 T = TypeVar("T")
@@ -198,7 +196,7 @@ class Consumer:
     ) -> None:
         if planned.cancels_all:
             self._tell("cancels batch", batch)
-            await self._persist(lambda s: stopping.cancel_batch(s, self._user, batch, None))
+            await self._persist(lambda s: query.cancel_batch(s, self._user, batch, None))
             unlucky = list(tasks)
         else:
             unlucky = self._dice.sample(tasks, min(planned.cancels, len(tasks)))
@@ -231,7 +229,7 @@ class Consumer:
         self._tell("is served", batch)
 
     async def _cancel_task(self, task: TaskId, once: Once, server: Server) -> None:
-        await stopping.cancel_task(server, self._user, task, once)
+        await query.cancel_task(server, self._user, task, once)
 
     async def _read_results(self, batch: BatchId, after: int, server: Server) -> bytes:
         """The next request resumes after the first piece, as after a broken connection."""

@@ -11,17 +11,15 @@ from enum import StrEnum
 
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import Availability
-from gpool.server.actions.tasks.stopping import preempt_tasks
+from gpool.server.actions.tasks.query import preempt_tasks
 from gpool.server.server import Server
-from gpool.server.store.operations.nodes import nodes
-from gpool.testing.dice import Dice
-from gpool.testing.loop import VirtualLoop
+from gpool.server.store.operations import nodes
+from gpool.testing.simulation import Dice, Trace, VirtualLoop
 from gpool.testing.world.agents import Agent
-from gpool.testing.world.disk import DiskSpeed
+from gpool.testing.world.database import DiskSpeed
 from gpool.testing.world.host import Host
 from gpool.testing.world.network import NetworkConditions, SimulatedNetwork
 from gpool.testing.world.oracle import Oracle
-from gpool.testing.world.trace import Trace
 
 FIRST_NODE = 100
 """Id of the first node; the others follow."""

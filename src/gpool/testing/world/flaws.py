@@ -33,9 +33,9 @@ from gpool.server.scheduling.picture import StatePicture
 from gpool.server.server import Server
 from gpool.server.store.operations.leases import leases
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
-from gpool.server.store.queries import select, values
+from gpool.server.store.rows import select, values
 from gpool.server.store.values import AppliedPlan, Recording
-from gpool.testing.world.disk import PendingOperation, SimulatedDisk
+from gpool.testing.world.database import PendingOperation, SimulatedDisk
 from gpool.testing.world.host import Parts
 from gpool.testing.world.machine import SimulatedMachine
 from gpool.wire.frames import (

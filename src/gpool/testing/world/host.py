@@ -21,14 +21,14 @@ from gpool.core.scheduler.order.orders import Policy
 from gpool.server.actions.tasks import submit
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Ids
-from gpool.server.identity.credentials import Credentials
-from gpool.server.identity.node_proofs.verifier import NodeAuthenticator
-from gpool.server.identity.secrets.sealer import MasterSource, Sealer
-from gpool.server.identity.sign_in_guard import Guard
+from gpool.server.identity.authorization import Credentials
+from gpool.server.identity.node_proofs import NodeAuthenticator
+from gpool.server.identity.sealer import MasterSource, Sealer
+from gpool.server.identity.throttle import Guard
 from gpool.server.metrics import Metrics
 from gpool.server.nodes.connection import NodeChannel
 from gpool.server.nodes.registry import NodeRegistry
-from gpool.server.nodes.report_batches import ReportBatches
+from gpool.server.nodes.reports import ReportBatches
 from gpool.server.scheduling.loops import LoopRunner, all_loops
 from gpool.server.scheduling.picture import StatePicture
 from gpool.server.scheduling.policy import ActivePolicy
@@ -39,12 +39,10 @@ from gpool.server.store import InlineStore
 from gpool.server.store.operations.tasks import artifacts
 from gpool.server.store.values import NodeCredentials
 from gpool.server.wakeups import Hub
-from gpool.testing.dice import Dice
-from gpool.testing.loop import SimulatedProcess, VirtualLoop
-from gpool.testing.world.disk import DiskSpeed, SimulatedDisk
+from gpool.testing.simulation import Dice, SimulatedProcess, Trace, VirtualLoop
+from gpool.testing.world.database import DiskSpeed, SimulatedDisk
 from gpool.testing.world.machine import SimulatedMachine
 from gpool.testing.world.network import SimulatedLink
-from gpool.testing.world.trace import Trace
 from gpool.wire import frames
 
 T = TypeVar("T")

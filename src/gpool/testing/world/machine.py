@@ -12,8 +12,7 @@ from enum import StrEnum
 
 from gpool.agent.state_machine import instructions as say
 from gpool.core.model import Allocation, EndReason, OutputFile, Phase, TaskSpec
-from gpool.testing.dice import Dice
-from gpool.testing.loop import VirtualLoop
+from gpool.testing.simulation import Dice, VirtualLoop
 from gpool.testing.world.oracle import Oracle
 
 MS = 1_000

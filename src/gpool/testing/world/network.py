@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from gpool.testing.dice import Dice
-from gpool.testing.loop import VirtualLoop
+from gpool.testing.simulation import Dice, VirtualLoop
 
 MS = 1_000
 

@@ -20,13 +20,12 @@ from gpool.core.model import GIB, Gpu, Instant, Offer, Permission
 from gpool.core.scheduler.order.builtin import ORDERS
 from gpool.server.settings import Settings
 from gpool.server.store import InlineStore, SqliteStore
+from gpool.server.store.operations import nodes
 from gpool.server.store.operations.identity import users
 from gpool.server.store.operations.leases import leases
-from gpool.server.store.operations.nodes import nodes
 from gpool.server.store.operations.tasks import artifacts
 from gpool.server.store.values import User
-from gpool.testing.dice import Dice
-from gpool.testing.loop import Deadlock, Livelock, VirtualLoop, new_loop
+from gpool.testing.simulation import Deadlock, Dice, Livelock, Trace, VirtualLoop, new_loop
 from gpool.testing.world.agents import Agent, AgentEnvironment
 from gpool.testing.world.consumers import (
     FUNCTION_SHA256,
@@ -35,13 +34,17 @@ from gpool.testing.world.consumers import (
     draw_gang,
     draw_submission,
 )
-from gpool.testing.world.database import DatabaseReader, empty_database, fast_folder, rebuilt
-from gpool.testing.world.disk import DiskSpeed
+from gpool.testing.world.database import (
+    DatabaseReader,
+    DiskSpeed,
+    empty_database,
+    fast_folder,
+    rebuilt,
+)
 from gpool.testing.world.faults import FIRST_NODE, FaultInjector, FaultLimits, FaultPlan, draw
 from gpool.testing.world.host import ErrorLogHandler, Host, HostEnvironment, Parts, WallClock
 from gpool.testing.world.network import SimulatedNetwork
 from gpool.testing.world.oracle import Oracle
-from gpool.testing.world.trace import Trace
 
 S = 1_000_000
 MS = 1_000

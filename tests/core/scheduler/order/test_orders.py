@@ -13,9 +13,9 @@ from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, GpuRequest, Instant, Span
 from gpool.core.scheduler.order.builtin import ORDERS
 from gpool.core.scheduler.order.builtin.fair_share import FairShareKey
-from gpool.core.scheduler.order.exchange import NEAR_MILLI, Exchange, ExchangeSide, outranks
 from gpool.core.scheduler.order.fair_share import HALF_LIFE
 from gpool.core.scheduler.order.orders import Candidate, Order, Policy, Rank
+from gpool.core.scheduler.order.ranking import NEAR_MILLI, Exchange, ExchangeSide, outranks
 from gpool.core.scheduler.state.events import RunTimesObserved, TasksReleased
 from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, enqueue, plan
 

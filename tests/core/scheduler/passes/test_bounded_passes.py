@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import GIB, MIB, SECOND, Allocation, GpuRequest, Instant, Shape, Slice, Span
 from gpool.core.scheduler.order.builtin import ORDERS
-from gpool.core.scheduler.order.exchange import Exchange, ExchangeSide, outranks
 from gpool.core.scheduler.order.orders import Candidate, Key, Order, Policy, Rank
+from gpool.core.scheduler.order.ranking import Exchange, ExchangeSide, outranks
 from gpool.core.scheduler.passes.context import SEARCHES_IN_ROTATION
 from gpool.core.scheduler.passes.starts import MAX_SHAPES, MAX_STARTS
 from gpool.core.scheduler.passes.victims import (
@@ -23,9 +23,8 @@ from gpool.core.scheduler.passes.victims import (
 )
 from gpool.core.scheduler.place.fit import fit, unfit
 from gpool.core.scheduler.state.events import Leased, QueuedTask, TasksLeased, TasksQueued
-from gpool.core.scheduler.state.held import HeldAllocation
 from gpool.core.scheduler.state.state import State
-from gpool.core.scheduler.state.waiting import ShapeState
+from gpool.core.scheduler.state.waiting import HeldAllocation, ShapeState
 from tests.core.scheduler.state.builders import (
     NOW,
     a_node,

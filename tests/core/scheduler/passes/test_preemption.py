@@ -13,8 +13,15 @@ from hypothesis import strategies as st
 from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import SECOND, Allocation, GpuRequest, Instant, Shape, Slice, Span
 from gpool.core.scheduler.order.builtin import ORDERS
-from gpool.core.scheduler.order.levels import AGES, attained_at, level_of
-from gpool.core.scheduler.order.orders import Candidate, Key, Policy, Rank
+from gpool.core.scheduler.order.orders import (
+    AGES,
+    Candidate,
+    Key,
+    Policy,
+    Rank,
+    attained_at,
+    level_of,
+)
 from gpool.core.scheduler.passes.victim_sets import Clearable, fewest_victims
 from gpool.core.scheduler.passes.victims import Victim, in_sight
 from gpool.core.scheduler.state.capacity import Room
@@ -26,8 +33,8 @@ from gpool.core.scheduler.state.events import (
     TasksReleased,
     TasksWithdrawn,
 )
-from gpool.core.scheduler.state.held import HeldAllocation
 from gpool.core.scheduler.state.state import State
+from gpool.core.scheduler.state.waiting import HeldAllocation
 from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, plan
 
 HOUR = 3600 * SECOND

@@ -39,7 +39,7 @@ from gpool.core.scheduler.state.events import (
 )
 from gpool.core.scheduler.state.snapshot import take
 from gpool.core.scheduler.state.state import State
-from gpool.testing.dice import Dice
+from gpool.testing.simulation import Dice
 from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, hold, index_of, plan
 
 HOUR = 3600 * SECOND

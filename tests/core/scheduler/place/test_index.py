@@ -21,8 +21,13 @@ from gpool.core.scheduler.place.fit import fit, is_open, unfit
 from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.place.kinds import MAX_GPUS
 from gpool.core.scheduler.place.pricing import USUAL, Pricing, Weights, price
-from gpool.core.scheduler.state.events import NodeChanged, NodeRemoved, TasksReleased
-from gpool.core.scheduler.state.node_changes import MAX_LOGGED, NodeChanges
+from gpool.core.scheduler.state.events import (
+    MAX_LOGGED,
+    NodeChanged,
+    NodeChanges,
+    NodeRemoved,
+    TasksReleased,
+)
 from gpool.core.scheduler.state.state import State
 from gpool.core.specs import gpu
 from tests.core.scheduler.state.builders import (

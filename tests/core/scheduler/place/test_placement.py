@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from gpool.core.model import GIB, GpuRequest, Node, Requirements, Shape
 from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.place.fit import suits
-from gpool.core.scheduler.place.fragmentation import FragmentationTarget
 from gpool.core.scheduler.place.portfolio import (
     LEAST_ARRIVALS,
     WAYS,
@@ -22,8 +21,16 @@ from gpool.core.scheduler.place.portfolio import (
     priced,
     unallocated_pct,
 )
-from gpool.core.scheduler.place.pricing import USUAL, WEIGHT, Pricing, price, size_of
-from gpool.core.scheduler.place.remnants import least_gpus, remnant_values
+from gpool.core.scheduler.place.pricing import (
+    USUAL,
+    WEIGHT,
+    FragmentationTarget,
+    Pricing,
+    least_gpus,
+    price,
+    remnant_values,
+    size_of,
+)
 from gpool.core.specs import gpu
 from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, apply, enqueue, plan
 

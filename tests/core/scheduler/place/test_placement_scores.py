@@ -24,6 +24,7 @@ from gpool.core.model import (
     TaskKind,
     TaskSpec,
 )
+from gpool.core.reliability import HALF_LIFE, PRIOR, ReliabilityRecord, gigaflops_of
 from gpool.core.scheduler.explain.waiting import explain
 from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.place.fit import Unfit, fit, price_of, unfit
@@ -36,12 +37,11 @@ from gpool.core.scheduler.place.rows import (
 )
 from gpool.core.scheduler.state.capacity import Room
 from gpool.core.scheduler.state.events import NodeChanged, PassPlan, RunTimesObserved, TasksReleased
-from gpool.core.scheduler.state.input_caches import KEPT, InputCaches
-from gpool.core.scheduler.state.shapes import LEAST_DATA, shape_of
+from gpool.core.scheduler.state.hints import KEPT, InputCaches
 from gpool.core.scheduler.state.snapshot import take
 from gpool.core.scheduler.state.state import State
+from gpool.core.scheduler.state.waiting import LEAST_DATA, shape_of
 from gpool.core.specs import gpu
-from gpool.core.trust.reliability import HALF_LIFE, PRIOR, ReliabilityRecord, gigaflops_of
 from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, apply, enqueue, plan
 
 HOUR = 3600 * SECOND

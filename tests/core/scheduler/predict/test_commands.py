@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from gpool.core.ids import UserId
 from gpool.core.model import Requirements, TaskKind, TaskSpec
-from gpool.core.scheduler.predict.commands import MAX_LETTERS, kind_of, program_of
-from gpool.core.scheduler.state.shapes import shape_of
+from gpool.core.scheduler.predict.run_times import MAX_LETTERS, kind_of, program_of
+from gpool.core.scheduler.state.waiting import shape_of
 
 KINDS = {
     "python train.py": "python train.py",

@@ -15,10 +15,15 @@ from gpool.core.model import SECOND, Audience, Instant, Shape, Span
 from gpool.core.scheduler.explain.waiting import explain
 from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.place.fit import Unfit, is_open, unfit
-from gpool.core.scheduler.predict.calibration import Calibration
-from gpool.core.scheduler.predict.dry_run import compare
-from gpool.core.scheduler.predict.forecast import Bounds, ForecastQuestion, courses, waits
+from gpool.core.scheduler.predict.forecast import (
+    Bounds,
+    Calibration,
+    ForecastQuestion,
+    courses,
+    waits,
+)
 from gpool.core.scheduler.predict.run_times import RunTimes
+from gpool.core.scheduler.predict.simulation import compare
 from gpool.core.scheduler.state.events import NodeChanged
 from gpool.core.scheduler.state.operator_rules import OperatorRules, PolicyChange, Reservation
 from gpool.core.scheduler.state.snapshot import take

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gpool.core.model import SECOND, GpuRequest, Span
 from gpool.core.scheduler.order.orders import Policy
-from gpool.core.scheduler.predict.predictions import KEPT, LEAST, MAX_KEYS, Predictions, model_of
+from gpool.core.scheduler.predict.run_times import KEPT, LEAST, MAX_KEYS, Predictions, model_of
 from gpool.core.scheduler.state.events import RunTimesObserved
 from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, apply, enqueue, plan
 

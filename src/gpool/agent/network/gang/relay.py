@@ -27,8 +27,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gpool.agent.network.gang.keys import HELLO_BYTES, IS_HELLO, Bond
-from gpool.agent.network.gang.packets import AROUND_BYTES, IP_HEADER_BYTES, Piece, passes
+from gpool.agent.network.gang.datagrams import (
+    AROUND_BYTES,
+    HELLO_BYTES,
+    IP_HEADER_BYTES,
+    IS_HELLO,
+    Bond,
+    Piece,
+    passes,
+)
 from gpool.core.gangs import address_of
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38

@@ -19,8 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpool.agent.runtime import cgroups
-from gpool.agent.runtime.bubblewrap import landlock, layout, seccomp
-from gpool.agent.runtime.bubblewrap.arguments import BwrapArguments, joined
+from gpool.agent.runtime.bubblewrap import layout, seccomp
 from gpool.agent.runtime.bubblewrap.launcher_client import (
     LAUNCHER_DIED,
     Launcher,
@@ -28,6 +27,7 @@ from gpool.agent.runtime.bubblewrap.launcher_client import (
     ProcessExit,
     StartedProcess,
 )
+from gpool.agent.runtime.bubblewrap.layout import BwrapArguments, joined
 from gpool.agent.runtime.descriptors import close_all, command_pipes, memory_file
 from gpool.agent.runtime.devices import device_arguments, node_arguments, visible_devices
 from gpool.agent.runtime.disk_watchdog import DiskWatchdog, WatchedDirectory
@@ -122,9 +122,9 @@ class BubblewrapRuntime(PlainRuntime):
             tree=self._arguments.tree,
             seccomp_of_gangs=seccomp.program(interfaces=True),
         )
-        self.landlock = landlock.version() if landlock.perl() else 0
+        self.landlock = seccomp.version() if seccomp.perl() else 0
         """Landlock version applied inside; 0: none, for lack of kernel support or of Perl on the host."""
-        self._starts_by_perl = bool(self.landlock) or (bool(landlock.perl()) and not self._root)
+        self._starts_by_perl = bool(self.landlock) or (bool(seccomp.perl()) and not self._root)
 
     def use_gpus(self, gpus: Sequence[Gpu]) -> None:
         self._gpus = {gpu.index: gpu for gpu in gpus}
@@ -265,7 +265,7 @@ class BubblewrapRuntime(PlainRuntime):
         command += ["--seccomp", str(len(given)), "--json-status-fd", str(len(given) + 1), "--"]
         if self._starts_by_perl:
             processes = 0 if self._root else job.limits.processes
-            command += landlock.command(
+            command += seccomp.command(
                 len(given) - 1, processes, self.landlock, names_threads=bool(devices)
             )
         started = await self._launcher.start(

@@ -1,6 +1,8 @@
 """Client of the local container engine, Docker or Podman, through the docker SDK. Every call blocks.
 
 The SDK's errors become `SandboxFailed` with the remedy. A remote engine is refused: it could not see the work directory.
+
+The record precedes the container's end; the engine's notification may come later or be lost.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -33,8 +35,46 @@ from gpool.agent.runtime.docker.images import (
     image_from,
     wrong_reference,
 )
-from gpool.agent.runtime.docker.kernel_log import KERNEL_LOG, exceeded_its_limit, records
 from gpool.agent.runtime.protocol import SandboxFailed
+
+KERNEL_LOG = "/dev/kmsg"
+LONGEST_RECORD = 1 << 14
+USER_RECORDS_FROM = 8  # a record's number is 8 × facility + severity; facility 0 is the kernel's
+KILLED_FOR_A_LIMIT = re.compile(r"oom-kill:constraint=CONSTRAINT_MEMCG,.*?\boom_memcg=([^,]*),")
+
+
+def records(path: str = KERNEL_LOG) -> Iterator[str]:
+    try:
+        log = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:  # not root, or no such log here
+        return
+    try:
+        while True:
+            try:
+                record = os.read(log, LONGEST_RECORD)
+            except BrokenPipeError:  # overwritten meanwhile: the next read gives the next one
+                continue
+            except OSError:  # EAGAIN: this was the last
+                return
+            if not record:
+                return
+            yield record.decode("utf-8", "replace")
+    finally:
+        os.close(log)
+
+
+def exceeded_its_limit(container: str, found: Iterable[str]) -> bool:
+    """False if the machine or a group above ran out of memory: the container may be within its limit."""
+    for record in found:
+        about, _, text = record.partition(";")
+        number = about.partition(",")[0]
+        if not number.isdecimal() or int(number) >= USER_RECORDS_FROM:
+            continue
+        limited = KILLED_FOR_A_LIMIT.match(text)
+        if limited is not None and container in limited[1]:
+            return True
+    return False
+
 
 UNIX = "unix://"
 USUAL_SOCKETS = ("/run/docker.sock", "/run/podman/podman.sock")

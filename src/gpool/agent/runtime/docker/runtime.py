@@ -30,21 +30,26 @@ from gpool.agent.runtime.bubblewrap.launcher_client import ProcessExit, StartedP
 from gpool.agent.runtime.descriptors import close_all, command_pipes
 from gpool.agent.runtime.devices import visible_devices
 from gpool.agent.runtime.disk_watchdog import DiskWatchdog, WatchedDirectory
-from gpool.agent.runtime.docker.confinement import VALUES_AT, WORK_AT, ContainerSpec
+from gpool.agent.runtime.docker.confinement import (
+    DRIVER_AT,
+    VALUES_AT,
+    WORK_AT,
+    ContainerSpec,
+    gpu_mounts,
+)
 from gpool.agent.runtime.docker.containers import (
     AGENT_LABEL,
     BOOT_LABEL,
     ContainerStarter,
     Gvisor,
+    ImagePulls,
     RunningContainer,
     SeccompProfiles,
     undivided,
 )
 from gpool.agent.runtime.docker.engine import EngineClient, usual_socket
-from gpool.agent.runtime.docker.gpu_devices import DRIVER_AT, gpu_mounts
 from gpool.agent.runtime.docker.images import ContainerImage
 from gpool.agent.runtime.docker.network import CANNOT, ProbeCache, name_files, why_never
-from gpool.agent.runtime.docker.pulls import ImagePulls
 from gpool.agent.runtime.docker.streams import pour, relay
 from gpool.agent.runtime.protocol import (
     CommandJob,

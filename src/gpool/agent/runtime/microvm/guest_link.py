@@ -18,18 +18,19 @@ from pathlib import Path
 from gpool.agent.runtime.bubblewrap.launcher_client import ProcessExit
 from gpool.agent.runtime.descriptors import readable
 from gpool.agent.runtime.microvm import guest
-from gpool.agent.runtime.microvm.guest_outputs import OutputRequests, printable
-from gpool.agent.runtime.microvm.guest_streams import (
+from gpool.agent.runtime.microvm.guest_outputs import (
     MOST_FRAME_BYTES,
     CallOutflow,
     FrameWriter,
     GuestPipes,
     GuestViolation,
     OutputInflow,
+    OutputRequests,
+    printable,
 )
 from gpool.agent.runtime.protocol import SandboxFailed, StagedInput
 from gpool.core.model import OutputFile
-from gpool.core.specs.paths import checked
+from gpool.core.specs.fields import checked_path
 
 MOST_BRACKETS = 5000  # more than any message needs; deeper nesting has overflowed Python's C stack
 KILLED = 137
@@ -74,7 +75,7 @@ class GuestConnection:
     ) -> None:
         await self._writer.send_message(word="begin", **job)
         for staged in inputs:
-            path = checked(staged.path)
+            path = checked_path(staged.path)
             fields = {"word": "file", "path": path, "executable": staged.executable}
             await self._writer.send_file(staged.source, self.over.done, **fields)
         await self._writer.send_message(word="go")

@@ -24,17 +24,17 @@ from gpool.agent.runtime.bubblewrap.launcher_client import (
     StartedProcess,
 )
 from gpool.agent.runtime.descriptors import close_all, command_pipes
+from gpool.agent.runtime.microvm import requirements
 from gpool.agent.runtime.microvm.guest_link import GuestConnection
-from gpool.agent.runtime.microvm.guest_streams import GuestPipes
+from gpool.agent.runtime.microvm.guest_outputs import GuestPipes
 from gpool.agent.runtime.microvm.image.build import GuestImage, GuestImageBuilder
 from gpool.agent.runtime.microvm.image.disks import DiskStore, make_work_disk
 from gpool.agent.runtime.microvm.image.kernel import Kernel, NoKernel, find_kernel
-from gpool.agent.runtime.microvm.monitors import choice
-from gpool.agent.runtime.microvm.monitors.launch import MonitorLauncher
 from gpool.agent.runtime.microvm.monitors.protocol import (
     GuestDisk,
     GuestMachine,
     MachineMonitor,
+    MonitorLauncher,
     MonitorLine,
     guest_memory_mib,
 )
@@ -188,7 +188,7 @@ class MicrovmRuntime(PlainRuntime):
     ) -> tuple[MachineMonitor, GuestImage]:
         async with self._preparing:
             if self._monitor is None:
-                probing = choice.choose(self._disks.folder, self._kernel, self._boots)
+                probing = requirements.choose(self._disks.folder, self._kernel, self._boots)
                 self._monitor = await _to_its_end(probing)
             making = asyncio.to_thread(
                 self._images.image, environment, unpacked_kernel=self._monitor.unpacked_kernel
@@ -197,7 +197,7 @@ class MicrovmRuntime(PlainRuntime):
 
     async def _boots(self, monitor: MachineMonitor) -> bool:
         kernel = await asyncio.to_thread(self._images.kernel_file, unpacked=monitor.unpacked_kernel)
-        probe = self._disks.keep("probe.cpio", choice.probe_archive())
+        probe = self._disks.keep("probe.cpio", requirements.probe_archive())
         assert probe is not None
         paths = (self._monitors.disk_path(kernel), self._monitors.disk_path(probe))
         machine = GuestMachine(*paths, (), (), PROBE_MIB, 1)
@@ -210,14 +210,14 @@ class MicrovmRuntime(PlainRuntime):
                 slot, root, monitor, machine, files, line.descriptor, console
             )
             await asyncio.wait(
-                [asyncio.ensure_future(started.exited())], timeout=choice.PROBE_WITHIN_S
+                [asyncio.ensure_future(started.exited())], timeout=requirements.PROBE_WITHIN_S
             )
             await started.kill()
         finally:
             line.close()
             tail = await console.close()
             self._slots.discard(slot, root)
-        return choice.PROBE_LINE in tail
+        return requirements.PROBE_LINE in tail
 
     async def _start(
         self,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from gpool.core.ids import NodeId
 from gpool.core.model import Gpu, GpuRequest, Node, Shape, Tier
 from gpool.core.scheduler.place.fit import Unfit, possible_prices, unfit, usable
-from gpool.core.specs import environment, price
+from gpool.core.specs import fields
 from gpool.core.specs import gpu as gpuspec
 
 
@@ -48,22 +48,28 @@ def nothing_can(nodes: list[Node], shape: Shape) -> Explanation:
             return _no_such_label(nodes, needs.labels)
         case Unfit.PRICE:
             least = min(min(possible_prices(node, needs)) for node in near)
-            cap = price.format_price(needs.max_price_microcredits or 0)
-            said = f"It may cost {cap}; the cheapest that could run it costs {price.format_price(least)}."
+            cap = fields.format_price(needs.max_price_microcredits or 0)
+            said = f"It may cost {cap}; the cheapest that could run it costs {fields.format_price(least)}."
             return Explanation("over_price", said)
         case Unfit.NETWORK:
             said = f"No node gives the network {needs.network.value!r}; its owners can allow it."
             return Explanation("no_network", said)
         case Unfit.RUNTIME:
             asked = [f"isolation {needs.tier.value!r}", f"network {needs.network.value!r}"]
-            asked += ["an image"] * (environment.kind_of(shape.environment) == environment.IMAGE)
+            asked += ["an image"] * (
+                fields.environment_kind(shape.environment) == fields.IMAGE_ENVIRONMENT
+            )
             asked += ["a GPU"] * bool(needs.gpu)
             said = f"No node gives all of this in one sandbox: {', '.join(asked)}."
             return Explanation("no_runtime", said)
-        case Unfit.ENVIRONMENT if environment.kind_of(shape.environment) == environment.PIP:
+        case Unfit.ENVIRONMENT if (
+            fields.environment_kind(shape.environment) == fields.PIP_ENVIRONMENT
+        ):
             said = "No node builds environments from packages; one with uv and egress does."
             return Explanation("no_environment", said)
-        case Unfit.ENVIRONMENT if environment.kind_of(shape.environment) == environment.IMAGE:
+        case Unfit.ENVIRONMENT if (
+            fields.environment_kind(shape.environment) == fields.IMAGE_ENVIRONMENT
+        ):
             said = "No node runs images; one with Docker or Podman does."
             return Explanation("no_environment", said)
         case Unfit.ENVIRONMENT:

@@ -30,8 +30,8 @@ from gpool.core.scheduler.state.capacity import GpuRoom
 from gpool.core.scheduler.state.events import Placement, QueuedTask, TasksQueued, TasksWithdrawn
 from gpool.core.scheduler.state.snapshot import Snapshot
 from gpool.core.scheduler.state.state import State
+from gpool.core.specs import fields
 from gpool.core.specs import gpu as gpuspec
-from gpool.core.specs import price as prices
 
 MOST_PLANS = 60
 """Passes tried per question."""
@@ -130,7 +130,7 @@ class _ChangeTrial:
 
     def _suggestion(self, kind: str, change: _Change, place: Placement) -> Suggestion:
         price = cost_of(self.state, place)
-        at = f" at {prices.format_price(price)}" if price else ""
+        at = f" at {fields.format_price(price)}" if price else ""
         several = " for each node" if price and place.members else ""
         said = f"It starts now{' ' * bool(change.words)}{change.words}{at}{several}."
         return Suggestion(kind, change.change, said, change.requirements, price)
@@ -309,7 +309,7 @@ def _higher_prices(shape: Shape, free: _Free) -> Iterator[_Change]:
         if cost > cap:
             needs = replace(shape.requirements, max_price_microcredits=cost)
             yield _Change(
-                f"--max-price {prices.format_price(cost)}", "", needs
+                f"--max-price {fields.format_price(cost)}", "", needs
             )  # the price is in the suggestion
 
 

@@ -46,7 +46,7 @@ from gpool.core.ids import NodeId
 from gpool.core.model import SECOND, Allocation, Instant, Node, Shape, Span
 from gpool.core.scheduler.order.limits import Holder, gpus_of, least_gpus
 from gpool.core.scheduler.place.fit import is_open
-from gpool.core.scheduler.predict.predictions import Predictions
+from gpool.core.scheduler.predict.run_times import Predictions
 
 HALF_LIFE = Span(1200 * SECOND)
 PAST = 3  # weight of recent usage relative to held shares

@@ -1,19 +1,48 @@
-"""Queue orders as values: an operator's policy, the candidate that an order ranks, and the order. Table: `builtin.ORDERS`.
-A key function must be deterministic, and its key must not get smaller when `queued_at`, `running`, `served`,
-`attained`, `predicted` or the shares of a candidate grow.
+"""Queue orders as values: an operator's policy, the candidate that an order ranks, levels of attained run time.
+
+Levels begin at 0, 0.5, 2, 8, 32 and 128 hours of run time in all attempts; within a level the older goes first. Run
+times have heavy tails: a task that has run long will probably run as long again, so stopping it for short ones costs it
+little. This holds at every scale, hence factors of four: with one level above 8 hours, a task of ten hours would wait
+behind tasks of two weeks. After waiting for `promotion` a task is at level 0: none starves.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from gpool.core.ids import TaskId
-from gpool.core.model import Instant, Shape, Span
+from gpool.core.model import SECOND, Instant, Shape, Span
 from gpool.core.scheduler.order.limits import NO_LIMITS, WITHIN, GpuLimits, Holder
 from gpool.core.scheduler.place.pricing import USUAL, Pricing
+
+AGES = tuple(Span(1800 * 4**level * SECOND) for level in range(5))
+"""Attained run time at which the next level begins."""
+
+
+def level_of(attained: Span) -> int:
+    return bisect_right(AGES, attained)
+
+
+def attained_at(level: int) -> Span:
+    return AGES[level - 1] if level else Span(0)
+
+
+def risen(level: int, waited: int, promotion: Span) -> int:
+    return 0 if waited >= promotion else level
+
+
+def at_level(shape: Shape, level: int) -> Shape:
+    return shape if shape.level == level else replace(shape, level=level)
+
+
+def plain(shape: Shape) -> Shape:
+    """The shape without fields that count only while a task waits."""
+    return replace(shape, level=0, avoids=()) if shape.level or shape.avoids else shape
+
 
 _SECOND = 1_000_000
 _PREFETCH_TARGET, _AGEING, _PATIENCE = Span(300_000), Span(300 * _SECOND), Span(60 * _SECOND)
@@ -70,7 +99,7 @@ class Rank(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Order:
     """`decisive` names the fields of the key, first to last, that justify preemption; without any, only a guarantee preempts.
-    `exchanges_by_share`: preemption between tenants follows the shares and time quanta of `order.exchange` instead.
+    `exchanges_by_share`: preemption between tenants follows the shares and time quanta of `order.ranking` instead.
     """
 
     name: str

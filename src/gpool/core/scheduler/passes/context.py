@@ -11,12 +11,15 @@ from itertools import islice
 from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import Allocation, Instant, Shape
 from gpool.core.scheduler.order.fair_share import Amounts, amounts_of, tenant_of, total
-from gpool.core.scheduler.order.levels import attained_at
 from gpool.core.scheduler.order.limits import WITHIN, Holder, gpus_in
-from gpool.core.scheduler.order.orders import Candidate, Order, Policy, Rank
-from gpool.core.scheduler.passes.ledger import CapacityLedger, NodeClaims
-from gpool.core.scheduler.passes.run_times import RunTimeMemo
-from gpool.core.scheduler.passes.tenants import Holding, TenantLedger
+from gpool.core.scheduler.order.orders import Candidate, Order, Policy, Rank, attained_at
+from gpool.core.scheduler.passes.ledger import (
+    CapacityLedger,
+    Holding,
+    NodeClaims,
+    RunTimeMemo,
+    TenantLedger,
+)
 from gpool.core.scheduler.passes.victims import VictimSearch
 from gpool.core.scheduler.place.fit import Fit
 from gpool.core.scheduler.place.index import PlacementIndex

@@ -23,11 +23,10 @@ from gpool.core.model import Instant
 from gpool.core.scheduler.order.builtin import ORDERS, order_named
 from gpool.core.scheduler.order.orders import Order, Policy
 from gpool.core.scheduler.passes.context import PassContext, PlannedAllocation, begin
-from gpool.core.scheduler.passes.pins import keep_pins
 from gpool.core.scheduler.passes.preemption import count_stopping
 from gpool.core.scheduler.passes.queue_fill import fill_queues
 from gpool.core.scheduler.passes.reservations import contention
-from gpool.core.scheduler.passes.starts import look, start
+from gpool.core.scheduler.passes.starts import keep_pins, look, start
 from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.state.events import LeaseGrant, PassPlan, Placement
 from gpool.core.scheduler.state.queue import TaskQueueEntry, epoch_of

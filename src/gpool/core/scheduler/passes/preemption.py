@@ -1,7 +1,7 @@
 """Preemption: stopping running tasks for a waiting task that the order puts before them.
 
 **Victims.** A task may be stopped if it allows it (`Shape.preemptible`) and the waiting task outranks it, both counted
-as if the running one did not run (`order.exchange.outranks`), in this order:
+as if the running one did not run (`order.ranking.outranks`), in this order:
 
 1. A start within a guarantee outranks a borrowed one; tasks within a guarantee are never stopped for other tenants.
 2. Between tenants (then between the users of a team), shares decide. The victim's tenant must stay ahead after the
@@ -30,7 +30,7 @@ After 10 minutes B has recently had less and holds less (3 < 5), so rule 3 gives
 
     waiting task ─ rank_of ─┐
     running tasks ─ groups ─┴─ worth_comparing ─ outranks ─ victims by node ─ cheapest set ─ Preempt
-                   (victims)                                                               └ pin (`passes.pins`)
+                   (victims)                                                               └ pin (`passes.starts`)
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ import numpy as np
 
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import Shape, Span
-from gpool.core.scheduler.order.exchange import Exchange, ExchangeSide, outranks
 from gpool.core.scheduler.order.fair_share import asked_by
 from gpool.core.scheduler.order.limits import Holder, holders_of
+from gpool.core.scheduler.order.ranking import Exchange, ExchangeSide, outranks
 from gpool.core.scheduler.passes.context import (
     PassContext,
     QueueCursor,
@@ -61,7 +61,7 @@ from gpool.core.scheduler.passes.victims import (
     is_protected,
     protection_period,
 )
-from gpool.core.scheduler.place.remnants import GPU
+from gpool.core.scheduler.place.pricing import GPU
 from gpool.core.scheduler.state.events import Preempt
 
 _WORK_PER_NODE, _WORK_PER_VICTIM = 15, 3  # about microseconds

@@ -16,7 +16,7 @@ from gpool.core.scheduler.passes.context import (
     rank_beside,
     rank_of,
 )
-from gpool.core.scheduler.passes.tenants import Holding
+from gpool.core.scheduler.passes.ledger import Holding
 from gpool.core.scheduler.place.fit import fit, unfit
 from gpool.core.scheduler.state.capacity import Room
 from gpool.core.scheduler.state.state import State

@@ -16,8 +16,7 @@ from gpool.core.model import SECOND, Allocation, Instant, Node, Shape, Span
 from gpool.core.scheduler.order.fair_share import asked_by, tenant_of
 from gpool.core.scheduler.order.limits import Holder, gpus_of, least_gpus
 from gpool.core.scheduler.passes.context import PassContext, QueueCursor
-from gpool.core.scheduler.passes.ledger import BackfillReservation
-from gpool.core.scheduler.passes.run_times import UNKNOWN
+from gpool.core.scheduler.passes.ledger import UNKNOWN, BackfillReservation
 from gpool.core.scheduler.place import gangs
 from gpool.core.scheduler.place.fit import fit, is_slice
 from gpool.core.scheduler.state.capacity import Room

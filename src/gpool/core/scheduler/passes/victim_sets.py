@@ -13,9 +13,9 @@ from gpool.core.ids import NodeId
 from gpool.core.model import Node, Shape
 from gpool.core.scheduler.passes.victims import Victim
 from gpool.core.scheduler.place.fit import Fit, fit, is_slice, usable
-from gpool.core.scheduler.place.remnants import GPU
+from gpool.core.scheduler.place.pricing import GPU
 from gpool.core.scheduler.state.capacity import Room
-from gpool.core.scheduler.state.held import HeldAllocation
+from gpool.core.scheduler.state.waiting import HeldAllocation
 
 _MAX_NODES_TRIED = 32
 _MAX_GANGS_TRIED = 8

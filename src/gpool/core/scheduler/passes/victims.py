@@ -13,15 +13,15 @@ import numpy as np
 
 from gpool.core.ids import NodeId, UserId
 from gpool.core.model import SECOND, Allocation, Instant, Shape, Span
-from gpool.core.scheduler.order.exchange import ExchangeSide, Pair
 from gpool.core.scheduler.order.fair_share import Amounts
 from gpool.core.scheduler.order.limits import WITHIN
 from gpool.core.scheduler.order.orders import Candidate, Order, Policy, Rank
-from gpool.core.scheduler.passes.tenants import TenantLedger
-from gpool.core.scheduler.place.fragmentation import Bools, Ints
+from gpool.core.scheduler.order.ranking import ExchangeSide, Pair
+from gpool.core.scheduler.passes.ledger import TenantLedger
 from gpool.core.scheduler.place.index import PlacementIndex
-from gpool.core.scheduler.state.held import HeldAllocation
+from gpool.core.scheduler.place.pricing import Bools, Ints
 from gpool.core.scheduler.state.state import State
+from gpool.core.scheduler.state.waiting import HeldAllocation
 
 MAX_IN_SIGHT = 2000
 """Running tasks that one pass considers as victims."""

@@ -15,7 +15,6 @@ import numpy as np
 
 from gpool.core.ids import NodeId
 from gpool.core.model import SECOND, Node
-from gpool.core.scheduler.place.fragmentation import Floats, FragmentationTarget, Ints, Slots
 from gpool.core.scheduler.place.kinds import (
     CLOSED,
     MAX_GPUS,
@@ -24,7 +23,7 @@ from gpool.core.scheduler.place.kinds import (
     lent_gpus,
     merit_of,
 )
-from gpool.core.scheduler.place.pricing import Pricing
+from gpool.core.scheduler.place.pricing import Floats, FragmentationTarget, Ints, Pricing, Slots
 from gpool.core.scheduler.state.capacity import NOBODY, Room
 
 HAS_GPUS = 1 << 16

@@ -26,7 +26,7 @@ from gpool.core.model import (
     Tier,
 )
 from gpool.core.scheduler.state.capacity import ANYBODY, GpuRoom, Room
-from gpool.core.specs import environment, gpu_slices
+from gpool.core.specs import fields, gpu_slices
 from gpool.core.specs import gpu as gpuspec
 
 
@@ -79,7 +79,7 @@ def unfit(node: Node, shape: Shape) -> Unfit | None:
     if needs.labels and not offer.labels.issuperset(needs.labels):
         return Unfit.LABELS
     if shape.environment not in offer.environments and (
-        environment.kind_of(shape.environment) not in offer.builds
+        fields.environment_kind(shape.environment) not in offer.builds
     ):
         return Unfit.ENVIRONMENT
     if needs.python is not None and needs.python not in offer.pythons:
@@ -117,7 +117,8 @@ def _gives(runtime: RuntimeOffer, shape: Shape) -> bool:
         runtime.tier.strength >= needs.tier.strength
         and needs.network in runtime.networks
         and (needs.nodes == 1 or Network.EGRESS in runtime.networks)
-        and runtime.images == (environment.kind_of(shape.environment) == environment.IMAGE)
+        and runtime.images
+        == (fields.environment_kind(shape.environment) == fields.IMAGE_ENVIRONMENT)
         and (runtime.gpus or not needs.gpu)
     )
 

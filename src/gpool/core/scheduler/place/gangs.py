@@ -15,8 +15,8 @@ import numpy as np
 from gpool.core.ids import NodeId
 from gpool.core.model import GpuRequest, Node, Shape
 from gpool.core.scheduler.place.fit import Fit, joins_gangs, usable
-from gpool.core.scheduler.place.fragmentation import Ints, Slots
 from gpool.core.scheduler.place.index import Candidates, PlacementIndex
+from gpool.core.scheduler.place.pricing import Ints, Slots
 
 Found = list[tuple[NodeId, Fit]]
 

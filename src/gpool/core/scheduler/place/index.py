@@ -30,9 +30,7 @@ from gpool.core.scheduler.place.fit import (
     slice_of,
     whole,
 )
-from gpool.core.scheduler.place.fragmentation import Bools, Floats, Ints, Slots
-from gpool.core.scheduler.place.pricing import USUAL, Pricing
-from gpool.core.scheduler.place.remnants import GPU
+from gpool.core.scheduler.place.pricing import GPU, USUAL, Bools, Floats, Ints, Pricing, Slots
 from gpool.core.scheduler.place.rows import PlacementRow, RowCache
 from gpool.core.scheduler.place.scoring import NO_ROOM, PRICE, Scorer
 from gpool.core.scheduler.state.capacity import ANYBODY, Room

@@ -13,8 +13,8 @@ from gpool.core.model import SECOND, Instant, Shape, Span
 from gpool.core.scheduler.place.fit import fit, is_open, unfit
 from gpool.core.scheduler.place.rows import LOAD_BYTES_PER_S
 from gpool.core.scheduler.state.capacity import Room
-from gpool.core.scheduler.state.held import HeldAllocation, NodeState
 from gpool.core.scheduler.state.state import State
+from gpool.core.scheduler.state.waiting import HeldAllocation, NodeState
 
 MOST_NODES = 64  # looked at
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from gpool.core.model import Gpu, Health, Node, Tier
 from gpool.core.scheduler.place.fit import is_open, joins_gangs
-from gpool.core.scheduler.place.fragmentation import FragmentationTarget
+from gpool.core.scheduler.place.pricing import FragmentationTarget
 
 CLOSED = 0
 """The kind of slots that take nothing: empty ones, and nodes that are away or paused."""

@@ -15,7 +15,7 @@ from gpool.core.scheduler.order.limits import least_gpus
 from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.place.fit import is_open
 from gpool.core.scheduler.place.pricing import USUAL, Pricing, Weights, price
-from gpool.core.scheduler.predict.replay import Replay
+from gpool.core.scheduler.predict.simulation import Replay
 
 PLAIN = Weights(remnants=0, stranding=0, step=40)
 """Fragmentation gradient descent as published."""

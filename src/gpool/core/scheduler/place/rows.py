@@ -26,11 +26,10 @@ from gpool.core.scheduler.place.fit import (
     unfit,
     usable,
 )
-from gpool.core.scheduler.place.fragmentation import Bools, Floats, Ints
 from gpool.core.scheduler.place.kinds import MAX_GPUS, lent_gpus
-from gpool.core.scheduler.place.remnants import GPU
+from gpool.core.scheduler.place.pricing import GPU, Bools, Floats, Ints
 from gpool.core.scheduler.state.state import State
-from gpool.core.specs import environment
+from gpool.core.specs import fields
 
 MAX_CELLS = 8_000_000  # numbers kept in all rows together, about 80 MB
 MAX_SHAPES = 20_000
@@ -41,7 +40,7 @@ RESTART = 60  # seconds until a lost task runs again
 PREPARATION = 60  # seconds to prepare an environment, roughly
 LOAD_BYTES_PER_S = 100_000_000
 STEPS = 200  # to a run
-_PREPARED = (environment.PIP, environment.IMAGE)
+_PREPARED = (fields.PIP_ENVIRONMENT, fields.IMAGE_ENVIRONMENT)
 
 
 class StartCost(NamedTuple):
@@ -225,7 +224,7 @@ class RowCache:
         if rows is not None:
             return rows
         cost = None
-        if is_uneven or shape.data or environment.kind_of(shape.environment) in _PREPARED:
+        if is_uneven or shape.data or fields.environment_kind(shape.environment) in _PREPARED:
             cost = start_cost(shape, self._state.predictions.of(shape))
         rows = self._shared(shape, cost)
         if len(self._by_shape) >= MAX_SHAPES:

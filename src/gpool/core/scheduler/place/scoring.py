@@ -16,12 +16,10 @@ from gpool.core.scheduler.place.board import (
     Board,
 )
 from gpool.core.scheduler.place.fit import is_slice
-from gpool.core.scheduler.place.fragmentation import Floats, Ints, Slots
-from gpool.core.scheduler.place.pricing import WEIGHT, Weights
-from gpool.core.scheduler.place.remnants import GPU
+from gpool.core.scheduler.place.pricing import GPU, WEIGHT, Floats, Ints, Slots, Weights
 from gpool.core.scheduler.place.rows import MAX_PRICE_STEP, PlacementRow, StartCost
 from gpool.core.scheduler.state.capacity import NOBODY
-from gpool.core.scheduler.state.input_caches import InputCaches
+from gpool.core.scheduler.state.hints import InputCaches
 
 NO_ROOM = np.iinfo(np.int64).min
 """Score of a slot without room."""

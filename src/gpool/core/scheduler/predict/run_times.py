@@ -1,14 +1,227 @@
-"""Distributions of run times from ended tasks. A hint: nothing depends on its accuracy.
-Looked up from narrow to wide: same shape, same user and GPUs, same GPUs, everything. For a running task only durations
-longer than its age count.
+"""Run times predicted from ended tasks: kinds of commands, distributions, estimates. Hints for ordering and backfill; a
+restart loses them.
+
+The mean of recent run times of the same user, kind (function, or program and script), requirements and GPU model; with
+fewer than three: any model, the user's other scripts of that program, anybody's with the same requirements, all. Not the
+median, since run times have heavy tails and the average occupation matters.
 """
 
 from __future__ import annotations
 
+import re
+import shlex
 from bisect import bisect_right, insort
 from collections import deque
+from collections.abc import Sequence
 
-from gpool.core.model import Shape, Span
+from gpool.core.model import Allocation, Node, Requirements, Shape, Span
+
+MAX_LETTERS = 120
+"""Length of a kind."""
+
+_MAX_WORDS = 256  # words of a command that are examined
+_MAX_TEXT, _MAX_IN_TEXT = (
+    1000,
+    32,
+)  # letters of a shell text, words of a command in it
+_MAX_DEPTH = 8  # nested launchers
+_NUMBER = re.compile(r"\d{3,}")
+_VERSION = "0123456789."  # letters of a version
+_ASSIGNED = re.compile(r"\w+=")
+_ENDS = frozenset(("&&", "||", ";", "|", "&", "(", ")", "{", "}"))
+_SHELLS = frozenset(("sh", "bash", "dash", "zsh", "ksh", "ash"))
+_PREPARES = frozenset(("cd", "export", "source", ".", "set", "ulimit", "umask", "mkdir", "echo"))
+
+_INTERPRETERS = {  # with their options that take a value
+    "python": frozenset(("-W", "-X", "--check-hash-based-pycs")),
+    "pypy": frozenset(("-W", "-X")),
+    "bash": frozenset(("-o", "-O")),
+    "sh": frozenset(("-o",)),
+    "dash": frozenset(("-o",)),
+    "zsh": frozenset(("-o",)),
+    "ksh": frozenset(("-o",)),
+    "ash": frozenset(("-o",)),
+    "node": frozenset(("-r", "--require", "--import")),
+    "perl": frozenset(("-I",)),
+    "ruby": frozenset(("-I", "-r")),
+    "Rscript": frozenset[str](),
+    "julia": frozenset(("-t", "-p", "-J", "--project")),
+}
+_LAUNCHERS = frozenset(("torchrun", "deepspeed", "accelerate", "horovodrun", "mpirun", "mpiexec"))
+_LAUNCHING_MODULES = frozenset(("torch.distributed.run", "torch.distributed.launch"))
+_PASSES_ON = {  # launchers, with their options that take a value
+    "env": frozenset(("-u", "--unset", "-C", "--chdir")),
+    "nice": frozenset(("-n", "--adjustment")),
+    "ionice": frozenset(("-c", "-n", "--class", "--classdata")),
+    "timeout": frozenset(("-k", "-s", "--kill-after", "--signal")),
+    "stdbuf": frozenset(("-i", "-o", "-e")),
+    "nohup": frozenset[str](),
+    "setsid": frozenset[str](),
+    "exec": frozenset(("-a",)),
+    "time": frozenset(("-f", "-o")),
+    "numactl": frozenset[str](),
+    "xvfb-run": frozenset(("-s", "-n")),
+}
+_RUNS = {  # launchers with a subcommand, like `uv run`
+    "uv": frozenset(
+        [
+            "-p",
+            "--python",
+            "--with",
+            "--with-editable",
+            "--with-requirements",
+            "--extra",
+            "--group",
+            "--no-group",
+            "--package",
+            "--project",
+            "--directory",
+            "--env-file",
+            "--index",
+            "--index-url",
+            "--default-index",
+            "--cache-dir",
+        ]
+    ),
+    "poetry": frozenset(("-C", "--directory", "-P", "--project")),
+    "pipenv": frozenset[str](),
+    "pdm": frozenset(("-p", "--project")),
+    "hatch": frozenset(("-e", "--env")),
+    "conda": frozenset(("-n", "--name", "-p", "--prefix", "--cwd")),
+    "mamba": frozenset(("-n", "--name", "-p", "--prefix", "--cwd")),
+    "micromamba": frozenset(("-n", "--name", "-p", "--prefix", "--cwd")),
+}
+
+
+def kind_of(command: Sequence[str]) -> str:
+    """Return `program` or `program script`."""
+    return _kind(list(command[:_MAX_WORDS]), _MAX_DEPTH)[:MAX_LETTERS]
+
+
+def program_of(kind: str) -> str:
+    return kind.partition(" ")[0]
+
+
+def _kind(words: list[str], depth: int) -> str:
+    while words and _ASSIGNED.match(words[0]):
+        words = words[1:]
+    if not words:
+        return ""
+    name, rest = _name(words[0]), words[1:]
+    inner = _started(name, rest) if depth else []
+    if inner:
+        return _kind(inner, depth - 1) or name
+    if name in _LAUNCHERS:
+        return f"{name} {_script_among(rest)}".rstrip()
+    if name in _INTERPRETERS:
+        return f"{name} {_script(name, rest)}".rstrip()
+    if name.endswith((".py", ".sh")):
+        return f"{'python' if name.endswith('.py') else 'sh'} {_plain(name)}"
+    return name
+
+
+def _started(name: str, rest: list[str]) -> list[str]:
+    if name in _PASSES_ON:
+        after = _after_options(rest, _PASSES_ON[name])
+        while name == "env" and after and _ASSIGNED.match(after[0]):
+            after = after[1:]
+        return after[1:] if name == "timeout" else after
+    if name in _RUNS:
+        after = _after_options(rest, _RUNS[name])
+        return _after_options(after[1:], _RUNS[name]) if after[:1] == ["run"] else []
+    if name in _SHELLS:
+        return _first_in(_text_of(rest))
+    return []
+
+
+def _after_options(words: list[str], with_word: frozenset[str]) -> list[str]:
+    place = 0
+    while place < len(words) and words[place].startswith("-"):
+        if words[place] == "--":
+            return words[place + 1 :]
+        place += 2 if words[place] in with_word else 1
+    return words[place:]
+
+
+def _text_of(rest: list[str]) -> str:
+    for place, word in enumerate(rest):
+        if not word.startswith("-"):
+            return ""
+        if _has_text(word):
+            return next(iter(rest[place + 1 :]), "")
+    return ""
+
+
+def _has_text(option: str) -> bool:
+    return not option.startswith("--") and "c" in option
+
+
+def _first_in(text: str) -> list[str]:
+    reader = shlex.shlex(text[:_MAX_TEXT].replace("\n", " ; "), posix=True, punctuation_chars=True)
+    reader.commenters = ""
+    found: list[str] = []
+    try:
+        for word in reader:
+            if word not in _ENDS and not set(word) <= set("();<>|&"):
+                found.append(word)
+            elif _does_more(found):
+                break
+            else:
+                found = []
+            if len(found) == _MAX_IN_TEXT:
+                break
+    except ValueError:
+        return []
+    return found if _does_more(found) else []
+
+
+def _does_more(words: list[str]) -> bool:
+    named = [word for word in words if not _ASSIGNED.match(word)]
+    return bool(named) and named[0] not in _PREPARES
+
+
+def _script(name: str, rest: list[str]) -> str:
+    with_word, place = _INTERPRETERS[name], 0
+    while place < len(rest) and rest[place].startswith("-") and rest[place] != "-":
+        option, after = rest[place], rest[place + 1 :]
+        if option == "--":
+            place += 1
+            break
+        if option == "-m" and name in ("python", "pypy"):
+            module = next(iter(after), "")
+            if module in _LAUNCHING_MODULES:
+                return f"-m {_plain(module)} {_script_among(after[1:])}".rstrip()
+            return f"-m {_plain(module)}".rstrip()
+        if option in ("-c", "-e", "-E", "--eval"):
+            return option
+        if name in _SHELLS and _has_text(option):
+            return "-c"
+        place += 2 if option in with_word else 1
+    return _plain(rest[place].rpartition("/")[2]) if place < len(rest) else ""
+
+
+def _script_among(rest: list[str]) -> str:
+    for place, word in enumerate(rest):
+        if word in ("-m", "--module") and place + 1 < len(rest):
+            return f"-m {_plain(rest[place + 1])}"
+        if word.endswith((".py", ".sh")) and not word.startswith("-"):
+            return _plain(word.rpartition("/")[2])
+    return ""
+
+
+def _name(word: str) -> str:
+    name = _plain_word(word.rpartition("/")[2] or word)
+    bare = name.rstrip(_VERSION)
+    return bare if bare in _INTERPRETERS else name
+
+
+def _plain(word: str) -> str:
+    return _NUMBER.sub("#", _plain_word(word))
+
+
+def _plain_word(word: str) -> str:
+    return "_".join(word.split()) or "_"
+
 
 MAX_KINDS = 10_000
 _WINDOWS = (50, 200, 500, 2000)  # durations kept, narrowest kind first
@@ -83,3 +296,87 @@ def _kinds(shape: Shape) -> tuple[Kind, ...]:
         (asked,),
         (),
     )
+
+
+KEPT = 50
+LEAST = 3
+MAX_KEYS = 20_000
+
+
+def model_of(node: Node | None, allocation: Allocation) -> str:
+    if node is None or not allocation.slices:
+        return ""
+    index = allocation.slices[0].gpu_index
+    return next((gpu.model for gpu in node.offer.gpus if gpu.index == index), "")
+
+
+class _Lately:
+    __slots__ = ("kept", "total")
+
+    def __init__(self) -> None:
+        self.kept: deque[int] = deque()
+        self.total = 0
+
+    def add(self, value: int, count: int) -> None:
+        for _ in range(min(count, KEPT)):
+            if len(self.kept) == KEPT:
+                self.total -= self.kept.popleft()
+            self.kept.append(value)
+            self.total += value
+
+
+class _HashedRequirements:
+    """Requirements hashed once: they are looked up with every task."""
+
+    __slots__ = ("_hash", "needs")
+
+    def __init__(self, needs: Requirements) -> None:
+        self.needs = needs
+        self._hash = hash(needs)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _HashedRequirements) and self.needs == other.needs
+
+
+class Predictions:
+    __slots__ = ("_asked", "_seen")
+
+    def __init__(self) -> None:
+        self._seen: dict[Kind, _Lately] = {}
+        self._asked: dict[int, _HashedRequirements] = {}  # by identity
+
+    def _kinds(self, shape: Shape, model: str) -> tuple[Kind, ...]:
+        needs, own = self._needs(shape.requirements), (shape.user, shape.group)
+        program = program_of(shape.group)
+        wider: tuple[Kind, ...] = ((shape.user, program, needs),) if program != own[1] else ()
+        if not model:
+            return (*own, needs), *wider, (needs,), ()
+        return (*own, needs, model), (*own, needs), *wider, (needs, model), (needs,), ()
+
+    def _needs(self, asked: Requirements) -> _HashedRequirements:
+        known = self._asked.get(id(asked))
+        if known is None or known.needs is not asked:
+            if len(self._asked) >= MAX_KEYS:
+                self._asked.clear()
+            known = self._asked[id(asked)] = _HashedRequirements(asked)
+        return known
+
+    def observe(self, shape: Shape, count: int, total: Span, model: str = "") -> None:
+        for kind in self._kinds(shape, model):
+            seen = self._seen.pop(kind, None) or _Lately()
+            self._seen[kind] = seen  # newest last; the oldest is evicted first
+            seen.add(total // count, count)
+        while len(self._seen) > MAX_KEYS:
+            del self._seen[next(iter(self._seen))]
+
+    def of(self, shape: Shape, model: str = "") -> Span | None:
+        if not self._seen:
+            return None
+        for kind in self._kinds(shape, model):
+            seen = self._seen.get(kind)
+            if seen is not None and len(seen.kept) >= LEAST:
+                return Span(seen.total // len(seen.kept))
+        return None

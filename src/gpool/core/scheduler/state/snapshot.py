@@ -19,9 +19,9 @@ from gpool.core.scheduler.state.events import (
     TasksPreempted,
     TasksQueued,
 )
-from gpool.core.scheduler.state.held import HeldAllocation
 from gpool.core.scheduler.state.queue import TaskQueueEntry, epoch_of
 from gpool.core.scheduler.state.state import State
+from gpool.core.scheduler.state.waiting import HeldAllocation
 
 FRONT = 1000
 """Tasks of one shape that are copied."""

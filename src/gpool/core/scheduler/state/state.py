@@ -14,13 +14,14 @@ from typing import assert_never
 from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import Allocation, Instant, Node, Shape, Span
 from gpool.core.scheduler.order.fair_share import Shares, UsageValues, amounts_of, tenant_of, total
-from gpool.core.scheduler.order.levels import at_level, level_of, plain
 from gpool.core.scheduler.order.limits import Holder, gpus_of, holders_of
-from gpool.core.scheduler.predict.predictions import Predictions
+from gpool.core.scheduler.order.orders import at_level, level_of, plain
+from gpool.core.scheduler.predict.run_times import Predictions
 from gpool.core.scheduler.state.events import (
     Event,
     Leased,
     NodeChanged,
+    NodeChanges,
     NodeRemoved,
     QueuedTask,
     RunTimesObserved,
@@ -30,12 +31,9 @@ from gpool.core.scheduler.state.events import (
     TasksReleased,
     TasksWithdrawn,
 )
-from gpool.core.scheduler.state.held import HeldAllocation, NodeState
-from gpool.core.scheduler.state.hints import PinnedSlots, SchedulingHistory
-from gpool.core.scheduler.state.input_caches import InputCaches
-from gpool.core.scheduler.state.node_changes import NodeChanges
+from gpool.core.scheduler.state.hints import InputCaches, PinnedSlots, SchedulingHistory
 from gpool.core.scheduler.state.queue import Queue, epoch_of
-from gpool.core.scheduler.state.waiting import ShapeState, WaitingTasks
+from gpool.core.scheduler.state.waiting import HeldAllocation, NodeState, ShapeState, WaitingTasks
 
 
 class Contradiction(AssertionError):

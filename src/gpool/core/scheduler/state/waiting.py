@@ -1,4 +1,4 @@
-"""Waiting tasks of all shapes, by shape and user, and the shapes that a pass considers.
+"""Waiting tasks and held allocations, by shape and user, and the shapes that a pass considers.
 
 **Rotation.** A pass considers a bounded number of users, then of each user's shapes, so that many shapes of one user
 delay nobody. Of both, the third that waited longest and the third that came last are always considered, the others in
@@ -9,14 +9,94 @@ considered within a bounded number of passes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from hashlib import sha256
 from itertools import islice
 from typing import TypeVar
 
 from gpool.core.ids import NodeId, TaskId, UserId
-from gpool.core.model import Shape, Span
-from gpool.core.scheduler.state.events import QueuedTask
-from gpool.core.scheduler.state.held import HeldAllocation
+from gpool.core.model import MIB, Allocation, Instant, Node, Shape, Span, TaskKind, TaskSpec
+from gpool.core.scheduler.order.fair_share import amounts_of
+from gpool.core.scheduler.predict.run_times import kind_of
+from gpool.core.scheduler.state.capacity import Room
+from gpool.core.scheduler.state.events import Leased, QueuedTask
 from gpool.core.scheduler.state.queue import Queue, QueueTicket
+
+LEAST_DATA = 256 * MIB
+"""Smaller inputs load quickly: tasks that differ in them alone are one shape."""
+
+
+def shape_of(spec: TaskSpec, user: UserId, team: int | None = None) -> Shape:
+    group = spec.function_sha256 if spec.kind is TaskKind.FUNCTION else kind_of(spec.command)
+    data, size = data_of(spec)
+    return Shape(
+        user,
+        spec.requirements,
+        spec.priority,
+        spec.kind,
+        spec.environment,
+        group,
+        team,
+        spec.preemptible or bool(spec.checkpoint),
+        by=spec.by,
+        checkpoint_every=spec.checkpoint_every if spec.checkpoint else None,
+        data=data,
+        data_bytes=size,
+    )
+
+
+def data_of(spec: TaskSpec) -> tuple[str, int]:
+    large = sorted({(one.sha256, one.size_bytes) for one in spec.inputs if one.size_bytes >= MIB})
+    size = sum(each for _, each in large)
+    if size < LEAST_DATA:
+        return "", 0
+    return sha256(" ".join(name for name, _ in large).encode()).hexdigest()[:16], size
+
+
+class HeldAllocation:
+    """Allocation on a node and its queued leases. A gang has one per node; the first has the task and lists the `members`."""
+
+    __slots__ = (
+        "allocation",
+        "amounts",
+        "count",
+        "leases",
+        "members",
+        "node",
+        "shape",
+        "since",
+        "stopping",
+        "tasks",
+    )
+
+    def __init__(self, node: NodeId, allocation: Allocation, shape: Shape) -> None:
+        self.node = node
+        self.allocation = allocation
+        self.shape = shape
+        self.count = 0  # leases in the queue
+        self.tasks: set[TaskId] = set()  # whose leases these are; of a gang with the first
+        self.amounts = amounts_of(allocation)  # members included
+        self.members: tuple[HeldAllocation, ...] = ()
+        self.since = Instant(0)  # when its newest lease was granted
+        self.leases: dict[TaskId, Leased] = {}  # of preemptible tasks
+        self.stopping = False  # preempted, not yet released
+
+
+class NodeState:
+    """One node: its offer (None: it left, leases are still held), free room, and allocations by number."""
+
+    __slots__ = ("lines", "node", "room")
+
+    def __init__(self, node: Node | None) -> None:
+        self.node = node
+        self.room = Room(node)
+        self.lines: dict[int, HeldAllocation] = {}
+
+    def change(self, node: Node | None) -> None:
+        self.node = node
+        self.room = Room(node)
+        for held in self.lines.values():
+            self.room.take(held.allocation, held.shape.user)
+
 
 K = TypeVar("K")
 V = TypeVar("V")

@@ -19,8 +19,8 @@ from gpool.core.model import Instant
 from gpool.server.actions.accounts import accounts, sessions
 from gpool.server.actions.accounts.accounts import FirstCredential
 from gpool.server.identity import oidc
+from gpool.server.identity.envelope import FieldLocation
 from gpool.server.identity.oidc import ExpectedClaims, ProviderEndpoints, ProviderIdentity
-from gpool.server.identity.secrets.envelope import FieldLocation
 from gpool.server.server import Server
 from gpool.server.settings import OidcProvider, span
 from gpool.server.store.identity_values import Account

@@ -1,4 +1,4 @@
-"""Sign-in, token refresh, sign-out. Carries out the decisions of `identity.tokens.refresh`."""
+"""Sign-in, token refresh, sign-out. Carries out the decisions of `identity.refresh_tokens`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from gpool.core.errors import Forbidden, Invalid, NotSignedIn
 from gpool.core.ids import encode
 from gpool.core.model import Instant
 from gpool.core.permissions import Action, ObjectKind, Thing, missing
-from gpool.server.actions.operators.audit import REFUSED, audited, entry, note
+from gpool.server.actions.audit import REFUSED, audited, entry, note
+from gpool.server.identity import refresh_tokens as refresh
+from gpool.server.identity.access_tokens import LIFE_S, TokenGrant, TokenType
 from gpool.server.identity.authorization import own, permit
+from gpool.server.identity.envelope import FieldLocation
 from gpool.server.identity.passwords import Match
-from gpool.server.identity.secrets.envelope import FieldLocation
-from gpool.server.identity.tokens import refresh
-from gpool.server.identity.tokens.access import LIFE_S, TokenGrant, TokenType
-from gpool.server.identity.tokens.refresh import (
+from gpool.server.identity.refresh_tokens import (
     EndFamily,
     Family,
     Presented,
@@ -25,11 +25,10 @@ from gpool.server.identity.tokens.refresh import (
 )
 from gpool.server.server import Once, Server
 from gpool.server.store.identity_values import Account, Caller, StoredSession
-from gpool.server.store.operation import operation
 from gpool.server.store.operations.identity import accounts as account_operations
 from gpool.server.store.operations.identity import sessions as operations
 from gpool.server.store.operations.identity import users
-from gpool.server.store.protocol import Operation
+from gpool.server.store.protocol import Operation, operation
 from gpool.server.store.values import User
 from gpool.wire.documents import instant_to_datetime
 from gpool.wire.identity import SessionDocument, TokensDocument

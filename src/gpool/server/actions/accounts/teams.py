@@ -11,18 +11,17 @@ from gpool.core.ids import UserId, decode, encode
 from gpool.core.model import Instant, Permission
 from gpool.core.permissions import Action, ObjectKind, Role, TeamId, Thing, missing
 from gpool.core.quotas import Quota
+from gpool.server.actions import quotas
 from gpool.server.actions.accounts.accounts import USER_INVITE_PREFIX
-from gpool.server.actions.operators import quotas
-from gpool.server.actions.operators.audit import audited, entry
-from gpool.server.identity import credentials
+from gpool.server.actions.audit import audited, entry
+from gpool.server.identity import authorization
 from gpool.server.identity.authorization import own, permit
 from gpool.server.server import Once, Server
 from gpool.server.settings import span
 from gpool.server.store.identity_values import Caller, GivenQuota, Team, TeamMember, UserInvite
-from gpool.server.store.operation import operation
 from gpool.server.store.operations.identity import accounts, users
 from gpool.server.store.operations.identity import teams as operations
-from gpool.server.store.protocol import Operation
+from gpool.server.store.protocol import Operation, operation
 from gpool.wire.documents import instant_to_datetime
 from gpool.wire.identity import (
     QuotaDocument,
@@ -279,7 +278,7 @@ async def invite(
     token = new_invite_token(server, who, TEAM_INVITE_PREFIX, once)
     expires_at = Instant(server.now + span(wanted.expires_in_s))
     made = UserInvite(
-        credentials.hashed(token),
+        authorization.hashed(token),
         who.user.id,
         frozenset[Permission](),
         expires_at,
@@ -305,7 +304,7 @@ def _invite(id_: TeamId, who: Caller, made: UserInvite) -> Operation[int]:
 
 def new_invite_token(server: Server, who: Caller, prefix: str, once: Once | None) -> str:
     if once is None:
-        return credentials.fresh(prefix)
+        return authorization.fresh(prefix)
     parts = ("invite", str(who.user.id), once.key, once.fingerprint)
     return server.credentials.derived(prefix, *parts)
 
@@ -316,7 +315,7 @@ async def join(server: Server, who: Caller, token: str, once: Once | None) -> Te
     answered = await server.write_once(
         who.user,
         once,
-        _join(credentials.hashed(token), who.user.id, server.now),
+        _join(authorization.hashed(token), who.user.id, server.now),
         lambda id_: msgspec.json.encode(_SavedTeam(id_)),
     )
     server.credentials.forget()

@@ -13,20 +13,18 @@ from gpool.core.model import Instant
 from gpool.core.permissions import Action
 from gpool.server.actions.accounts import accounts, sessions
 from gpool.server.actions.accounts.accounts import FirstCredential, checksummed
-from gpool.server.actions.operators.audit import REFUSED, audited, entry, note
+from gpool.server.actions.audit import REFUSED, audited, entry, note
 from gpool.server.identity.authorization import own, permit
 from gpool.server.identity.passwords import Match
 from gpool.server.server import Once, Server
 from gpool.server.settings import span
 from gpool.server.store.identity_values import Account, Caller, LinkedWallet
-from gpool.server.store.operation import operation
+from gpool.server.store.operations import gpus
 from gpool.server.store.operations.identity import accounts as operations
-from gpool.server.store.operations.nodes import gpu_bindings
-from gpool.server.store.protocol import Operation
-from gpool.wallet import contracts, signin, signing
-from gpool.wallet.address import Address
+from gpool.server.store.protocol import Operation, operation
+from gpool.wallet import signin, signing
 from gpool.wallet.errors import BadSignature
-from gpool.wallet.signing import Signature
+from gpool.wallet.signing import Address, Signature
 from gpool.wire.documents import instant_to_datetime
 from gpool.wire.identity import (
     NonceDocument,
@@ -127,7 +125,7 @@ async def verified_wallet(server: Server, signed: SignedMessage) -> Address:
 
 async def _contract_accepts(server: Server, at: Address, text: bytes, signature: str) -> bool:
     assert server.settings.chain_url is not None
-    data = contracts.call_data(signing.personal_hash(text), contracts.parse_signature(signature))
+    data = signing.call_data(signing.personal_hash(text), signing.parse_signature(signature))
     call = {"to": at, "data": "0x" + data.hex()}
     asked = {"jsonrpc": "2.0", "id": 1, "method": "eth_call", "params": [call, "latest"]}
     try:
@@ -140,7 +138,7 @@ async def _contract_accepts(server: Server, at: Address, text: bytes, signature:
     result = document.get("result") if isinstance(document, dict) else None
     if not isinstance(result, str) or not _WORD.fullmatch(result):
         return False  # the call reverted, or there is no contract
-    return contracts.says_yes(bytes.fromhex(result[2:]))
+    return signing.says_yes(bytes.fromhex(result[2:]))
 
 
 async def _prove_account(
@@ -196,9 +194,7 @@ async def link(
 @operation
 def _link(who: Caller, address: str, at: Instant) -> Operation[bool]:
     yield from operations.link_wallet(who.user.id, address, at)
-    yield from gpu_bindings.rebind_wallet(
-        who.user.id, (yield from operations.payout_wallet(who.user.id))
-    )
+    yield from gpus.rebind_wallet(who.user.id, (yield from operations.payout_wallet(who.user.id)))
     return True
 
 
@@ -220,9 +216,7 @@ async def unlink(
 def _unlink(who: Caller, address: str) -> Operation[bool]:
     if not (yield from operations.unlink_wallet(who.user.id, address)):
         raise _no_wallet(address)
-    yield from gpu_bindings.rebind_wallet(
-        who.user.id, (yield from operations.payout_wallet(who.user.id))
-    )
+    yield from gpus.rebind_wallet(who.user.id, (yield from operations.payout_wallet(who.user.id)))
     return True
 
 
@@ -246,7 +240,7 @@ def _set_payout(who: Caller, address: str, payout: bool) -> Operation[bool]:
     if payout or now == address:
         wanted = address if payout else None
         yield from operations.set_payout_wallet(who.user.id, wanted)
-        yield from gpu_bindings.rebind_wallet(who.user.id, wanted)
+        yield from gpus.rebind_wallet(who.user.id, wanted)
     return True
 
 

@@ -18,7 +18,7 @@ from gpool.core.model import (
     TaskRow,
     TaskStatus,
 )
-from gpool.core.specs import gpu, paths, price
+from gpool.core.specs import fields, gpu
 from gpool.server.store.values import (
     PREEMPTING,
     Batch,
@@ -158,7 +158,7 @@ def result(view: TaskView, reader: UserId) -> bytes:
 def _outputs(view: TaskView) -> tuple[OutputFile, ...]:
     if not view.outputs:
         return ()
-    is_asked_for = paths.asked_for(view.spec.outputs)
+    is_asked_for = fields.asked_for(view.spec.outputs)
     return tuple(file for file in view.outputs if is_asked_for(file.path))
 
 
@@ -208,7 +208,7 @@ def task(view: TaskView) -> TaskDocument:
         labels=list(asked.labels),
         max_price=None
         if asked.max_price_microcredits is None
-        else price.format_price(asked.max_price_microcredits),
+        else fields.format_price(asked.max_price_microcredits),
         engine=spec.engine.value,
         on_loss=spec.on_loss.value,
     )

@@ -21,7 +21,7 @@ from gpool.core.model import (
     TaskSpec,
     Tier,
 )
-from gpool.core.specs import environment, labels, paths, price
+from gpool.core.specs import fields
 from gpool.core.specs import gpu as gpuspec
 from gpool.wire.documents import TaskRequest
 from gpool.wire.frames import MAX_SPEC_BYTES, weight_of
@@ -62,7 +62,7 @@ def spec_of(request: TaskRequest) -> TaskSpec:
         timeout=Span(max(1, _span("timeout_s", request.timeout_s))),
         retries=request.retries,
         priority=request.priority,
-        environment=request.environment if recipe is None else environment.name_of(recipe),
+        environment=request.environment if recipe is None else fields.environment_name(recipe),
         secrets=tuple(sorted(request.secrets)),
         recipe=recipe,
         preload=_preload(request.preload),
@@ -137,15 +137,15 @@ def _default_name(command: tuple[str, ...]) -> str:
 def _recipe(request: TaskRequest) -> Recipe | None:
     given, function = request.recipe, request.function
     if given is None:
-        kind = environment.kind_of(request.environment)
-        if kind in (environment.PIP, environment.IMAGE):
+        kind = fields.environment_kind(request.environment)
+        if kind in (fields.PIP_ENVIRONMENT, fields.IMAGE_ENVIRONMENT):
             raise Invalid(
                 f"'environment' is {request.environment[:60]!r}; ask for packages or an image with 'recipe'"
             )
         return None
-    if request.environment != environment.DEFAULT:
+    if request.environment != fields.DEFAULT_ENVIRONMENT:
         raise Invalid(f"give 'recipe' or 'environment' ({request.environment[:60]!r}), not both")
-    made = environment.recipe(given.python, tuple(given.packages), given.image or "")
+    made = fields.recipe(given.python, tuple(given.packages), given.image or "")
     if function is None:
         return None if made == Recipe() else made
     if made.python is not None and made.python != function.python:
@@ -177,7 +177,7 @@ def _checkpoint(request: TaskRequest) -> str:
             "run it as a script, or leave 'checkpoint' out"
         )
     try:
-        return paths.checked(request.checkpoint, directory=True).removesuffix("/") + "/"
+        return fields.checked_path(request.checkpoint, directory=True).removesuffix("/") + "/"
     except Invalid as error:
         raise Invalid(f"'checkpoint': {error.detail}") from None
 
@@ -199,10 +199,10 @@ def _requirements(request: TaskRequest, recipe: Recipe | None) -> Requirements:
         python=_python(request, recipe),
         network=Network(request.network),
         nodes=request.nodes,
-        labels=labels.normal(request.labels),
+        labels=fields.normal_labels(request.labels),
         max_price_microcredits=None
         if request.max_price is None
-        else price.parse_price(request.max_price),
+        else fields.parse_price(request.max_price),
     )
 
 
@@ -278,7 +278,7 @@ def _inputs(request: TaskRequest) -> tuple[InputFile, ...]:
         raise _too_many_names(len(request.inputs), len(request.outputs))
     seen: dict[str, str] = {}
     for item in request.inputs:
-        paths.checked(item.path)
+        fields.checked_path(item.path)
         _distinct("inputs", item.path, seen)
         if item.size_bytes > MAX_BYTES:
             raise Unprocessable(f"input '{item.path}' of {item.size_bytes} bytes; at most 1 PB")
@@ -293,13 +293,13 @@ def _inputs(request: TaskRequest) -> tuple[InputFile, ...]:
 def _outputs(outputs: list[str]) -> tuple[str, ...]:
     seen: dict[str, str] = {}
     for path in outputs:
-        paths.checked(path, directory=True)
+        fields.checked_path(path, directory=True)
         _distinct("outputs", path.removesuffix("/"), seen)
     return tuple(outputs)
 
 
 def _distinct(field: str, path: str, seen: dict[str, str]) -> None:
-    folded = paths.folded(path)
+    folded = fields.folded_path(path)
     if folded in seen:
         raise Invalid(
             f"'{field}' names '{path}' and '{seen[folded]}', which are the same file on case-insensitive machines; rename one"

@@ -13,16 +13,15 @@ from gpool.core.errors import Conflict, GpoolError, Invalid, TooLarge, TooMany, 
 from gpool.core.ids import BatchId, SpecId, TaskId, UserId, decode, encode
 from gpool.core.model import INLINE_LIMIT_BYTES, KIB
 from gpool.core.permissions import Action, TeamId
-from gpool.server.actions.operators.quotas import most_queued, queue_quota_errors
+from gpool.server.actions.quotas import most_queued, queue_quota_errors
 from gpool.server.actions.tasks.documents import encode_many
 from gpool.server.actions.tasks.query import acting_account
 from gpool.server.actions.tasks.specs import secrets_of, spec_of
 from gpool.server.identity.authorization import batch_thing, permit
-from gpool.server.identity.secrets.sealer import secret_place
+from gpool.server.identity.sealer import secret_place
 from gpool.server.server import Answered, Once, Server
 from gpool.server.store.batching import WriteBatcher
 from gpool.server.store.identity_values import Caller
-from gpool.server.store.operation import brief, operation
 from gpool.server.store.operations.tasks import idempotency, submissions
 from gpool.server.store.operations.tasks import tasks as operations
 from gpool.server.store.operations.tasks.submissions import (
@@ -31,7 +30,7 @@ from gpool.server.store.operations.tasks.submissions import (
     Submission,
     SubmittedTasks,
 )
-from gpool.server.store.protocol import Operation
+from gpool.server.store.protocol import Operation, brief, operation
 from gpool.wire.documents import MAX_BATCH, TaskRequest
 from gpool.wire.frames import weight_of
 

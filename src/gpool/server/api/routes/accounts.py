@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from gpool.core.ids import decode
 from gpool.core.permissions import Action
-from gpool.server.actions.accounts import accounts, keys, oidc, sessions, wallets
+from gpool.server.actions.accounts import accounts, oidc, sessions, wallets
 from gpool.server.api.callers import address_of, caller_if_any, check, server_of, user_of
 from gpool.server.api.endpoints import NO_CONTENT, EndpointRouter, created
 from gpool.server.api.messages import (
@@ -276,7 +276,7 @@ async def unlink_wallet(request: Request, address: WALLET) -> Response:
 async def list_keys(request: Request) -> Response:
     """List your API keys, newest first, revoked keys included."""
     who = await user_of(request)
-    return answer(KeyPage(items=await keys.list_keys(server_of(request), who)))
+    return answer(KeyPage(items=await accounts.list_keys(server_of(request), who)))
 
 
 @routes.post(
@@ -289,12 +289,12 @@ async def create_key(request: Request) -> Response:
     """Create an API key with a name, scopes and an expiry. Needs a sign-in."""
     who = await user_of(request)
     wanted, once = await document_of(request, KeyRequest)
-    return uncached(await keys.create_key(server_of(request), who, wanted, once), 201)
+    return uncached(await accounts.create_key(server_of(request), who, wanted, once), 201)
 
 
 @routes.delete("/v1/keys/{id}", Action.KEY_END, returns=NO_CONTENT)
 async def revoke_key(request: Request, id: KEY) -> Response:
     """Revoke an API key; it stops working within seconds."""
     who = await user_of(request)
-    await keys.revoke_key(server_of(request), who, decode("key", id), once_of(request))
+    await accounts.revoke_key(server_of(request), who, decode("key", id), once_of(request))
     return no_content()

@@ -7,7 +7,7 @@ from starlette.responses import Response, StreamingResponse
 
 from gpool.core.errors import TooLarge, Unprocessable
 from gpool.core.permissions import Action
-from gpool.server.actions.tasks import artifacts
+from gpool.server.actions.tasks import outputs
 from gpool.server.api.callers import asker, caller, check, server_of
 from gpool.server.api.endpoints import OCTETS, EndpointRouter, SuccessReply
 from gpool.server.api.messages import SHA256, answer, lease_of, part_of, range_of, sha256_of
@@ -41,14 +41,14 @@ async def put_artifact(request: Request, sha256: SHA256) -> Response:
     check(request, who, Action.ARTIFACT_UPLOAD_OUTPUT if is_node else Action.ARTIFACT_UPLOAD)
     declared = request.headers.get("content-length", "")
     declared_bytes = int(declared) if declared.isdigit() and len(declared) < 19 else 0
-    upload = artifacts.ArtifactUpload(
+    upload = outputs.ArtifactUpload(
         sha256_of(sha256), part_of(request), lease_of(request), declared_bytes
     )
     if declared.isdigit() and int(declared) > server.settings.max_artifact_bytes:
         raise TooLarge(
             f"the artifact has {declared[:20]} bytes; at most {server.settings.max_artifact_bytes} are accepted here"
         )
-    size = await artifacts.put(server, who, upload, request.stream())
+    size = await outputs.put(server, who, upload, request.stream())
     if size is None:
         assert upload.part is not None
         return Response(status_code=202, headers={"Upload-Offset": str(upload.part.last + 1)})
@@ -69,7 +69,7 @@ async def get_artifact(request: Request, sha256: SHA256) -> Response:
     """Download an artifact; `Range: bytes=FIRST-` resumes."""
     server = server_of(request)
     who = await asker(request)
-    size = await artifacts.size_of(server, who, sha256_of(sha256))
+    size = await outputs.size_of(server, who, sha256_of(sha256))
     headers = {
         "ETag": f'"{sha256}"',
         "Accept-Ranges": "bytes",
@@ -103,6 +103,6 @@ async def head_artifact(request: Request, sha256: SHA256) -> Response:
     """Check whether an artifact needs an upload. A 404 with `Upload-Offset` tells how far your upload came."""
     who = await asker(request)
     lease = lease_of(request) if isinstance(who, NodeCredentials) else None
-    size = await artifacts.size_of(server_of(request), who, sha256_of(sha256), lease, to_name=True)
+    size = await outputs.size_of(server_of(request), who, sha256_of(sha256), lease, to_name=True)
     headers = {"ETag": f'"{sha256}"', "Accept-Ranges": "bytes", "Content-Length": str(size)}
     return Response(status_code=200, headers=headers, media_type=OCTETS)

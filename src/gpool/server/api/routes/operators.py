@@ -15,9 +15,9 @@ from gpool.core.model import SECOND, Instant, Span
 from gpool.core.permissions import Action, TeamId
 from gpool.core.scheduler.order.limits import Holder
 from gpool.core.scheduler.place.portfolio import PLAIN, Learnt
-from gpool.core.scheduler.predict.dry_run import DryRun
+from gpool.core.scheduler.predict.simulation import DryRun
 from gpool.core.scheduler.state.operator_rules import Reservation
-from gpool.server.actions.operators import audit, policy
+from gpool.server.actions import audit, policy
 from gpool.server.api.callers import address_of, server_of, user_of
 from gpool.server.api.endpoints import NO_CONTENT, EndpointRouter, SuccessReply, created
 from gpool.server.api.messages import (
@@ -29,8 +29,8 @@ from gpool.server.api.messages import (
     once_of,
 )
 from gpool.server.identity.audit import AuditAnchor, AuditLink, ChainIntact
-from gpool.server.identity.secrets.sealer import KeyStatus
-from gpool.server.scheduling.pricing_training import sentence
+from gpool.server.identity.sealer import KeyStatus
+from gpool.server.scheduling.learning import sentence
 from gpool.server.settings import span
 from gpool.wire.admin import (
     AuditCheck,

@@ -1,4 +1,6 @@
-"""Routes about the server itself: health, readiness, metrics, token keys, the OpenAPI document."""
+"""Routes about the server itself (health, metrics, token keys, OpenAPI), and aliases at the short paths of the first
+specification.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,11 @@ from starlette.responses import JSONResponse, Response
 from gpool.core.permissions import Action
 from gpool.server.api.callers import server_of, user_of
 from gpool.server.api.endpoints import EndpointRouter, SuccessReply
-from gpool.server.api.messages import answer, tagged
+from gpool.server.api.messages import Cursor, LargeLimit, Wait, answer, tagged
+from gpool.server.api.routes import nodes, tasks
+from gpool.server.identity.throttle import RouteClass
 from gpool.server.server import VERSION
-from gpool.wire.documents import HealthDocument
+from gpool.wire.documents import GpuPage, HealthDocument, NodeRequest, TaskDocument, TaskRequest
 from gpool.wire.identity import JwksDocument
 
 routes = EndpointRouter("server")
@@ -60,3 +64,46 @@ async def get_jwks(request: Request) -> Response:
 async def get_openapi(request: Request) -> Response:
     """Read the OpenAPI document."""
     return JSONResponse(request.app.openapi())
+
+
+alias_routes = EndpointRouter("aliases")
+
+
+@alias_routes.post(
+    "/submit_task",
+    Action.TASK_SUBMIT,
+    Action.BATCH_EXTEND,
+    rate=RouteClass.SUBMIT,
+    body=TaskRequest,
+    returns=tasks.SUBMITTED,
+    problems=(422,),
+)
+async def submit_task(request: Request, wait: Wait = 0) -> Response:
+    """Alias of `POST /v1/tasks`."""
+    return await tasks.submit_tasks(request, wait=wait)
+
+
+@alias_routes.get("/task_status", Action.TASK_READ, returns=TaskDocument, problems=(400,))
+async def task_status(request: Request, id: str = "", wait: Wait = 0) -> Response:
+    """Alias of `GET /v1/tasks/{id}`."""
+    return await tasks.get_task(request, id=id, wait=wait)
+
+
+@alias_routes.get("/resources", Action.GPUS_LIST, returns=GpuPage)
+async def get_resources(
+    request: Request, limit: LargeLimit = 1000, cursor: Cursor = None
+) -> Response:
+    """Alias of `GET /v1/resources`."""
+    return await nodes.list_resources(request, limit=limit, cursor=cursor)
+
+
+@alias_routes.post(
+    "/register_gpu",
+    *nodes.JOIN_ACTIONS,
+    rate=RouteClass.SIGN_IN,
+    body=NodeRequest,
+    returns=nodes.JOINED,
+)
+async def register_gpu(request: Request) -> Response:
+    """Alias of `POST /v1/resources`."""
+    return await nodes.join_node(request)

@@ -13,8 +13,8 @@ from gpool.core.errors import Invalid
 from gpool.core.ids import BatchId, TaskId, decode, encode
 from gpool.core.model import TaskStatus
 from gpool.core.permissions import Action, TeamId
-from gpool.server.actions.nodes import gpus
-from gpool.server.actions.tasks import documents, explain, logs, query, queue, stopping
+from gpool.server.actions import lending
+from gpool.server.actions.tasks import documents, explain, outputs, query
 from gpool.server.actions.tasks.submit import submit
 from gpool.server.api.callers import server_of, user_of
 from gpool.server.api.endpoints import EndpointRouter, SuccessReply, action_of
@@ -124,13 +124,13 @@ async def get_queue(
 ) -> Response:
     """List your waiting tasks, oldest first, with position, expected start and reason; running tasks beside them."""
     who = await user_of(request, Action.TASKS_LIST_ALL if all else Action.TASKS_LIST)
-    wanted = queue.QueueQuery(
+    wanted = explain.QueueQuery(
         everybody=all,
         team=TeamId(decode("team", team)) if team else None,
         after=TaskId(decode("task", cursor)) if cursor else None,
         limit=limit,
     )
-    return answer(await queue.queue_page(server_of(request), who, wanted))
+    return answer(await explain.queue_page(server_of(request), who, wanted))
 
 
 @routes.get("/v1/tasks/{id}", Action.TASK_READ, returns=TaskDocument)
@@ -148,7 +148,7 @@ async def cancel_task(request: Request, id: TASK) -> Response:
     """Cancel a task. Cancelling an ended task changes nothing."""
     server, who = server_of(request), await user_of(request)
     task = TaskId(decode("task", id))
-    is_asked = await stopping.cancel_task(server, who, task, once_of(request))
+    is_asked = await query.cancel_task(server, who, task, once_of(request))
     return await _changed(request, who, task, is_asked)
 
 
@@ -157,7 +157,7 @@ async def preempt_task(request: Request, id: TASK) -> Response:
     """Preempt a task: it is warned, saves its checkpoint and is queued again. 409 if it has no lease."""
     server, who = server_of(request), await user_of(request)
     task = TaskId(decode("task", id))
-    is_asked = await stopping.preempt_task(server, who, task, once_of(request))
+    is_asked = await query.preempt_task(server, who, task, once_of(request))
     return await _changed(request, who, task, is_asked)
 
 
@@ -212,7 +212,7 @@ async def get_events(request: Request, id: TASK) -> Response:
 async def get_task_telemetry(request: Request, id: TASK) -> Response:
     """Read the GPU usage of a task over the last 15 minutes."""
     who = await user_of(request)
-    found = await gpus.task_telemetry(server_of(request), who, TaskId(decode("task", id)))
+    found = await lending.task_telemetry(server_of(request), who, TaskId(decode("task", id)))
     return tagged(request, found)
 
 
@@ -242,8 +242,8 @@ async def get_logs(
             raise Invalid(f"Last-Event-ID {last_event_id[:40]!r} is not an id of this stream")
         after = max(after, int(last_event_id))
     if EVENT_STREAM in request.headers.get("accept", ""):
-        return stream(_events(await logs.follow(server, who, task, after)), EVENT_STREAM)
-    page = await logs.page(server, who, task, after)
+        return stream(_events(await outputs.follow(server, who, task, after)), EVENT_STREAM)
+    page = await outputs.page(server, who, task, after)
     return answer(LogPage(items=page.items, next=page.next, ended=page.ended))
 
 
@@ -278,7 +278,7 @@ async def cancel_batch(request: Request, id: BATCH) -> Response:
     """Cancel all tasks of a batch that have not ended, and close the batch."""
     server, who = server_of(request), await user_of(request)
     batch = BatchId(decode("batch", id))
-    if await stopping.cancel_batch(server, who, batch, once_of(request)):
+    if await query.cancel_batch(server, who, batch, once_of(request)):
         return answer(documents.batch(await query.batch_again(server, batch)))
     return answer(documents.batch(await query.batch(server, who, batch, Action.BATCH_CANCEL)))
 

@@ -1,4 +1,4 @@
-"""Routes of teams, their members and invites."""
+"""Routes of teams and their members, and of users for operators."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from gpool.core.ids import UserId, decode, encode
 from gpool.core.permissions import Action, Role, TeamId
+from gpool.server.actions import users
 from gpool.server.actions.accounts import teams
 from gpool.server.api.callers import caller, check, server_of, user_of
 from gpool.server.api.endpoints import NO_CONTENT, EndpointRouter, created
@@ -36,7 +37,11 @@ from gpool.wire.identity import (
     TeamPage,
     TeamPatch,
     TeamRequest,
+    UserDocument,
     UserInviteDocument,
+    UserInviteRequest,
+    UserPage,
+    UserPatch,
 )
 
 routes = EndpointRouter("teams")
@@ -181,3 +186,52 @@ def _team(text: str) -> TeamId:
 
 def _user(text: str) -> UserId:
     return UserId(decode("user", text))
+
+
+user_routes = EndpointRouter("operators")
+
+
+@user_routes.get("/v1/users", Action.USERS_LIST, returns=UserPage, problems=(400,))
+async def list_users(request: Request, limit: Limit = 50, cursor: Cursor = None) -> Response:
+    """List all users, the oldest account first."""
+    await user_of(request)
+    after = UserId(decode("user", cursor)) if cursor else UserId(0)
+    found = await users.list_users(server_of(request), after, limit)
+    return answer(UserPage(items=found, next=found[-1].id if len(found) == limit else None))
+
+
+@user_routes.post(
+    "/v1/users/invites",
+    Action.USER_INVITE,
+    body=UserInviteRequest,
+    is_body_required=False,
+    returns=created(UserInviteDocument),
+)
+async def create_user_invite(request: Request) -> Response:
+    """Create a token with which one person may register."""
+    who = await user_of(request)
+    wanted, once = await document_of(request, UserInviteRequest)
+    return answer(await users.invite(server_of(request), who, wanted, once), 201)
+
+
+@user_routes.get("/v1/users/{id}", Action.USER_READ, returns=UserDocument)
+async def get_user(request: Request, id: USER) -> Response:
+    """Read your own account; operators read any account."""
+    who = await user_of(request)
+    return answer(await users.get_user(server_of(request), who, UserId(decode("user", id))))
+
+
+@user_routes.patch(
+    "/v1/users/{id}",
+    Action.USER_SUSPEND,
+    Action.USER_PERMISSIONS_SET,
+    Action.QUOTA_SET,
+    body=UserPatch,
+    returns=UserDocument,
+)
+async def change_user(request: Request, id: USER) -> Response:
+    """Change a user's permissions, disabled state or quota. Disabling ends all the user's sessions."""
+    who = await user_of(request, Action.USER_SUSPEND)
+    wanted, once = await document_of(request, UserPatch)
+    user = UserId(decode("user", id))
+    return answer(await users.change(server_of(request), who, user, wanted, once))

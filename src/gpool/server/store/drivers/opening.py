@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 from gpool.core.errors import Invalid
-from gpool.server.store.drivers.server_lock import ServerLock, locked_file
+from gpool.server.store.drivers.shared import ServerLock, locked_file
 from gpool.server.store.drivers.sqlite import InlineStore, SqliteStore
 from gpool.server.store.migrations import newest_migration
 from gpool.server.store.protocol import Store
@@ -40,7 +40,7 @@ def lock_for_serving(url: str, reclaim_s: float) -> AbstractAsyncContextManager[
     if url.startswith(SQLITE):
         return locked_file(Path(url.removeprefix(SQLITE)))
     if url.startswith(POSTGRES):
-        postgres = import_module("gpool.server.store.drivers.postgres_lock")
+        postgres = import_module("gpool.server.store.drivers.postgres")
         lock: AbstractAsyncContextManager[ServerLock] = postgres.locked_database(url, reclaim_s)
         return lock
     raise _unknown_store(url)

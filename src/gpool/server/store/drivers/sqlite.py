@@ -16,10 +16,9 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 from gpool.core.errors import GpoolError, Unreachable
-from gpool.server.store.drivers.group_commit import MAX_GROUP, Waiting, answer_all
+from gpool.server.store.drivers.shared import MAX_GROUP, Waiting, answer_all
 from gpool.server.store.drivers.sqlite_connection import Connection
-from gpool.server.store.operation import is_brief
-from gpool.server.store.protocol import Operation
+from gpool.server.store.protocol import Operation, is_brief
 
 T = TypeVar("T")
 

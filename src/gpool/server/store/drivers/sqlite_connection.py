@@ -11,9 +11,8 @@ from typing import TypeVar
 import msgspec
 
 from gpool.core.errors import GpoolError, InternalFault, Unreachable
-from gpool.server.store.drivers.group_commit import RefusedLate, Waiting, writes
-from gpool.server.store.operation import again
-from gpool.server.store.protocol import Operation, Relation, Row, Statement
+from gpool.server.store.drivers.shared import RefusedLate, Waiting, writes
+from gpool.server.store.protocol import Operation, Relation, Row, Statement, again
 
 T = TypeVar("T")
 Columns = tuple[tuple[str, str], ...]

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from gpool.core.ids import TaskId
 from gpool.core.model import Instant
-from gpool.core.scheduler.order.levels import level_of, risen
-from gpool.core.scheduler.order.orders import Candidate, Order, Policy
+from gpool.core.scheduler.order.orders import Candidate, Order, Policy, level_of, risen
 
 
 class FairShareKey(NamedTuple):

@@ -14,7 +14,6 @@ from gpool.core.model import Instant, Permission
 from gpool.core.permissions import Role, TeamId
 from gpool.server.store.generated_rows import OidcIdentitiesRecord, UserInvitesRecord, WalletsRecord
 from gpool.server.store.identity_values import Account, LinkedWallet, UserInvite
-from gpool.server.store.operation import operation
 from gpool.server.store.operations.identity.sessions import end_all
 from gpool.server.store.operations.identity.teams import put_member
 from gpool.server.store.operations.identity.users import (
@@ -25,8 +24,8 @@ from gpool.server.store.operations.identity.users import (
     permissions_text,
     user_from,
 )
-from gpool.server.store.protocol import Operation, Statement
-from gpool.server.store.queries import columns, exists, select, select_pairs, values
+from gpool.server.store.protocol import Operation, Statement, operation
+from gpool.server.store.rows import columns, exists, select, select_pairs, values
 from gpool.server.store.values import User
 
 INVITE = columns(UserInvitesRecord, UserInvitesRecord, "i")

@@ -12,10 +12,8 @@ import msgspec
 
 from gpool.server.identity.audit import AuditAnchor, AuditEntry, AuditLink, appended, facts
 from gpool.server.store.generated_rows import AuditHeadRecord, AuditRecord
-from gpool.server.store.operation import operation
-from gpool.server.store.protocol import Operation, Relation, Statement
-from gpool.server.store.queries import relation_columns, select
-from gpool.server.store.rows import storable
+from gpool.server.store.protocol import Operation, Relation, Statement, operation
+from gpool.server.store.rows import relation_columns, select, storable
 
 COLUMNS = ", ".join(AuditRecord._fields)
 

@@ -1,6 +1,6 @@
 """Sealed (encrypted) fields: data keys, task secrets, paging over all sealed fields for re-keying. Opens none.
 
-A sealed field names its data key (`identity.secrets.envelope`: a version byte, then eight bytes of key id).
+A sealed field names its data key (`identity.envelope`: a version byte, then eight bytes of key id).
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from gpool.core.errors import Conflict, Invalid
 from gpool.core.ids import SpecId
 from gpool.core.model import Instant
 from gpool.server.store.generated_rows import DataKeysRecord, TaskSecretsRecord
-from gpool.server.store.operation import operation
-from gpool.server.store.protocol import Operation, Relation, Statement
-from gpool.server.store.queries import columns, exists, select, values
-from gpool.server.store.rows import of_ids
+from gpool.server.store.protocol import Operation, Relation, Statement, operation
+from gpool.server.store.rows import columns, exists, of_ids, select, values
 from gpool.server.store.values import DataKey, SealedField, SealedSecrets
 
 KEY_ID_AT, KEY_ID_BYTES = 2, 8

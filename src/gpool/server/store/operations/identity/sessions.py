@@ -1,6 +1,6 @@
 """Sign-in sessions with refresh tokens, and signing keys of access tokens. One guarded UPDATE decides a race.
 
-A decision of `identity.tokens.refresh` is written only if the row still has the generation it was made for; a later
+A decision of `identity.refresh_tokens` is written only if the row still has the generation it was made for; a later
 call gets the new row and decides again.
 """
 
@@ -12,10 +12,8 @@ from gpool.core.ids import UserId
 from gpool.core.model import Instant
 from gpool.server.store.generated_rows import SessionsRecord, SigningKeysRecord
 from gpool.server.store.identity_values import Rotation, SigningKey, StoredSession
-from gpool.server.store.operation import operation
-from gpool.server.store.protocol import Operation, Statement
-from gpool.server.store.queries import columns, exists, select, values
-from gpool.server.store.rows import of_names
+from gpool.server.store.protocol import Operation, Statement, operation
+from gpool.server.store.rows import columns, exists, of_names, select, values
 
 SESSION = columns(SessionsRecord, SessionsRecord, "sessions")
 KEYS_LOCK = 0x67706B657973  # "gpkeys"

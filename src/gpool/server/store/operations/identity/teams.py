@@ -15,10 +15,8 @@ from gpool.core.permissions import Role, TeamId
 from gpool.core.quotas import QuotaUsage
 from gpool.server.store.generated_rows import QuotasRecord, TeamsRecord
 from gpool.server.store.identity_values import GivenQuota, Holder, Team, TeamMember
-from gpool.server.store.operation import operation
-from gpool.server.store.protocol import Operation, Relation, Statement
-from gpool.server.store.queries import columns, exists, select, values
-from gpool.server.store.rows import allocation_from, of_ids
+from gpool.server.store.protocol import Operation, Relation, Statement, operation
+from gpool.server.store.rows import allocation_from, columns, exists, of_ids, select, values
 
 TEAM = columns(TeamsRecord, TeamsRecord, "t")
 QUOTA = columns(QuotasRecord, QuotasRecord, "q")

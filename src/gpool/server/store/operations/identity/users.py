@@ -13,10 +13,9 @@ from gpool.core.model import Instant, Permission
 from gpool.core.permissions import Scope, TeamId
 from gpool.server.store.generated_rows import ApiKeysRecord, UsersRecord
 from gpool.server.store.identity_values import ApiKey, Caller
-from gpool.server.store.operation import operation
 from gpool.server.store.operations.identity.teams import roles_of
-from gpool.server.store.protocol import Operation, Relation, Statement
-from gpool.server.store.queries import columns, exists, select, select_pairs
+from gpool.server.store.protocol import Operation, Relation, Statement, operation
+from gpool.server.store.rows import columns, exists, select, select_pairs
 from gpool.server.store.values import User
 
 

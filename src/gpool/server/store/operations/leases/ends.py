@@ -16,12 +16,11 @@ from typing import NamedTuple
 from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
 from gpool.core.lifecycle import Move, after, end_move
 from gpool.core.model import SECOND, EndReason, Fault, Instant, Span, TaskStatus
-from gpool.core.retries import Unstarted, archived_as, given_up, unstarted_move
+from gpool.core.reliability import Unstarted, archived_as, given_up, unstarted_move
 from gpool.server.store.generated_rows import TasksRecord
 from gpool.server.store.operations.tasks.artifacts import NamedResult
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
-from gpool.server.store.queries import columns, select
-from gpool.server.store.rows import STATUS, of_ids, outputs_text, storable
+from gpool.server.store.rows import STATUS, columns, of_ids, outputs_text, select, storable
 from gpool.server.store.values import EndedTask, Requeued
 from gpool.wire.frames import Finished
 

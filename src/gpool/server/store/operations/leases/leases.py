@@ -30,19 +30,20 @@ from typing import NamedTuple
 from gpool.core.ids import NodeId, SpecId, TaskId, UserId
 from gpool.core.model import Instant, Span, TaskSpec
 from gpool.core.permissions import TeamId
-from gpool.server.store.operation import operation
-from gpool.server.store.operations.gangs import members
+from gpool.server.store.operations.leases import gang_members
 from gpool.server.store.operations.leases.grants import apply_plan, is_current_term, take_term
 from gpool.server.store.operations.leases.reports import expire, record
-from gpool.server.store.operations.nodes.nodes import load_nodes
-from gpool.server.store.protocol import Operation, Relation, Statement
-from gpool.server.store.queries import select, select_pairs, values
+from gpool.server.store.operations.nodes import load_nodes
+from gpool.server.store.protocol import Operation, Relation, Statement, operation
 from gpool.server.store.rows import (
     OPEN_LEASE,
     OpenLease,
     held_lease,
     of_ids,
+    select,
+    select_pairs,
     spec_from,
+    values,
 )
 from gpool.server.store.values import (
     PREEMPTING,
@@ -115,7 +116,7 @@ def held(node: NodeId) -> Operation[tuple[HeldLease, ...]]:
         {"node": node},
     )
     single = tuple(held_lease(row, each.payload, each.payload_sha256) for row, each in rows)
-    return single + (yield from members.held_by(node))
+    return single + (yield from gang_members.held_by(node))
 
 
 @operation
@@ -155,7 +156,7 @@ def picture() -> Operation[Picture]:
         "WHERE t.holding = 1 AND t.node_id IS NOT NULL AND n.note = :note",
         {"note": PREEMPTING},
     )
-    gangs = yield from members.pictured()
+    gangs = yield from gang_members.pictured()
     nodes = yield from load_nodes("true", {})
     since = [(row.id, times.leased_at, times.queued_at) for row, times in holding]
     since += [

@@ -14,8 +14,6 @@ from typing import NamedTuple
 from gpool.core.ids import NodeId, SpecId, TaskId
 from gpool.core.lifecycle import Move, sources
 from gpool.core.model import EndReason, Instant
-from gpool.server.store.operation import operation
-from gpool.server.store.operations.gangs.gangs import MemberReports, lose_members, record_members
 from gpool.server.store.operations.leases.ends import (
     CANCELLED,
     HELD,
@@ -28,12 +26,11 @@ from gpool.server.store.operations.leases.ends import (
     finish,
     lose,
 )
+from gpool.server.store.operations.leases.gangs import MemberReports, lose_members, record_members
 from gpool.server.store.operations.tasks.artifacts import NamedResult, keep_results
-from gpool.server.store.operations.tasks.checkpoints import note_phases, save
-from gpool.server.store.operations.tasks.logs import append_chunks
-from gpool.server.store.protocol import Operation, Relation, Statement
-from gpool.server.store.queries import select
-from gpool.server.store.rows import of_ids
+from gpool.server.store.operations.tasks.progress import append_chunks, note_phases, save
+from gpool.server.store.protocol import Operation, Relation, Statement, operation
+from gpool.server.store.rows import of_ids, select
 from gpool.server.store.values import Recording
 from gpool.wire.frames import (
     Checkpointed,

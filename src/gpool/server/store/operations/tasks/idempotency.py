@@ -8,9 +8,8 @@ from typing import NamedTuple, TypeVar
 from gpool.core.errors import KeyReused
 from gpool.core.ids import UserId
 from gpool.core.model import Instant
-from gpool.server.store.operation import again, operation
-from gpool.server.store.protocol import Operation, Relation, Statement
-from gpool.server.store.queries import select, values
+from gpool.server.store.protocol import Operation, Relation, Statement, again, operation
+from gpool.server.store.rows import select, values
 
 T = TypeVar("T")
 KEYS = (("user_id", "int"), ("key", "text"))

@@ -13,14 +13,21 @@ from gpool.core.errors import Conflict, GpoolError, Invalid, NotFound
 from gpool.core.ids import BatchId, SpecId, TaskId, UserId
 from gpool.core.model import Instant, Shape, TaskSpec
 from gpool.core.permissions import TeamId
-from gpool.core.scheduler.state.shapes import shape_of
+from gpool.core.scheduler.state.waiting import shape_of
 from gpool.server.store.generated_rows import TasksRecord
-from gpool.server.store.operation import operation
 from gpool.server.store.operations.identity.sealed_fields import insert_secrets
 from gpool.server.store.operations.tasks.artifacts import keep, missing
-from gpool.server.store.protocol import Operation, Relation, Row, Statement
-from gpool.server.store.queries import columns, relation_columns, select
-from gpool.server.store.rows import digest_of, of_ids, spec_from, spec_text, storable
+from gpool.server.store.protocol import Operation, Relation, Row, Statement, operation
+from gpool.server.store.rows import (
+    columns,
+    digest_of,
+    of_ids,
+    relation_columns,
+    select,
+    spec_from,
+    spec_text,
+    storable,
+)
 
 MOST_ALIKE = 50
 """Tasks of one batch that count as recent: a batch of 100,000 equal tasks is not the usual mix of a day."""

@@ -21,20 +21,22 @@ from gpool.server.store.generated_rows import (
     BatchesRecord,
     TasksRecord,
 )
-from gpool.server.store.operation import operation
-from gpool.server.store.operations.gangs import members
+from gpool.server.store.operations.leases import gang_members
 from gpool.server.store.operations.leases.ends import take_sequences, target
-from gpool.server.store.protocol import Operation, Relation, Row, Statement
-from gpool.server.store.queries import columns, select, select_pairs, values
+from gpool.server.store.protocol import Operation, Relation, Row, Statement, operation
 from gpool.server.store.rows import (
     REASON,
     STATUS,
     TASK_COLUMNS,
     TASK_COLUMNS_WITHOUT_VALUE,
+    columns,
     of_ids,
     outputs_from,
+    select,
+    select_pairs,
     spec_from,
     task_row,
+    values,
 )
 from gpool.server.store.values import (
     PREEMPTING,
@@ -214,7 +216,7 @@ def _with_members(views: Sequence[TaskView]) -> Operation[tuple[TaskView, ...]]:
     gangs = [view.row.id for view in views if view.spec.requirements.nodes > 1]
     if not gangs:
         return tuple(views)
-    found = yield from members.views(gangs)
+    found = yield from gang_members.views(gangs)
     return tuple(_as_gang(view, found.get(view.row.id, ())) for view in views)
 
 
@@ -283,7 +285,7 @@ def story(
     )
     row = task_row(record)
     if row.node is None and row.epoch:
-        gang = (yield from members.views((id,))).get(id, ())
+        gang = (yield from gang_members.views((id,))).get(id, ())
         row = replace(row, node=gang[0].node) if gang else row
     return TaskStory(
         row,
@@ -408,7 +410,7 @@ def cancel(
         {"cancelled": Relation(CANCELLED, cancelled)},
     )
     leased = [row for row in found if row.status != TaskStatus.QUEUED]
-    of_gangs = yield from members.holders(row.id for row in leased if row.node_id is None)
+    of_gangs = yield from gang_members.holders(row.id for row in leased if row.node_id is None)
     return Recording(
         ended=tuple(ended),
         withdrawn=tuple(row.id for row in found if row.status == TaskStatus.QUEUED),

@@ -1,1 +1,0 @@
-"""Tables, JSON, a task's output, progress; Ctrl-C while reading."""

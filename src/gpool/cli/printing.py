@@ -1,0 +1,339 @@
+"""Output of the command line: tables, JSON, followed tasks, progress bars. Control sequences from tasks never reach a
+terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from textwrap import indent
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO, TypeVar
+
+import click
+
+from gpool.core.errors import GpoolError
+from gpool.core.specs import gpu
+
+if TYPE_CHECKING:
+    from gpool.client.artifacts import TransferProgress
+    from gpool.client.runs import Printed, Run, TaskProgress
+    from gpool.client.values import Result
+
+
+_ALLOWED = re.compile(r"\x1b\[[0-9;:]{0,32}m")
+_UNFINISHED = re.compile(r"\x1b(?:\[[0-9;:]{0,32})?\Z")
+_CONTROLS = re.compile(r"\x1b\[[0-9;:]{0,32}m|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+_JSON_ESCAPED = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_DIRECTION = re.compile(
+    "[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
+)  # line separators and direction marks
+
+
+class TerminalText:
+    """Filters a task's output: colours, tabs and line ends pass, other control characters are shown.
+
+    A sequence split by the stream is joined first.
+    """
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def feed(self, text: str) -> str:
+        text = self._held + text
+        cut = _UNFINISHED.search(text)
+        self._held = cut.group() if cut else ""
+        return neutral(text[: cut.start()] if cut else text)
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return neutral(held)
+
+
+def neutral(text: str) -> str:
+    return _CONTROLS.sub(_shown, text.encode("utf-8", "replace").decode())
+
+
+def plain(text: str) -> str:
+    """Make untrusted text safe in a message: no colours, no overwriting, no change of direction."""
+    return neutral(_DIRECTION.sub("\ufffd", text.replace("\r", " ").replace("\x1b", "\u241b")))
+
+
+def _shown(match: re.Match[str]) -> str:
+    found = match.group()
+    if _ALLOWED.fullmatch(found):
+        return found
+    code = ord(found)
+    return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
+
+
+class LogPrinter:
+    def __init__(self, *, all_to_stderr: bool = False) -> None:
+        out = "stderr" if all_to_stderr else "stdout"
+        self._writers: dict[str, Callable[[Printed | None], None]] = {
+            "stdout": _writer(out),
+            "stderr": _writer("stderr"),
+        }
+
+    def show(self, pieces: Iterable[Printed]) -> None:
+        for piece in pieces:
+            self._writers[piece.stream](piece)
+        for write in self._writers.values():
+            write(None)
+
+
+def _writer(name: str) -> Callable[[Printed | None], None]:
+    text: TextIO = sys.stdout if name == "stdout" else sys.stderr
+    if text.isatty():
+        filtered = TerminalText()
+
+        def show(piece: Printed | None) -> None:
+            text.write(filtered.flush() if piece is None else filtered.feed(piece.text))
+            text.flush()
+
+        return show
+    raw: BinaryIO = text.buffer
+
+    def pass_on(piece: Printed | None) -> None:
+        if piece is not None:
+            raw.write(piece.data)
+        raw.flush()
+
+    return pass_on
+
+
+def emit_json(document: object) -> None:
+    click.echo(_json(document))
+
+
+def emit_json_list(documents: Iterable[object]) -> None:
+    before = "["
+    for document in documents:
+        click.echo(f"{before}\n{indent(_json(document), '  ')}", nl=False)
+        before = ","
+    click.echo("\n]" if before == "," else "[]")
+
+
+def _json(document: object) -> str:
+    text = json.dumps(document, indent=2, ensure_ascii=False)
+    return _JSON_ESCAPED.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], empty: str) -> None:
+    cells = [[_cell(value) for value in row] for row in rows]
+    if not cells:
+        click.echo(empty, err=True)
+        return
+    lines = [[name.upper() for name in columns], *cells]
+    widths = [max(map(_width, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        padded = (
+            value + " " * (width - _width(value)) for value, width in zip(line, widths, strict=True)
+        )
+        text = "  ".join(padded).rstrip()
+        click.echo(styled(text, bold=True) if line is lines[0] else text)
+
+
+def _width(text: str) -> int:
+    """Columns on a terminal: two for a wide character, none for a combining one."""
+    if text.isascii():
+        return len(text)
+    wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
+    return len(text) + wide - sum(unicodedata.combining(letter) > 0 for letter in text)
+
+
+def fields(document: Mapping[str, Any], names: Sequence[str]) -> None:
+    shown = [(name, document.get(name)) for name in names]
+    shown = [(name, value) for name, value in shown if value not in (None, "", [], {})]
+    width = max((len(name) for name, _ in shown), default=0)
+    for name, value in shown:
+        click.echo(f"{name.ljust(width)}  {_cell(value)}")
+
+
+def show(document: Mapping[str, Any], as_json: bool, names: str) -> None:
+    if as_json:
+        emit_json(document)
+    else:
+        fields(document, names.split())
+
+
+def _cell(value: object) -> str:
+    text = (
+        " ".join(map(str, value))
+        if isinstance(value, list)
+        else str("" if value is None else value)
+    )
+    return plain(text.replace("\n", " "))
+
+
+def styled(text: str, *, bold: bool = False, colour: str | None = None) -> str:
+    import os
+
+    if os.environ.get("NO_COLOR"):
+        return text
+    return click.style(text, bold=bold, fg=colour)
+
+
+def age(created_at: str, server_date: str | None) -> str:
+    if server_date is None:
+        return created_at
+    now = parsedate_to_datetime(server_date)
+    passed = max(0, int((now - datetime.fromisoformat(created_at)).total_seconds()))
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if passed >= size:
+            return f"{passed // size}{unit}"
+    return f"{passed}s"
+
+
+def local_time(at: str, server_date: str | None = None) -> str:
+    """Omit today's date; show seconds within ten minutes of now."""
+    then = datetime.fromisoformat(at).astimezone()
+    if server_date is None:
+        return then.strftime("%Y-%m-%d %H:%M:%S")
+    now = parsedate_to_datetime(server_date).astimezone()
+    if then.date() != now.date():
+        return then.strftime("%Y-%m-%d %H:%M")
+    soon = abs((then - now).total_seconds()) < 600
+    return then.strftime("%H:%M:%S" if soon else "%H:%M")
+
+
+def gib(size_bytes: int) -> str:
+    return gpu.gib(size_bytes) if size_bytes else "-"
+
+
+T = TypeVar("T")
+
+DOING = {
+    "queued": "waiting for a node…",
+    "fetch": "fetching the inputs…",
+    "build": "building the environment…",
+    "start": "starting the sandbox…",
+    "collect": "collecting the outputs…",
+}
+"""Message for a phase or status; other phases and statuses have none."""
+
+
+def on_stderr(line: str) -> None:
+    click.echo(line, err=True)
+
+
+class ProgressLine:
+    """Prints phases on a terminal (`phases`), and the reason for a long wait anywhere: the task may never start."""
+
+    def __init__(
+        self,
+        print_line: Callable[[str], None] = on_stderr,
+        run: Run | None = None,
+        *,
+        phases: bool = True,
+    ) -> None:
+        self._print, self._run, self._phases = print_line, run, phases
+        self._seen: TaskProgress | None = None
+        self._last = ""
+        self._is_explained = False
+
+    def __call__(self, progress: TaskProgress) -> None:
+        from gpool.cli.printing import styled
+
+        if progress == self._seen:  # unchanged
+            if progress.status == "queued":
+                self._explain()
+            return
+        self._seen, self._is_explained = progress, False
+        message = DOING.get(progress.phase or progress.status, "")
+        if progress.status == "queued" and progress.epoch:
+            message = "waiting for a node again…"
+        if message and message != self._last and self._phases:
+            self._print(styled(f"gpool: {message}", colour="cyan"))
+        self._last = message
+
+    def _explain(self) -> None:
+        from gpool.cli.printing import plain
+
+        if self._run is None or self._is_explained:
+            return
+        try:
+            sentence = self._run.explain()
+        except GpoolError:  # not essential; the task is still followed
+            return
+        self._is_explained = True
+        self._print(
+            f"gpool: waiting. {plain(sentence)}\n"
+            f"  For the expected start and alternatives: gpool explain {self._run.id}"
+        )
+
+
+def show_output(pieces: Iterator[Printed | str], *, quiet: bool) -> None:
+    """Messages (`str`) go to standard error."""
+    from gpool.cli.printing import LogPrinter
+
+    LogPrinter(all_to_stderr=quiet).show(_without_messages(pieces))
+
+
+def show_documents(pieces: Iterator[dict[str, Any] | str]) -> None:
+    """Print one JSON list as documents arrive, closed even after Ctrl-C."""
+    from gpool.cli.printing import emit_json_list
+
+    emit_json_list(_without_messages(pieces))
+
+
+def _without_messages(pieces: Iterator[T | str]) -> Iterator[T]:
+    for one in pieces:
+        if isinstance(one, str):
+            on_stderr(one)
+        else:
+            yield one
+
+
+def print_outcome(result: Result, *, code_too: bool = False) -> None:
+    from gpool.cli.printing import plain
+    from gpool.client.values import failure
+
+    if result.status != "succeeded" and (code_too or result.reason != "exited"):
+        click.echo(f"gpool: {plain(failure(result).detail)}", err=True)
+
+
+@contextmanager
+def progress_bar() -> Iterator[TransferProgress | None]:
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
+
+    bars = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    known: dict[str, TaskID] = {}
+    ended: dict[str, int] = {}
+
+    def show(path: str, done: int, total: int) -> None:
+        if not known:  # no bars if nothing is transferred
+            bars.start()
+            known[""] = bars.add_task("", total=None, visible=False)
+        if done < total and path not in known:
+            known[path] = bars.add_task(path, total=total)
+        if done < total:
+            bars.update(known[path], completed=done)
+            return
+        ended[path] = total
+        if path in known:
+            bars.remove_task(known.pop(path))
+        summary = f"{len(ended)} files"
+        bars.update(
+            known[""], description=summary, completed=sum(ended.values()), visible=len(ended) > 1
+        )
+
+    try:
+        yield show
+    finally:
+        bars.stop()

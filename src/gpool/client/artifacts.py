@@ -1,0 +1,237 @@
+"""Upload of inputs and download of outputs by SHA-256, streamed. Writes nothing outside the given folder."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpool.client.transport import ApiTransport
+from gpool.client.values import OutputArtifact
+from gpool.core.errors import Conflict, GpoolError, Invalid
+from gpool.core.specs.fields import checked_path, folded_path
+from gpool.transfer.requests import FilePart, Landing, Steps, download, hash_of, path_of, upload
+
+log = logging.getLogger(__name__)
+
+TransferProgress = Callable[[str, int, int], None]
+"""Called with (path, bytes done, total bytes)."""
+
+
+def _silent(_path: str, _done: int, _total: int) -> None:
+    return
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFile:
+    path: str
+    source: Path
+    size_bytes: int
+    executable: bool
+
+
+Input = str | os.PathLike[str] | LocalFile
+
+
+def gather(inputs: Iterable[Input], root: Path | None = None) -> list[LocalFile]:
+    """List files, folders recursively, relative to `root`; a `LocalFile` keeps its path."""
+    base = (root or Path()).absolute()
+    found: dict[str, LocalFile] = {}
+    for given in inputs:
+        if isinstance(given, LocalFile):
+            _add(found, given)
+            continue
+        source = Path(os.path.normpath(base / given))
+        if not source.is_relative_to(base):
+            raise Invalid(
+                f"input '{given}' lies outside {base}; run gpool from a folder above it, "
+                "or copy it here: inputs keep their relative paths"
+            )
+        files = list(_walk(source, given))
+        for file in files:
+            name = checked_path(file.relative_to(base).as_posix())
+            about = file.stat()
+            executable = bool(about.st_mode & stat.S_IXUSR)
+            _add(found, LocalFile(name, file, about.st_size, executable))
+        if not files:
+            log.warning(
+                "input '%s' holds no file and is not sent; if the task needs the empty folder, let the command create it",
+                given,
+            )
+    seen: dict[str, str] = {}
+    for name in found:
+        other = seen.setdefault(folded_path(name), name)
+        if other != name:
+            raise Invalid(f"inputs '{other}' and '{name}' differ only in case; rename one of them")
+    return list(found.values())
+
+
+def _add(found: dict[str, LocalFile], file: LocalFile) -> None:
+    other = found.setdefault(file.path, file)
+    if other.source.resolve() != file.source.resolve():
+        raise Invalid(
+            f"'{other.source}' and '{file.source}' would both become '{file.path}'; leave one out"
+        )
+
+
+def _walk(source: Path, given: str | os.PathLike[str]) -> Iterator[Path]:
+    if source.is_dir():
+        real = source.resolve()
+        try:
+            yield from _files_in(source, f"in input '{given}'", real, (real,))
+        except OSError as exc:
+            what = f"'{exc.filename}' (in input '{given}')"
+            raise Invalid(f"{what} cannot be read: {exc.strerror}") from exc
+    elif source.is_file():
+        yield source
+    elif source.exists():
+        raise Invalid(f"input '{given}' is neither a file nor a folder")
+    else:
+        raise Invalid(f"input '{given}' does not exist")
+
+
+def _files_in(
+    folder: Path, where: str, real_top: Path, entered: tuple[Path, ...]
+) -> Iterator[Path]:
+    """A link out of `real_top` is refused. `entered`: real paths above, to detect cycles."""
+    for name in sorted(os.listdir(folder)):
+        file = folder / name
+        if file.is_symlink() and not file.exists():
+            raise Invalid(f"'{file}' ({where}) is a link to nothing; remove it")
+        real = file.resolve()
+        if not real.is_relative_to(real_top):
+            raise Invalid(
+                f"'{file}' ({where}) is a link out of it, to {real}; copy the target, or remove the link"
+            )
+        if file.is_dir():
+            if real in entered:
+                raise Invalid(f"'{file}' ({where}) is a link to a folder it lies in; remove it")
+            yield from _files_in(file, where, real_top, (*entered, real))
+        elif file.is_file():
+            yield file
+        else:
+            raise Invalid(f"'{file}' ({where}) is not a plain file; remove it")
+
+
+class Artifacts:
+    def __init__(self, api: ApiTransport) -> None:
+        self._api = api
+        self._uploaded: set[str] = set()
+
+    def put(self, content: bytes) -> str:
+        sha256 = hashlib.sha256(content).hexdigest()
+        if sha256 not in self._uploaded:
+            self._api.carry_out(lambda: upload(content, sha256, len(content)))
+            self._uploaded.add(sha256)
+        return sha256
+
+    def forget(self, sha256s: Iterable[object]) -> bool:
+        """True if any was believed present."""
+        gone = self._uploaded.intersection(sha256s)
+        self._uploaded -= gone
+        return bool(gone)
+
+    def put_file(self, file: LocalFile, progress: TransferProgress = _silent) -> str:
+        """Upload in parts with constant memory, resuming after a break; return the hash."""
+        try:
+            sha256, size_bytes = hash_of(file.source)
+        except OSError as exc:
+            raise Invalid(f"input '{file.path}' cannot be read: {exc.strerror}") from exc
+        if sha256 not in self._uploaded:
+            self._api.carry_out(
+                lambda: _reporting(upload(file.source, sha256, size_bytes), file, progress)
+            )
+            self._uploaded.add(sha256)
+        progress(file.path, size_bytes, size_bytes)
+        return sha256
+
+    def get(self, sha256: str) -> bytes:
+        """Download into memory: for values, not for files."""
+        return self._api.send("GET", path_of(sha256)).body
+
+    def fetch(
+        self, outputs: Sequence[OutputArtifact], into: Path, progress: TransferProgress = _silent
+    ) -> list[Path]:
+        """Replace existing files beneath `into`; return their paths."""
+        try:
+            into.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise Conflict(f"'{into}' cannot be written to: {exc.strerror}") from exc
+        written = []
+        for output in outputs:
+            name = checked_path(output.path)
+            folder = _folder_beneath(into, name.split("/")[:-1])
+            try:
+                written.append(into / name)
+                self._fetch_one(output, folder, name.rpartition("/")[2], progress)
+            finally:
+                os.close(folder)
+        return written
+
+    def _fetch_one(
+        self, output: OutputArtifact, folder: int, name: str, progress: TransferProgress
+    ) -> None:
+        short = name.encode()[:100].decode(errors="ignore")
+        partial = f".{short}.{output.sha256[:16]}.part"
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            with os.fdopen(os.open(partial, flags, 0o600, dir_fd=folder), "r+b") as file:
+                landing = Landing(file, lambda done: progress(output.path, done, output.size_bytes))
+                self._api.carry_out(lambda: download(output.sha256, landing))
+                mask = os.umask(0)
+                os.umask(mask)
+                os.fchmod(file.fileno(), (0o777 if output.executable else 0o666) & ~mask)
+            os.replace(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
+        except IsADirectoryError as exc:
+            os.unlink(partial, dir_fd=folder)
+            raise Conflict(
+                f"output '{output.path}' cannot be written: a folder of that name is there"
+            ) from exc
+        except OSError as exc:
+            raise Conflict(f"output '{output.path}' cannot be written: {exc.strerror}") from exc
+        except GpoolError:
+            if not os.stat(partial, dir_fd=folder).st_size:  # nothing to resume from
+                os.unlink(partial, dir_fd=folder)
+            raise
+
+
+def _reporting(steps: Steps, file: LocalFile, progress: TransferProgress) -> Steps:
+    request = next(steps)
+    while True:
+        if isinstance(request.body, FilePart):
+            progress(file.path, request.body.offset, file.size_bytes)
+        reply = yield request
+        try:
+            request = steps.send(reply)
+        except StopIteration:
+            return
+
+
+def _folder_beneath(root: Path, names: Sequence[str]) -> int:
+    """Create missing folders; refuse a link on the way."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    try:
+        current = os.open(root, flags)
+    except OSError as exc:
+        raise Conflict(f"'{root}' cannot be written to: {exc.strerror}") from exc
+    for name in names:
+        try:
+            with suppress(FileExistsError):
+                os.mkdir(name, dir_fd=current)
+            deeper = os.open(name, flags | os.O_NOFOLLOW, dir_fd=current)
+        except OSError as exc:
+            in_the_way = exc.errno in (errno.ENOTDIR, errno.ELOOP)
+            why = f"'{name}' is a link or a file" if in_the_way else exc.strerror
+            raise Conflict(
+                f"'{'/'.join(names)}' beneath {root} cannot be written to: {why}"
+            ) from exc
+        finally:
+            os.close(current)
+        current = deeper
+    return current

@@ -1,0 +1,365 @@
+"""Values that cross the network: functions and arguments pickled, results decoded into values or exceptions.
+
+`loads` runs code of the pickle's author: its callers check that the node is trusted.
+
+A pickle is loaded only from the caller's own node or with `results="pickle"`: loading runs code chosen by the node's
+owner.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import io
+import pickle
+import site
+import sys
+import sysconfig
+import threading
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+import msgspec
+
+from gpool.core.errors import (
+    Cancelled,
+    InternalFault,
+    Invalid,
+    LosesNodes,
+    TaskFailed,
+    TimedOut,
+    UntrustedResult,
+)
+
+PROTOCOL = 5
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+_PLAIN = frozenset({int, float, str, bytes, bool, type(None)})
+"""Types whose pickle names no class, so the plain C pickler suffices."""
+
+_ONE_AT_A_TIME = threading.Lock()
+"""cloudpickle's register of modules by value is global to the process."""
+
+PICKLING_ERRORS = (
+    pickle.PicklingError,
+    TypeError,
+    AttributeError,
+    ValueError,
+    NotImplementedError,
+    RecursionError,
+    ImportError,
+    OSError,
+    RuntimeError,
+)
+
+
+class OwnModules:
+    """The caller's own modules: next to the script, or editable; not installed ones."""
+
+    def __init__(self, installed: Iterable[str] | None = None) -> None:
+        self._installed = tuple(_installed_folders() if installed is None else installed)
+        self._known: dict[str, bool] = {}
+
+    def is_own(self, name: str) -> bool:
+        known = self._known.get(name)
+        if known is None:
+            known = self._known[name] = self._look(name)
+        return known
+
+    def _look(self, name: str) -> bool:
+        if name == "__main__" or name.partition(".")[0] == "gpool":
+            return False  # cloudpickle sends __main__ by value anyway; nodes have gpool
+        module = sys.modules.get(name)
+        if module is None:
+            return False
+        file = getattr(module, "__file__", None)
+        if file is None:
+            folders = list(getattr(module, "__path__", ()))
+            if not folders:
+                return False  # built in
+            file = folders[0]
+        real = str(Path(file).resolve())
+        return not any(real.startswith(folder) for folder in self._installed)
+
+
+def _installed_folders() -> set[str]:
+    found = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    found |= {*site.getsitepackages(), site.getusersitepackages()}
+    return {str(Path(folder).resolve()) + "/" for folder in found if folder} | {"<frozen"}
+
+
+_own = OwnModules()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=PROTOCOL)
+        self.registered: list[types.ModuleType] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is types.ModuleType:
+            self._meet(obj.__name__)
+        elif kind is types.FunctionType or issubclass(kind, type):
+            self._meet(getattr(obj, "__module__", None))
+        return super().reducer_override(obj)
+
+    def _meet(self, name: str | None) -> None:
+        if name is None or not _own.is_own(name):
+            return
+        if name not in cloudpickle.cloudpickle._PICKLE_BY_VALUE_MODULES:
+            module = sys.modules[name]
+            cloudpickle.register_pickle_by_value(module)
+            self.registered.append(module)
+
+
+def dumps(value: object) -> bytes:
+    with _ONE_AT_A_TIME, io.BytesIO() as file:
+        pickler = _Pickler(file)
+        try:
+            pickler.dump(value)
+        finally:
+            for module in pickler.registered:
+                cloudpickle.unregister_pickle_by_value(module)
+        return file.getvalue()
+
+
+def dumps_function(function: Callable[..., object], name: str) -> bytes:
+    """`Invalid` says why the function cannot be pickled."""
+    try:
+        return dumps(function)
+    except PICKLING_ERRORS as exc:
+        raise Invalid(
+            f"the function {name} cannot be sent: {exc}. "
+            "It (or a global it uses) holds something tied to this process, such as a lock, "
+            "a connection or an open file; create that inside the function."
+        ) from exc
+
+
+def dumps_call(
+    function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
+) -> bytes:
+    """`Invalid` names the argument that cannot be pickled."""
+    for value in args:
+        if type(value) not in _PLAIN:
+            break
+    else:
+        if not kwargs:
+            return pickle.dumps((args, {}), PROTOCOL)
+    try:
+        return dumps((tuple(args), dict(kwargs)))
+    except PICKLING_ERRORS as exc:
+        raise Invalid(_which_argument(function, args, kwargs) or f"arguments: {exc}") from exc
+
+
+def _which_argument(
+    function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
+) -> str:
+    name = getattr(function, "__name__", "the function")
+    labels = [f"number {position + 1}" for position in range(len(args))]
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    for position, parameter in enumerate(parameters[: len(args)]):
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            break
+        labels[position] = repr(parameter.name)
+    labels += [repr(keyword) for keyword in kwargs]
+    for label, value in zip(labels, [*args, *kwargs.values()], strict=True):
+        try:
+            dumps(value)
+        except PICKLING_ERRORS as exc:
+            return (
+                f"argument {label} of {name} cannot be sent: "
+                f"a {type(value).__module__}.{type(value).__qualname__} ({exc})"
+            )
+    return ""
+
+
+def loads(content: bytes) -> Any:
+    """Unpickle a value from a trusted node only."""
+    return pickle.loads(content)
+
+
+Fetch = Callable[[str], bytes]
+"""Returns a whole artifact by its hash."""
+
+
+class OutputArtifact(msgspec.Struct, frozen=True):
+    path: str
+    sha256: str
+    size_bytes: int
+    executable: bool = False
+
+
+class Result(msgspec.Struct, frozen=True):
+    """`wire.documents.ResultDocument`, decoded by msgspec: a map reads thousands per second."""
+
+    id: str
+    position: int
+    sequence: int
+    status: str
+    reason: str | None = None
+    exit_code: int | None = None
+    value: bytes = b""
+    value_sha256: str = ""
+    error_text: str = ""
+    outputs: list[OutputArtifact] = []
+    node: str | None = None
+    node_name: str | None = None
+    own_node: bool = False  # an older server does not send it
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    id: str
+    exit_code: int
+    status: str
+    stdout: str
+    stderr: str
+    outputs: tuple[Path, ...] = ()
+
+
+class SubmittedBatch(msgspec.Struct, frozen=True):
+    batch: str
+    ids: list[str]
+    first_position: int = 0
+
+
+decode_result = msgspec.json.Decoder(Result).decode
+decode_results = msgspec.json.Decoder(list[Result]).decode
+decode_lines = msgspec.json.Decoder(Result).decode_lines
+decode_submitted = msgspec.json.Decoder(SubmittedBatch).decode
+
+
+class RemoteTraceback(Exception):
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"\n\n{self.text.rstrip()}\n"
+
+
+class Raised(msgspec.Struct, frozen=True):
+    exception: BaseException
+
+
+def outcome(result: Result, fetch: Fetch, *, pickle_requested: bool) -> object:
+    """Value or `Raised`. `pickle_requested`: also load pickles of other accounts' nodes."""
+    is_trusted = result.own_node or pickle_requested
+    if result.reason == "returned" and result.status == "succeeded":
+        if not is_trusted:
+            return Raised(_untrusted(result))
+        content = result.value or _fetched(result, fetch)
+        return loads(content)
+    if result.reason == "raised":
+        return Raised(_raised(result, fetch, is_trusted=is_trusted))
+    return Raised(failure(result))
+
+
+def _untrusted(result: Result) -> UntrustedResult:
+    if result.node is None:
+        where = "a node whose owner the server does not report (it may be older than this client)"
+    else:
+        # the owner chose the name: no control character of it may reach a terminal
+        name = "".join(c if c.isprintable() else "\ufffd" for c in result.node_name or "")
+        node = f"{name} ({result.node})" if name else result.node
+        where = f"node {node}, which belongs to another account or was removed"
+    return UntrustedResult(
+        f"task {result.id} returned a pickled value from {where}. It was not unpickled: unpickling would let that "
+        'node\'s owner run code on this machine. If you trust the owner, use @gpool.task(results="pickle"), or '
+        f'client.get({result.id!r}, results="pickle") for this value',
+        id=result.id,
+        node=result.node,
+    )
+
+
+def _fetched(result: Result, fetch: Fetch) -> bytes:
+    if not result.value_sha256:
+        raise InternalFault(f"the value of task {result.id} is missing from the server's response")
+    content = fetch(result.value_sha256)
+    if hashlib.sha256(content).hexdigest() != result.value_sha256:
+        raise InternalFault(
+            f"the value of task {result.id} does not match its hash; fetch it again"
+        )
+    return content
+
+
+def _raised(result: Result, fetch: Fetch, *, is_trusted: bool) -> BaseException:
+    """`TaskFailed` with the text if the pickle is not trusted; the remote traceback is the cause."""
+    exception: object = None
+    if is_trusted and (result.value or result.value_sha256):
+        try:
+            exception = loads(result.value or _fetched(result, fetch))
+        except (*PICKLING_ERRORS, EOFError, KeyError, IndexError) as exc:
+            exception = None
+            reason = f"; its exception could not be rebuilt here: {exc}"
+        else:
+            reason = ""
+    else:
+        reason = ""
+    if not isinstance(exception, BaseException):
+        last = result.error_text.strip().rpartition("\n")[2] or "it raised an exception"
+        exception = TaskFailed(f"task {result.id} failed: {last}{reason}", id=result.id)
+    if result.error_text:
+        exception.__cause__ = RemoteTraceback(result.error_text)
+    return exception
+
+
+def failure(result: Result) -> TaskFailed:
+    """Error of a task that raised none itself."""
+    text = f": {result.error_text.strip()}" if result.error_text.strip() else ""
+    task = f"task {result.id}"
+    if result.reason == "timed_out":
+        return TimedOut(f"{task}{text or ' ran past its time-out'}", id=result.id)
+    if result.status == "cancelled" or result.reason == "cancelled":
+        return Cancelled(f"{task} was cancelled{text}", id=result.id)
+    if result.reason == "loses_nodes":
+        return LosesNodes(f"{task} was lost with three different nodes{text}", id=result.id)
+    if result.reason == "exited":
+        return TaskFailed(
+            f"{task} exited with code {result.exit_code}{text}",
+            id=result.id,
+            exit_code=result.exit_code,
+        )
+    memory = (
+        ("GPU memory", "--vram, or vram=")
+        if "GPU memory" in text
+        else ("memory", "--memory, or memory=")
+    )
+    why = {
+        "out_of_memory": "ran out of {}; ask for more with {}".format(*memory),
+        "bad_input": "could not be prepared",  # its inputs, its environment, its checkpoint
+        "bad_output": "did not write its outputs",
+        "lost": "lost one of its nodes",
+        "sandbox_failed": "failed on its node: the sandbox did not start or broke",
+        "node_failed": "failed on its node, which could not start it",
+    }.get(result.reason or "", "failed")
+    advice = ""
+    if result.reason in ("sandbox_failed", "node_failed"):
+        advice = (
+            f". Your program is not the cause. For the attempts see: gpool explain {result.id}. "
+            "Try another --tier or --image, or report this to the pool's operator"
+        )
+    return TaskFailed(f"{task} {why}{text}{advice}", id=result.id, reason=result.reason)
+
+
+def exit_code(result: Result) -> int:
+    """Exit code of the task, or a conventional one for its end reason."""
+    if result.reason == "timed_out":
+        return 124
+    if result.status == "cancelled" or result.reason == "cancelled":
+        return 130
+    if result.status == "succeeded":
+        return 0
+    if result.reason == "exited" and result.exit_code is not None:
+        return result.exit_code if 0 < result.exit_code < 256 else 1
+    if result.reason in ("sandbox_failed", "node_failed", "loses_nodes", "lost"):
+        return 125
+    return 137 if result.reason == "out_of_memory" else 1

@@ -1,0 +1,150 @@
+"""Audit log: entries written in the transaction of their effect, pages, verification of the hash chain.
+
+An entry names actor, action, object, address and outcome: names, ids and scopes, never secrets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
+
+from gpool.core.ids import UserId, encode
+from gpool.core.model import SECOND, Instant
+from gpool.server.identity.audit import (
+    AuditAnchor,
+    AuditEntry,
+    AuditLink,
+    ChainBroken,
+    ChainIntact,
+    check,
+    facts,
+)
+from gpool.server.server import Server
+from gpool.server.store.identity_values import Caller
+from gpool.server.store.operations.identity import audit as operations
+from gpool.server.store.operations.identity import users
+from gpool.server.store.protocol import Operation, Store, again, operation
+from gpool.server.store.rows import of_ids, select
+from gpool.server.store.values import NodeCredentials, User
+
+T = TypeVar("T")
+
+AuditActor = User | Caller | NodeCredentials | None
+"""None: an anonymous caller."""
+
+OK, REFUSED = "ok", "refused"
+PAGE = 1000
+DAY = 86_400 * SECOND
+
+
+def entry(
+    at: Instant,
+    actor: AuditActor,
+    action: str,
+    thing: str = "",
+    *,
+    outcome: str = OK,
+    address: str = "",
+    **members: str,
+) -> AuditEntry:
+    where = address or (actor.address if isinstance(actor, Caller) else "")
+    return AuditEntry(0, at, named(actor), action, thing, outcome, where, facts(members))
+
+
+def named(actor: AuditActor) -> str:
+    match actor:
+        case None:
+            return ""
+        case User():
+            return encode("user", actor.id)
+        case Caller():
+            return encode("user", actor.user.id)
+        case NodeCredentials():
+            return encode("node", actor.node)
+
+
+@operation
+def audited(
+    op: Operation[T], entries: Sequence[AuditEntry] | Callable[[T], Iterable[AuditEntry]]
+) -> Operation[T]:
+    """Operation and audit entries in one transaction. `entries` may be a function of the operation's value.
+
+    Appending locks the head of the log until the commit, so it comes last.
+    """
+    value = yield from again(op)
+    found = entries(value) if callable(entries) else entries
+    appended = tuple(found)
+    if appended:
+        yield from operations.append_all(appended)
+    return value
+
+
+class _UsedKey(NamedTuple):
+    id: int
+    user_id: UserId
+    name: str
+    last_used_at: Instant | None
+
+
+@operation
+def keys_used(used: Sequence[tuple[int, Instant]]) -> Operation[None]:
+    rows = yield from select(
+        _UsedKey,
+        "SELECT k.id, k.user_id, k.name, k.last_used_at FROM {used} AS u JOIN api_keys k ON k.id = u.id",
+        {},
+        {"used": of_ids(number for number, _ in used)},
+    )
+    latest = dict(used)
+    first_uses = [
+        AuditEntry(
+            0,
+            latest[number],
+            encode("user", user),
+            "key.used",
+            encode("key", number),
+            OK,
+            "",
+            facts({"name": name}),
+        )
+        for number, user, name, last in rows
+        if last is None or last // DAY < latest[number] // DAY
+    ]
+    yield from users.touch_keys(used)
+    if first_uses:
+        yield from operations.append_all(first_uses)
+
+
+async def note(server: Server, *entries: AuditEntry) -> None:
+    await server.store.write(operations.append(entries))
+
+
+async def page(server: Server, before: int | None, limit: int) -> tuple[AuditLink, ...]:
+    return await server.store.read(operations.newest(before, limit))
+
+
+async def verify(server: Server, anchors: Iterable[AuditAnchor] = ()) -> ChainIntact | ChainBroken:
+    head = await server.store.read(operations.head())
+    pinned = [*anchors, *([head] if head else [])]
+    start: AuditAnchor | None = None
+    async for links in _pages(server.store, head.sequence if head else 0):
+        last = links[-1].entry.sequence
+        here = [anchor for anchor in pinned if anchor.sequence <= last]
+        found = check(
+            links, start, [a for a in here if start is None or a.sequence > start.sequence]
+        )
+        if isinstance(found, ChainBroken):
+            return found
+        start = found.head
+    return check((), start, [a for a in pinned if start is None or a.sequence > start.sequence])
+
+
+async def _pages(store: Store, until: int) -> AsyncIterator[tuple[AuditLink, ...]]:
+    after = 0
+    while after < until:
+        links = await store.read(operations.entries(after, min(PAGE, until - after)))
+        if not links:
+            return
+        yield links
+        if links[-1].entry.sequence <= after:
+            return
+        after = links[-1].entry.sequence

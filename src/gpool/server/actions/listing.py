@@ -1,0 +1,354 @@
+"""Reading of nodes and resources, by page or one, and their REST documents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Literal
+
+from gpool.core.errors import Invalid, NotFound
+from gpool.core.ids import GpuId, NodeId, decode, encode
+from gpool.core.model import Availability, Gpu, GpuDetails, Health, Node, Permission, Tier
+from gpool.core.scheduler.place.fit import cpu_price
+from gpool.core.scheduler.state.waiting import NodeState
+from gpool.server.nodes import reconciliation
+from gpool.server.nodes.telemetry import Point
+from gpool.server.server import Server
+from gpool.server.store.identity_values import Caller, GpuRow
+from gpool.server.store.operations import gpus as gpu_bindings
+from gpool.server.store.operations import nodes as operations
+from gpool.server.store.operations.nodes import NodeFilter
+from gpool.server.store.protocol import Operation, operation
+from gpool.server.store.values import NodeRow
+from gpool.wire.documents import (
+    GpuDetailsDocument,
+    GpuDocument,
+    GpuPage,
+    MeasuredDocument,
+    NodeDocument,
+    NodePage,
+    ReadingDocument,
+    instant_to_datetime,
+)
+
+MOST_SHOWN = 100
+"""Environments listed in a node's document."""
+
+GpuRows = Mapping[tuple[NodeId, int], GpuRow]
+"""Stored GPUs by node and index."""
+
+_Status = Literal["free", "shared", "busy", "paused", "quarantined", "offline"]
+
+
+def node_document(server: Server, who: Caller, gpus: GpuRows, row: NodeRow) -> NodeDocument:
+    """The node as `who` sees it; allowed users and problems only for its owner and operators."""
+    here = row.node
+    inside = who.user.id == here.owner or Permission.OPERATOR in who.user.permissions
+    entry = _entry(server, here.id)
+    return NodeDocument(
+        id=encode("node", here.id),
+        name=here.name,
+        owner=encode("user", here.owner),
+        status="online" if server.nodes.is_connected(here.id) else "offline",
+        availability=here.availability.value,
+        created_at=instant_to_datetime(row.created_at),
+        last_beat_at=instant_to_datetime(row.last_beat_at) if row.last_beat_at else None,
+        cpu_milli=here.offer.cpu_milli,
+        cpu_free_milli=max(0, entry.room.free_cpu) if entry else here.offer.cpu_milli,
+        memory_bytes=here.offer.memory_bytes,
+        pythons=sorted(here.offer.pythons),
+        tiers=_tiers(here.offer.tiers),
+        gpus=[document for _, document in gpu_documents(server, gpus, row)],
+        running=len(entry.lines) if entry else 0,
+        networks=sorted(network.value for network in here.offer.networks),
+        audience=list(here.offer.audience) if inside or not here.offer.audience else None,
+        closed=here.offer.closed or None,
+        environments=sorted(here.offer.environments)[:MOST_SHOWN],
+        builds=sorted(here.offer.builds),
+        problems=[*row.problems, *_backoff(server, here.id), *gpu_problems(here, gpus)]
+        if inside
+        else [],
+        labels=sorted(here.offer.labels),
+        price_microcredits=here.offer.price_microcredits,
+        site=reconciliation.site_name(here.offer.site),
+        cordoned=server.picture.policy.rules.cordons.get(here.id),
+    )
+
+
+def _backoff(server: Server, node: NodeId) -> tuple[str, ...]:
+    why = server.nodes.backoff.reason(node)
+    return (f"it {why}: nothing new is given to it for a while",) if why else ()
+
+
+def gpu_documents(server: Server, gpus: GpuRows, row: NodeRow) -> list[tuple[int, GpuDocument]]:
+    here = row.node
+    entry = _entry(server, here.id)
+    found = []
+    for device in here.offer.gpus:
+        stored = gpus.get((here.id, device.index))
+        if stored is None:
+            continue
+        room = entry.room.gpus.get(device.index) if entry else None
+        free_share = max(0, room.free_share) if room else 1000
+        free_memory = max(0, room.free_memory) if room else device.memory_bytes
+        allowed = device.index not in here.gpus_withheld
+        found.append(
+            (
+                device.index,
+                GpuDocument(
+                    id=encode("gpu", stored.id),
+                    kind="gpu",
+                    node=encode("node", here.id),
+                    node_name=here.name,
+                    index=device.index,
+                    model=device.model,
+                    vendor=device.vendor,
+                    uuid=device.uuid,
+                    memory_bytes=device.memory_bytes,
+                    memory_free_bytes=free_memory,
+                    share_free=free_share / 1000,
+                    simulated=device.simulated,
+                    status=_gpu_status(server, here, device, stored, free_share, free_memory),
+                    available=allowed and here.availability is Availability.AVAILABLE,
+                    tiers=_tiers(here.offer.tiers),
+                    flagged=stored.flagged or stored.unproven,
+                    measured=measured_document(stored.measured),
+                    closed=device.closed or None,
+                    health=device.health.value,
+                    ails=device.ails or None,
+                    quarantined=stored.quarantined,
+                    details=None if device.details is None else gpu_details(device.details),
+                    reading=reading(server.telemetry.now_of(here.id, device.index, server.now)),
+                    price_microcredits=here.offer.price_microcredits,
+                    labels=sorted(here.offer.labels),
+                ),
+            )
+        )
+    return found
+
+
+def measured_document(text: str | None) -> MeasuredDocument | None:
+    return None if text is None else MeasuredDocument.model_validate_json(text)
+
+
+def cpu_document(server: Server, row: NodeRow) -> GpuDocument:
+    here = row.node
+    entry = _entry(server, here.id)
+    whole = here.offer.cpu_milli
+    free = max(0, entry.room.free_cpu) if entry else whole
+    share = round(1000 * free / whole) if whole else 0
+    return GpuDocument(
+        id=encode("node", here.id),
+        kind="cpu",
+        node=encode("node", here.id),
+        node_name=here.name,
+        index=0,
+        model=f"{whole / 1000:g} CPUs",
+        vendor="cpu",
+        uuid="",
+        memory_bytes=here.offer.memory_bytes,
+        memory_free_bytes=max(0, entry.room.free_memory) if entry else here.offer.memory_bytes,
+        share_free=share / 1000,
+        simulated=False,
+        status=_status(server, here, True, share, 1),
+        available=here.availability is Availability.AVAILABLE,
+        tiers=_tiers(here.offer.tiers),
+        price_microcredits=cpu_price(here, whole),
+        labels=sorted(here.offer.labels),
+    )
+
+
+def _status(server: Server, here: Node, allowed: bool, share: int, memory: int) -> _Status:
+    if not server.nodes.is_connected(here.id):
+        return "offline"
+    if not allowed or here.availability is not Availability.AVAILABLE or here.offer.closed:
+        return "paused"
+    if share <= 0 or memory <= 0:
+        return "busy"
+    return "free" if share >= 1000 else "shared"
+
+
+def _gpu_status(
+    server: Server, here: Node, device: Gpu, stored: GpuRow, share: int, memory: int
+) -> _Status:
+    allowed = device.index not in here.gpus_withheld
+    found = _status(server, here, allowed and not device.closed, share, memory)
+    sick = stored.quarantined is not None or device.health is Health.QUARANTINED
+    return "quarantined" if sick and found != "offline" else found
+
+
+def _tiers(tiers: frozenset[Tier]) -> list[str]:
+    return [tier.value for tier in sorted(tiers, key=lambda tier: tier.strength)]
+
+
+def _entry(server: Server, id_: NodeId) -> NodeState | None:
+    return server.picture.state.nodes.get(id_)
+
+
+# ---- health, details, readings
+
+
+def gpu_problems(here: Node, gpus: GpuRows) -> list[str]:
+    found = []
+    for device in here.offer.gpus:
+        stored = gpus.get((here.id, device.index))
+        name = f"gpu{device.index} ({device.model})"
+        if stored is not None and stored.quarantined is not None:
+            cure = f"when it is well: gpool node resume gpu{device.index}"
+            found.append(f"{name} is in quarantine: {stored.quarantined}; {cure}")
+        elif device.ails:
+            found.append(f"{name} is {device.health.value}: {device.ails}")
+    return found
+
+
+def gpu_details(details: GpuDetails) -> GpuDetailsDocument:
+    return GpuDetailsDocument(
+        source=details.source,
+        driver=details.driver,
+        capability=details.capability,
+        bus=details.bus,
+        pcie=details.pcie,
+        power_limit_watts=details.power_limit_mw / 1000 or None,
+        clock_mhz=details.clock_mhz or None,
+        links=dict(details.links),
+        mig=details.mig,
+        mig_profiles=list(details.mig_profiles),
+        mig_instances=list(details.mig_instances),
+    )
+
+
+def reading(point: Point | None) -> ReadingDocument | None:
+    return None if point is None else reading_document(point)
+
+
+def reading_document(point: Point) -> ReadingDocument:
+    power = point.power_mw
+    return ReadingDocument(
+        at=instant_to_datetime(point.at),
+        utilisation_percent=point.utilisation_percent,
+        memory_used_bytes=point.memory_bytes,
+        power_watts=None if power is None else power / 1000,
+        temperature_celsius=point.temperature_c,
+    )
+
+
+CPU_INDEX = 1 << 30
+"""Index of a node's CPUs in a cursor: behind every GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceCursor:
+    """The last resource listed, as `n-….INDEX`; `n-…`: all of that node."""
+
+    node: NodeId
+    index: int = CPU_INDEX
+
+    @classmethod
+    def parse(cls, text: str) -> ResourceCursor:
+        node, dot, index = text.partition(".")
+        if dot and not (index.isascii() and index.isdigit() and len(index) < 5):
+            raise Invalid(f"'cursor' is {text[:60]!r}; give the `next` of the page before")
+        return cls(NodeId(decode("node", node)), int(index) if dot else CPU_INDEX)
+
+    def __str__(self) -> str:
+        node = encode("node", self.node)
+        return node if self.index == CPU_INDEX else f"{node}.{self.index}"
+
+
+async def nodes(
+    server: Server, who: Caller, wanted: NodeFilter, after: NodeId | None, limit: int
+) -> NodePage:
+    rows, gpus = await server.store.read(_page(wanted, after, limit))
+    return NodePage(
+        items=[
+            node_document(server, who, gpus, row) for row in rows if matches(row, wanted.search)
+        ],
+        next=encode("node", rows[-1].node.id) if len(rows) == limit else None,
+    )
+
+
+async def resources(
+    server: Server, wanted: NodeFilter, kind: str | None, after: ResourceCursor | None, limit: int
+) -> GpuPage:
+    before = None
+    if after is not None:  # a node with resources behind the cursor is read again
+        before = after.node if after.index == CPU_INDEX else NodeId(after.node - 1)
+    rows, gpus = await server.store.read(_page(wanted, before, limit))
+    items: list[GpuDocument] = []
+    last: ResourceCursor | None = None
+    for row in rows:
+        for index, document in _resources(server, gpus, row, kind, wanted.search):
+            place = ResourceCursor(row.node.id, index)
+            if after is not None and (place.node, place.index) <= (after.node, after.index):
+                continue
+            if len(items) == limit:
+                return GpuPage(items=items, next=str(last))
+            items.append(document)
+            last = place
+    more = str(ResourceCursor(rows[-1].node.id)) if len(rows) == limit else None
+    return GpuPage(items=items, next=more)
+
+
+def _resources(
+    server: Server, gpus: GpuRows, row: NodeRow, kind: str | None, search: str
+) -> list[tuple[int, GpuDocument]]:
+    found = gpu_documents(server, gpus, row) if kind != "cpu" else []
+    if kind != "gpu" and row.node.offer.cpu_milli:
+        found.append((CPU_INDEX, cpu_document(server, row)))
+    text = search.lower()
+    if text and text not in row.node.name.lower():
+        found = [(index, each) for index, each in found if text in each.model.lower()]
+    return sorted(found, key=itemgetter(0))
+
+
+def matches(row: NodeRow, search: str) -> bool:
+    text, offer = search.lower(), row.node.offer
+    return text in row.node.name.lower() or any(text in gpu.model.lower() for gpu in offer.gpus)
+
+
+async def node(server: Server, who: Caller, id_: NodeId) -> NodeDocument:
+    rows, gpus = await server.store.read(_page(NodeFilter(node=id_), None, 1))
+    for row in rows:
+        return node_document(server, who, gpus, row)
+    raise no_node(id_)
+
+
+async def gpu(server: Server, id_: GpuId) -> GpuDocument:
+    row, stored = await server.store.read(_gpu(id_))
+    if row is not None and stored is not None:
+        for _, document in gpu_documents(server, {(stored.node, stored.position): stored}, row):
+            return document
+    raise no_gpu(id_)
+
+
+async def processors(server: Server, id_: NodeId) -> GpuDocument:
+    row = await server.store.read(operations.node(id_))
+    if row is None:
+        raise no_node(id_)
+    return cpu_document(server, row)
+
+
+def no_node(id_: NodeId) -> NotFound:
+    return NotFound(f"no node {encode('node', id_)} of yours")
+
+
+def no_gpu(id_: GpuId) -> NotFound:
+    return NotFound(f"no GPU {encode('gpu', id_)}; `gpool gpus` lists them")
+
+
+@operation
+def _page(
+    wanted: NodeFilter, after: NodeId | None, limit: int
+) -> Operation[tuple[tuple[NodeRow, ...], GpuRows]]:
+    rows = yield from operations.node_page(wanted, after, limit)
+    gpus = yield from gpu_bindings.gpus_of_nodes([row.node.id for row in rows])
+    return rows, {(row.node, row.position): row for row in gpus}
+
+
+@operation
+def _gpu(id_: GpuId) -> Operation[tuple[NodeRow | None, GpuRow | None]]:
+    stored = yield from gpu_bindings.gpu(id_)
+    if stored is None or stored.gone:
+        return None, None
+    return (yield from operations.node(stored.node)), stored

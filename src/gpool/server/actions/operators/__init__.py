@@ -1,1 +1,0 @@
-"""Operator actions: users, quotas, policy, audit log."""

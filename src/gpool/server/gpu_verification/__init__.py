@@ -1,1 +1,0 @@
-"""Server side of GPU verification: batches, time limits, checks of answers."""

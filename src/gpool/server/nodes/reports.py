@@ -1,0 +1,289 @@
+"""Reports of nodes: validated, then batched into one write for many nodes; the commit is folded before any node gets its
+answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Address
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from gpool.core.errors import Invalid
+from gpool.core.ids import NodeId
+from gpool.core.model import (
+    INLINE_LIMIT_BYTES,
+    KIB,
+    MIB,
+    EndReason,
+    Gpu,
+    Instant,
+    Offer,
+    OutputFile,
+    SliceProfile,
+)
+from gpool.core.specs import fields
+from gpool.server.store.batching import WriteBatcher
+from gpool.server.store.operations.leases import leases
+from gpool.server.store.protocol import Operation, brief
+from gpool.server.store.values import Recording
+from gpool.wire.frames import MAX_SPEC_BYTES, Checkpointed, Finished, Hold, LogChunk, ReportItem
+
+SHA256 = re.compile(r"[0-9a-f]{64}")
+SITE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+GANG_PORTS = (1024, 60_000)
+FILE_WIRE_BYTES = 100
+"""A checkpoint's file in a frame without its name: mostly its hash."""
+MAX_OFFER_BYTES = MIB
+"""An offer as stored: a thousand GPUs with all details. Each read of the node reads it."""
+MAX_RUNTIMES = 16
+MAX_PROFILES = 32
+MAX_PLACES = 16
+"""Memory slices of a GPU; the planner iterates over them."""
+MAX_ITEMS = 20_000
+"""Of one frame of reports, ten times what an agent sends; each costs a lookup."""
+MAX_ERROR_LETTERS = 64 * KIB
+"""Twice what an agent sends; each listing of the task contains it."""
+
+SERVER_REASONS = frozenset({EndReason.CANCELLED, EndReason.LOSES_NODES, EndReason.NODE_FAILED})
+"""Ends without a retry that only consumers and the server decide. A node *releases* a cancelled lease."""
+
+
+def offer_problem(offer: Offer, *, is_local: bool = False) -> str | None:
+    """Problem of an offer; None if valid. `is_local`: the whole pool is one machine."""
+    if not (0 <= offer.cpu_milli <= 10_000_000 and 0 <= offer.memory_bytes <= 1 << 60):
+        return f"an offer of {offer.cpu_milli} milli-CPUs and {offer.memory_bytes} bytes of memory"
+    if not 0 <= offer.disk_bytes <= 1 << 60:
+        return f"an offer of {offer.disk_bytes} bytes of disk"
+    if len(offer.gpus) > 1024:
+        return f"an offer of {len(offer.gpus)} GPUs"
+    if len(offer.labels) > fields.MAX_LABELS:
+        return f"{len(offer.labels)} labels; at most {fields.MAX_LABELS} can be given"
+    names = [runtime.name for runtime in offer.runtimes]
+    if len(names) > MAX_RUNTIMES or any(len(name) > 100 or "\0" in name for name in names):
+        return "an offer with too many runtimes, or one with too long a name"
+    if len({gpu.index for gpu in offer.gpus}) < len(offer.gpus):
+        return "two GPUs with one index"
+    if len({gpu.uuid for gpu in offer.gpus}) < len(offer.gpus):
+        return "one GPU under two indexes"
+    for gpu in offer.gpus:
+        texts = (gpu.uuid, gpu.model, gpu.vendor)
+        if not (0 <= gpu.index <= 1023 and 0 < gpu.memory_bytes <= 1 << 50):
+            return f"a GPU with index {gpu.index} and {gpu.memory_bytes} bytes of memory"
+        if any(not text or len(text) > 200 or "\0" in text for text in texts):
+            return f"a GPU whose uuid, model or vendor is empty, too long or holds a NUL (index {gpu.index})"
+        if not _has_valid_details(gpu):
+            return f"a GPU with too long or too many details (index {gpu.index})"
+        if not _has_valid_profiles(gpu.profiles):
+            return f"a GPU with impossible slice profiles (index {gpu.index})"
+    if not 0 <= offer.price_microcredits <= fields.MAX_PRICE:
+        return f"a price of {offer.price_microcredits} micro-credits an hour"
+    try:
+        fields.normal_labels(offer.labels)
+    except Invalid as error:
+        return f"invalid labels: {error.detail}"
+    words = (
+        offer.hostname,
+        offer.agent_version,
+        offer.closed,
+        *offer.pythons,
+        *offer.environments,
+        *offer.builds,
+        *offer.audience,
+    )
+    if len(words) > 1000 or any(len(word) > 300 or "\0" in word for word in words):
+        return "an offer with more than 1000 texts, or one over 300 letters or with a NUL"
+    size = len(msgspec.msgpack.encode(offer))
+    if size > MAX_OFFER_BYTES:
+        return f"an offer of {size} bytes; at most {MAX_OFFER_BYTES} are stored"
+    return _site_problem(offer, is_local=is_local)
+
+
+def _site_problem(offer: Offer, *, is_local: bool) -> str | None:
+    """Check the address: other owners' agents at a shared site connect to it, so it must be a machine's own."""
+    if offer.site and not SITE.fullmatch(offer.site):
+        return f"a site that is not a word of letters, digits and . _ -: {offer.site[:100]!r}"
+    if offer.gang_port and not GANG_PORTS[0] <= offer.gang_port <= GANG_PORTS[1]:
+        return f"gang port {offer.gang_port}; it must be from {GANG_PORTS[0]} to {GANG_PORTS[1]}"
+    if not offer.address:
+        return None
+    try:
+        address = IPv4Address(offer.address)
+    except ValueError:
+        return f"an address that is no IPv4 address: {offer.address[:100]!r}"
+    nobodys = address.is_multicast or address.is_unspecified or address.is_reserved
+    if nobodys or address.is_link_local or (address.is_loopback and not is_local):
+        return f"{address} as the address by which others of its site reach it; name one with --address"
+    return None
+
+
+def _has_valid_details(gpu: Gpu) -> bool:
+    words = [gpu.closed, gpu.ails]
+    if (more := gpu.details) is not None:
+        lists = (more.links, more.mig_profiles, more.mig_instances)
+        if any(len(one) > 1024 for one in lists):
+            return False
+        words += [more.source, more.driver, more.capability, more.bus, more.pcie]
+        words += [*more.mig_profiles, *more.mig_instances]
+    return all(len(word) <= 300 and "\0" not in word for word in words)
+
+
+def _has_valid_profiles(profiles: tuple[SliceProfile, ...]) -> bool:
+    """Whether sizes and starts are possible on hardware: the planner enumerates them."""
+    if len(profiles) > MAX_PROFILES or len({one.name for one in profiles}) < len(profiles):
+        return False
+    return all(
+        0 < len(one.name) <= 100
+        and "\0" not in one.name
+        and 0 < one.memory_bytes <= 1 << 50
+        and 0 < one.compute <= 1000
+        and 0 < one.size <= MAX_PLACES
+        and len(one.starts) <= MAX_PLACES
+        and all(0 <= start <= MAX_PLACES - one.size for start in one.starts)
+        for one in profiles
+    )
+
+
+def checked_report(item: ReportItem) -> ReportItem | None:
+    """The report to store: an invalid end becomes a failed attempt that names the problem.
+
+    None for an invalid checkpoint: the previous one stays.
+    """
+    if isinstance(item, Checkpointed):
+        return item if _is_valid_checkpoint(item) else None
+    if not isinstance(item, Finished):
+        return item
+    if item.reason in SERVER_REASONS:
+        return _failed(item, f"its node reported {item.reason}, which only the server may")
+    if len(item.value) > INLINE_LIMIT_BYTES:
+        return _failed(
+            item, f"a value of {len(item.value)} bytes came inline; it belongs in an artifact"
+        )
+    if item.value_sha256 and not SHA256.fullmatch(item.value_sha256):
+        return _failed(item, "its value is not named by a SHA-256")
+    if item.outputs:
+        if not all(SHA256.fullmatch(output.sha256) for output in item.outputs):
+            return _failed(item, "an output is not named by a SHA-256")
+        try:
+            for output in item.outputs:
+                fields.checked_path(output.path)
+        except Invalid as error:
+            return _failed(item, error.detail)
+    if item.exit_code is not None and not -(1 << 31) <= item.exit_code < 1 << 31:
+        return _failed(item, f"exit code {item.exit_code}")
+    text, lasted = item.error_text, item.duration_us
+    if "\0" in text or len(text) > MAX_ERROR_LETTERS or not 0 <= lasted < 1 << 53:
+        return msgspec.structs.replace(
+            item,
+            error_text=text[:MAX_ERROR_LETTERS].replace("\0", "\N{REPLACEMENT CHARACTER}"),
+            duration_us=lasted if 0 <= lasted < 1 << 53 else 0,
+        )
+    return item
+
+
+def _failed(item: Finished, why: str) -> Finished:
+    return Finished(
+        item.task,
+        item.epoch,
+        EndReason.BAD_OUTPUT,
+        None,
+        error_text=f"rejected by the server: {why}",
+    )
+
+
+def _is_valid_checkpoint(item: Checkpointed) -> bool:
+    """Whether names are valid and distinct on every file system, no file is a folder of another, and all fit a frame."""
+    size = sum(len(file.path.encode()) + FILE_WIRE_BYTES for file in item.files)
+    if size > MAX_SPEC_BYTES or any(not _is_file(file) for file in item.files):
+        return False
+    try:
+        names = {fields.folded_path(fields.checked_path(file.path)) for file in item.files}
+    except Invalid:
+        return False
+    folders = {name[:at] for name in names for at in _cuts(name)}
+    return len(names) == len(item.files) and not names & folders
+
+
+def _cuts(name: str) -> Iterable[int]:
+    return (at for at, letter in enumerate(name) if letter == "/")
+
+
+def _is_file(file: OutputFile) -> bool:
+    return SHA256.fullmatch(file.sha256) is not None and 0 <= file.size_bytes <= 1 << 50
+
+
+T = TypeVar("T")
+GATHERED_BYTES = 256 * KIB
+"""Size of a frame up to which it is batched: PostgreSQL accepts no statement over a gigabyte."""
+FILE_ROW_BYTES = 256  # of one file in a checkpoint's manifest
+
+
+class Write(Protocol):
+    def __call__(self, operation: Operation[T], /) -> Awaitable[T]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _ReportFrame:
+    node: NodeId
+    items: Sequence[ReportItem]
+    at: Instant
+
+
+class ReportBatches:
+    def __init__(self, write: Write, absorb: Callable[[Recording], None]) -> None:
+        self._write, self._absorb = write, absorb
+        self._frames = WriteBatcher(self._record, self._fold)
+        self._beats = WriteBatcher(self._beat, lambda _, drops: drops)
+
+    async def beat(self, node: NodeId, holds: Sequence[Hold], now: Instant) -> tuple[Hold, ...]:
+        return await self._beats.take((node, holds, now))
+
+    async def _beat(self, group: Sequence[leases.Heartbeat]) -> list[tuple[Hold, ...]]:
+        return await self._write(leases.record_heartbeats(group))
+
+    async def record(
+        self, node: NodeId, items: Sequence[ReportItem], now: Instant
+    ) -> tuple[Hold, ...]:
+        frame = _ReportFrame(node, items, now)
+        take = self._frames.take if _is_light(items) else self._frames.take_alone
+        return await take(frame)
+
+    async def _record(self, group: Sequence[_ReportFrame]) -> Recording:
+        frames = [(each.node, each.items) for each in group]
+        rows = sum(len(each.items) for each in group)
+        return await self._write(brief(leases.record(frames, group[-1].at), rows))
+
+    def _fold(self, group: Sequence[_ReportFrame], recording: Recording) -> list[tuple[Hold, ...]]:
+        self._absorb(recording)
+        return [_refused(frame, recording) for frame in group]
+
+
+def _refused(frame: _ReportFrame, recording: Recording) -> tuple[Hold, ...]:
+    if not recording.refused:
+        return ()
+    items = {(item.task, item.epoch) for item in frame.items}
+    return tuple(
+        hold
+        for node, hold in recording.refused
+        if node == frame.node and (hold.task, hold.epoch) in items
+    )
+
+
+def _is_light(items: Sequence[ReportItem]) -> bool:
+    return sum(map(_size, items)) <= GATHERED_BYTES
+
+
+def _size(item: ReportItem) -> int:
+    """Approximate bytes in a statement, of the items that can be large."""
+    match item:
+        case Finished():
+            return len(item.value) + len(item.error_text)
+        case LogChunk():
+            return len(item.data)
+        case Checkpointed():
+            return FILE_ROW_BYTES * len(item.files)
+        case _:
+            return 0

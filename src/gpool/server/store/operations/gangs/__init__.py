@@ -1,1 +1,0 @@
-"""Operations on gangs: tasks that several nodes hold at once."""

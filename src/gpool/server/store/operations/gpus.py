@@ -1,0 +1,292 @@
+"""GPUs: bindings of a hardware uuid to its owner and wallet (the first claim holds), measurements, verification results.
+
+A later claim by another owner flags only the claimant's row, which is not scheduled until an operator decides; if the
+holder's rows were flagged too, any account could take a GPU out of the pool by naming its uuid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gpool.core.gpu_verification import GpuVerdict
+from gpool.core.ids import GpuId, NodeId, UserId
+from gpool.core.model import Instant
+from gpool.server.store.generated_rows import GpuBindingsRecord
+from gpool.server.store.identity_values import Binding, GpuRow
+from gpool.server.store.operations import nodes
+from gpool.server.store.protocol import Operation, Statement, operation
+from gpool.server.store.rows import columns, of_ids, of_names, select, values
+from gpool.server.store.values import NodeRow
+
+TAKEN = "this GPU's uuid is bound to another owner, who claimed it first; an operator can decide otherwise"
+ANOTHERS = "an operator decided that this GPU is another owner's"
+
+BINDING = columns(GpuBindingsRecord, GpuBindingsRecord, "b")
+GPU = (
+    "g.id, g.node_id, n.owner_id, g.uuid, g.position, g.available, g.gone, g.flagged, g.quarantined, "
+    "g.unproven, g.measured"
+)
+
+
+class _OwnedGpu(NamedTuple):
+    id: GpuId
+    node_id: NodeId
+    owner_id: UserId
+    uuid: str
+    position: int
+    available: int
+    gone: int
+    flagged: str | None
+    quarantined: str | None
+    unproven: str | None
+    measured: str | None
+
+
+@operation
+def bind(
+    node: NodeId, owner: UserId, wallet: str | None, uuids: Collection[str], at: Instant
+) -> Operation[tuple[str, ...]]:
+    """Bind unbound uuids to `owner`; flag this node's rows of the others and return their uuids, sorted.
+
+    Do not pass simulated GPUs: their uuids identify no device. A flagged row stays flagged.
+    """
+    if not uuids:
+        return ()
+    wanted = {"wanted": of_names(uuids)}
+    yield Statement(
+        "INSERT INTO gpu_bindings (uuid, owner_id, wallet, bound_at) "
+        "SELECT w.name, CAST(:owner AS BIGINT), CAST(:wallet AS TEXT), CAST(:at AS BIGINT) "
+        "FROM {wanted} AS w WHERE true ON CONFLICT (uuid) DO NOTHING",
+        {"owner": owner, "wallet": wallet, "at": at},
+        wanted,
+    )
+    # Locked, so that an operator who decides for this owner meanwhile is not overruled by the flag below.
+    rows = yield from select(
+        GpuBindingsRecord,
+        f"SELECT {BINDING} FROM {{wanted}} AS w JOIN gpu_bindings b ON b.uuid = w.name "  # noqa: S608
+        "/*postgresql ORDER BY b.uuid FOR UPDATE OF b*/",
+        {},
+        wanted,
+    )
+    mine = [row.uuid for row in rows if row.owner_id == owner]
+    others = [row for row in rows if row.owner_id != owner]
+    taken = [row.uuid for row in others if row.settled_at is None]
+    settled = [row.uuid for row in others if row.settled_at is not None]
+    if mine:
+        yield Statement(
+            "UPDATE gpu_bindings SET wallet = :wallet WHERE owner_id = :owner "
+            "AND uuid IN (SELECT name FROM {mine} AS m)",
+            {"wallet": wallet, "owner": owner},
+            {"mine": of_names(mine)},
+        )
+    for why, claimed in ((TAKEN, taken), (ANOTHERS, settled)):
+        if claimed:
+            yield Statement(
+                "UPDATE gpus SET flagged = :why WHERE node_id = :node AND uuid IN (SELECT name FROM {claimed} AS c)",
+                {"why": why, "node": node},
+                {"claimed": of_names(claimed)},
+            )
+    return tuple(sorted((*taken, *settled)))
+
+
+@operation
+def unflag(gpu: GpuId, at: Instant) -> Operation[GpuRow | None]:
+    """Bind the uuid to this GPU's owner by an operator's decision; flag the uuid's rows of other owners."""
+    found = yield from _gpus("g.id = :gpu", gpu=gpu)
+    if not found:
+        return None
+    uuid, owner = found[0].uuid, found[0].owner
+    yield Statement(
+        "INSERT INTO gpu_bindings (uuid, owner_id, wallet, bound_at, settled_at) "
+        "VALUES (:uuid, :owner, (SELECT address FROM wallets WHERE user_id = :owner AND payout = 1), :at, :at) "
+        "ON CONFLICT (uuid) DO UPDATE SET settled_at = excluded.settled_at, owner_id = excluded.owner_id, "
+        "wallet = CASE WHEN gpu_bindings.owner_id = excluded.owner_id THEN gpu_bindings.wallet ELSE excluded.wallet END, "
+        "bound_at = CASE WHEN gpu_bindings.owner_id = excluded.owner_id "
+        "THEN gpu_bindings.bound_at ELSE excluded.bound_at END",
+        {"uuid": uuid, "owner": owner, "at": at},
+    )
+    yield Statement(
+        "UPDATE gpus SET flagged = CASE WHEN node_id IN (SELECT id FROM nodes WHERE owner_id = :owner) "
+        "THEN NULL ELSE CAST(:why AS TEXT) END WHERE uuid = :uuid",
+        {"owner": owner, "why": ANOTHERS, "uuid": uuid},
+    )
+    yield Statement("UPDATE gpus SET unproven = NULL WHERE id = :gpu", {"gpu": gpu})
+    found = yield from _gpus("g.id = :gpu", gpu=gpu)
+    return found[0]
+
+
+@operation
+def quarantine(gpu: GpuId, why: str | None) -> Operation[GpuRow | None]:
+    yield Statement("UPDATE gpus SET quarantined = :why WHERE id = :gpu", {"why": why, "gpu": gpu})
+    found = yield from _gpus("g.id = :gpu", gpu=gpu)
+    return found[0] if found else None
+
+
+@operation
+def binding(uuid: str) -> Operation[Binding | None]:
+    rows = yield from select(
+        GpuBindingsRecord,
+        f"SELECT {BINDING} FROM gpu_bindings b WHERE b.uuid = :uuid",  # noqa: S608
+        {"uuid": uuid},
+    )
+    return Binding(*rows[0]) if rows else None
+
+
+@operation
+def rebind_wallet(owner: UserId, wallet: str | None) -> Operation[int]:
+    changed = yield from values(
+        str,
+        "UPDATE gpu_bindings SET wallet = :wallet WHERE owner_id = :owner RETURNING uuid",
+        {"wallet": wallet, "owner": owner},
+    )
+    return len(changed)
+
+
+@operation
+def nodes_with(uuids: Collection[str]) -> Operation[tuple[NodeId, ...]]:
+    found = yield from values(
+        NodeId,
+        "SELECT DISTINCT g.node_id FROM {wanted} AS w JOIN gpus g ON g.uuid = w.name "
+        "WHERE g.gone = 0 ORDER BY g.node_id",
+        {},
+        {"wanted": of_names(uuids)},
+    )
+    return tuple(found)
+
+
+def _gpus(where: str, **parameters: int) -> Operation[tuple[GpuRow, ...]]:
+    rows = yield from select(
+        _OwnedGpu,
+        f"SELECT {GPU} FROM gpus g JOIN nodes n ON n.id = g.node_id WHERE {where} ORDER BY g.node_id, g.position",  # noqa: S608
+        parameters,
+    )
+    return tuple(_gpu(row) for row in rows)
+
+
+def _gpu(row: _OwnedGpu) -> GpuRow:
+    return GpuRow(
+        row.id,
+        row.node_id,
+        row.owner_id,
+        row.uuid,
+        row.position,
+        bool(row.available),
+        bool(row.gone),
+        row.flagged,
+        row.quarantined,
+        row.unproven,
+        row.measured,
+    )
+
+
+@operation
+def gpu(id: GpuId) -> Operation[GpuRow | None]:
+    found = yield from _gpus("g.id = :gpu", gpu=id)
+    return found[0] if found else None
+
+
+@operation
+def gpu_rows(owner: UserId | None = None) -> Operation[tuple[GpuRow, ...]]:
+    if owner is None:
+        return (yield from _gpus("g.gone = 0"))
+    return (yield from _gpus("g.gone = 0 AND n.owner_id = :owner", owner=owner))
+
+
+@operation
+def flagged() -> Operation[tuple[GpuRow, ...]]:
+    return (yield from _gpus("g.flagged IS NOT NULL"))
+
+
+@operation
+def gpus_of_nodes(nodes: Collection[NodeId]) -> Operation[tuple[GpuRow, ...]]:
+    if not nodes:
+        return ()
+    rows = yield from select(
+        _OwnedGpu,
+        f"SELECT {GPU} FROM {{wanted}} AS w JOIN gpus g ON g.node_id = w.id JOIN nodes n ON n.id = g.node_id "  # noqa: S608
+        "WHERE g.gone = 0 ORDER BY g.node_id, g.position",
+        {},
+        {"wanted": of_ids(nodes)},
+    )
+    return tuple(_gpu(row) for row in rows)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuVerificationRecord:
+    node: NodeId
+    owner: UserId
+    uuid: str
+    position: int
+    joined_at: Instant  # of its node
+    unproven: str | None
+    verdict: GpuVerdict | None
+    judged_at: Instant | None
+    measured: str | None
+
+
+class _VerifiedGpu(NamedTuple):
+    node_id: NodeId
+    owner_id: UserId
+    uuid: str
+    position: int
+    created_at: Instant
+    unproven: str | None
+    verdict: str | None
+    judged_at: Instant | None
+    measured: str | None
+
+
+@operation
+def records(node: NodeId | None = None) -> Operation[tuple[GpuVerificationRecord, ...]]:
+    rows = yield from select(
+        _VerifiedGpu,
+        "SELECT g.node_id, n.owner_id, g.uuid, g.position, n.created_at, g.unproven, g.verdict, g.judged_at, g.measured "
+        "FROM gpus g JOIN nodes n ON n.id = g.node_id "
+        "WHERE g.gone = 0 AND (CAST(:node AS BIGINT) IS NULL OR g.node_id = :node) ORDER BY g.node_id, g.position",
+        {"node": node},
+    )
+    return tuple(
+        GpuVerificationRecord(
+            row.node_id,
+            row.owner_id,
+            row.uuid,
+            row.position,
+            row.created_at,
+            row.unproven,
+            None if row.verdict is None else GpuVerdict(row.verdict),
+            row.judged_at,
+            row.measured,
+        )
+        for row in rows
+    )
+
+
+@operation
+def keep_back(node: NodeId, uuids: Sequence[str], why: str) -> Operation[NodeRow | None]:
+    yield Statement(
+        "UPDATE gpus SET unproven = :why, verdict = NULL WHERE node_id = :node "
+        "AND uuid IN (SELECT name FROM {these} AS t)",
+        {"why": why, "node": node},
+        {"these": of_names(uuids)},
+    )
+    return (yield from nodes.node(node))
+
+
+@operation
+def judge(node: NodeId, uuid: str, verdict: GpuVerdict, at: Instant) -> Operation[NodeRow | None]:
+    why = None if verdict is GpuVerdict.PASSED else f"proof of GPU: {verdict.text}"
+    yield Statement(
+        "UPDATE gpus SET unproven = :why, verdict = :verdict, judged_at = :at WHERE node_id = :node AND uuid = :uuid",
+        {"why": why, "verdict": verdict.value, "at": at, "node": node, "uuid": uuid},
+    )
+    return (yield from nodes.node(node))
+
+
+@operation
+def note_measured(node: NodeId, uuid: str, measured: str) -> Operation[None]:
+    yield Statement(
+        "UPDATE gpus SET measured = :measured WHERE node_id = :node AND uuid = :uuid",
+        {"measured": measured, "node": node, "uuid": uuid},
+    )

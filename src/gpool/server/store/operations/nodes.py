@@ -1,0 +1,456 @@
+"""Nodes: their GPUs, join invites, allowed users and reliability records.
+One file because joining, connecting, lending and listing share `_put_gpus` and `load_nodes`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gpool.core.errors import Conflict, Forbidden, Invalid, NotFound
+from gpool.core.ids import GpuId, NodeId, UserId
+from gpool.core.model import Audience, Availability, Gpu, Health, Instant, Offer, Span
+from gpool.core.reliability import ReliabilityRecord
+from gpool.server.store.generated_rows import InvitesRecord, NodeRecordsRecord, NodesRecord
+from gpool.server.store.protocol import Operation, Relation, Statement, operation
+from gpool.server.store.rows import (
+    STORED_NODE,
+    StoredNode,
+    columns,
+    exists,
+    node_row,
+    of_names,
+    offer_from,
+    offer_text,
+    select,
+    values,
+)
+from gpool.server.store.values import NodeCredentials, NodeRow
+
+GPU_COLUMNS = (("id", "int"), ("uuid", "text"), ("position", "int"), ("ails", "text"))
+RELIABILITY = (("node", "int"), ("up", "int"), ("losses", "int"), ("at", "int"))
+ME, USER, TEAM = "me", "user:", "team:"
+INVITE = columns(InvitesRecord, InvitesRecord, "i")
+
+
+class _NodeAccount(NamedTuple):
+    id: NodeId
+    owner_id: UserId
+    name: str
+    availability: str
+    public_key: str | None
+
+
+CREDENTIALS = columns(_NodeAccount, NodesRecord, "n")
+
+
+class _UnusableGpu(NamedTuple):
+    node_id: NodeId
+    position: int
+    flagged: str | None
+
+
+class _NamedId(NamedTuple):
+    name: str
+    id: int
+
+
+class _GpuOfNode(NamedTuple):
+    id: GpuId
+    node_id: NodeId
+    position: int
+
+
+@operation
+def create_invite(hashed: str, owner: UserId, expires_at: Instant, at: Instant) -> Operation[None]:
+    yield Statement(
+        "INSERT INTO invites (hashed, owner_id, expires_at, created_at) VALUES (:hashed, :owner, :expires_at, :at)",
+        {"hashed": hashed, "owner": owner, "expires_at": expires_at, "at": at},
+    )
+
+
+@operation
+def create_node(
+    node_id: NodeId,
+    name: str,
+    owner: UserId | None,
+    invite_hash: str | None,
+    secret_hash: str,
+    offer: Offer,
+    gpu_ids: Sequence[int],
+    at: Instant,
+    public_key: str | None = None,
+) -> Operation[NodeCredentials]:
+    """Create a node of the invite's owner or of `owner`. With a public key, `secret_hash` may be ""."""
+    if not secret_hash and public_key is None:
+        raise Invalid("a node needs a key or a secret")
+    if invite_hash is not None:
+        invites = yield from select(
+            InvitesRecord,
+            f"SELECT {INVITE} FROM invites i WHERE i.hashed = :hashed /*postgresql FOR UPDATE*/",  # noqa: S608
+            {"hashed": invite_hash},
+        )
+        owner = _inviter(invites, at)
+    if owner is None:
+        raise Forbidden("a node joins with an invite or with its owner's key; ask for a join link")
+    taken = yield from exists(
+        "SELECT 1 FROM nodes WHERE owner_id = :owner AND name = :name",
+        {"owner": owner, "name": name},
+    )
+    if taken:
+        raise Conflict(f"you have a node named {name!r} already; choose another name or remove it")
+    if public_key is not None:
+        sql = "SELECT 1 FROM nodes WHERE public_key = :key"
+        if (yield from exists(sql, {"key": public_key})):
+            raise Conflict("a node with this key has joined already; make a new key")
+    gpus = _gpu_rows(offer, gpu_ids)
+    yield Statement(
+        "INSERT INTO nodes (id, owner_id, name, secret_hash, offer, availability, created_at, public_key) "
+        "VALUES (:id, :owner, :name, :secret_hash, :offer, 'available', :at, :key)",
+        {
+            "id": node_id,
+            "owner": owner,
+            "name": name,
+            "secret_hash": secret_hash or f"none {public_key}",  # no hash looks like this
+            "key": public_key,
+            "offer": offer_text(offer),
+            "at": at,
+        },
+    )
+    if invite_hash is not None:
+        yield Statement(
+            "UPDATE invites SET used_at = :at, node_id = :node WHERE hashed = :hashed",
+            {"at": at, "node": node_id, "hashed": invite_hash},
+        )
+    yield from _put_gpus(node_id, gpus)
+    return NodeCredentials(node_id, owner, name, Availability.AVAILABLE, public_key)
+
+
+def _inviter(invites: list[InvitesRecord], at: Instant) -> UserId:
+    for invite in invites:
+        if invite.used_at is not None:
+            raise Forbidden("this invite was used already; ask the owner for a new join link")
+        if invite.expires_at <= at:
+            raise Forbidden("this invite has expired; ask the owner for a new join link")
+        return invite.owner_id
+    raise Forbidden("this invite is not known here; ask the owner for a new join link")
+
+
+def _gpu_rows(offer: Offer, gpu_ids: Sequence[int]) -> Relation:
+    if len({gpu.uuid for gpu in offer.gpus}) != len(offer.gpus):
+        raise Invalid("the offer names a GPU twice; each needs a uuid of its own")
+    pairs = zip(gpu_ids, offer.gpus, strict=True)
+    return Relation(
+        GPU_COLUMNS, [(number, gpu.uuid, gpu.index, _ailing(gpu)) for number, gpu in pairs]
+    )
+
+
+def _ailing(gpu: Gpu) -> str | None:
+    return (gpu.ails or "sick") if gpu.health is Health.QUARANTINED else None
+
+
+def _put_gpus(node: NodeId, gpus: Relation) -> Operation[None]:
+    """Store the GPUs of an offer and mark others as gone. A returning GPU keeps its id and availability."""
+    yield Statement("UPDATE gpus SET gone = 1 WHERE node_id = :node", {"node": node})
+    if gpus.rows:
+        yield Statement(
+            "INSERT INTO gpus (id, node_id, uuid, position, quarantined) "
+            "SELECT g.id, CAST(:node AS BIGINT), g.uuid, g.position, g.ails FROM {gpus} AS g WHERE true "
+            "ON CONFLICT (node_id, uuid) DO UPDATE SET position = excluded.position, gone = 0, "
+            "quarantined = COALESCE(gpus.quarantined, excluded.quarantined)",
+            {"node": node},
+            {"gpus": gpus},
+        )
+
+
+def _credentials(where: str, **parameters: int | str) -> Operation[NodeCredentials | None]:
+    rows = yield from select(
+        _NodeAccount,
+        f"SELECT {CREDENTIALS} FROM nodes n WHERE {where}",  # noqa: S608
+        parameters,
+    )
+    for row in rows:
+        return NodeCredentials(
+            row.id, row.owner_id, row.name, Availability(row.availability), row.public_key
+        )
+    return None
+
+
+@operation
+def node_of_invite(hashed: str) -> Operation[NodeId | None]:
+    rows = yield from select(
+        InvitesRecord,
+        f"SELECT {INVITE} FROM invites i WHERE i.hashed = :hashed",  # noqa: S608
+        {"hashed": hashed},
+    )
+    return rows[0].node_id if rows else None
+
+
+@operation
+def node_by_key(public_key: str) -> Operation[NodeCredentials | None]:
+    return (yield from _credentials("n.public_key = :key", key=public_key))
+
+
+@operation
+def credentials_of(node: NodeId) -> Operation[NodeCredentials | None]:
+    return (yield from _credentials("n.id = :node", node=node))
+
+
+@operation
+def greet(node: NodeId, offer: Offer, gpu_ids: Sequence[int], at: Instant) -> Operation[None]:
+    """Record the offer of a node that connects, and its heartbeat."""
+    if not (yield from exists("SELECT 1 FROM nodes WHERE id = :node", {"node": node})):
+        raise NotFound("this node was removed; join again with a new link")
+    gpus = _gpu_rows(offer, gpu_ids)
+    yield Statement(
+        "UPDATE nodes SET offer = :offer, last_beat_at = :at WHERE id = :node",
+        {"offer": offer_text(offer), "at": at, "node": node},
+    )
+    yield from _put_gpus(node, gpus)
+
+
+def load_nodes(where: str, parameters: Mapping[str, int | str]) -> Operation[tuple[NodeRow, ...]]:
+    """Nodes with the indexes of GPUs that must not be leased: withheld, sick or flagged. `where` is about `n`."""
+    withheld: dict[NodeId, set[int]] = {}
+    flagged: dict[NodeId, set[int]] = {}
+    gpus = yield from select(
+        _UnusableGpu,
+        "SELECT g.node_id, g.position, COALESCE(g.flagged, g.unproven) FROM gpus g JOIN nodes n ON n.id = g.node_id "  # noqa: S608
+        f"WHERE g.gone = 0 AND (g.available = 0 OR g.flagged IS NOT NULL OR g.unproven IS NOT NULL "
+        f"OR g.quarantined IS NOT NULL) AND {where}",
+        parameters,
+    )
+    for gpu in gpus:
+        withheld.setdefault(gpu.node_id, set()).add(gpu.position)
+        if gpu.flagged is not None:
+            flagged.setdefault(gpu.node_id, set()).add(gpu.position)
+    rows = yield from select(
+        StoredNode,
+        f"SELECT {STORED_NODE} FROM nodes n WHERE {where} ORDER BY n.id",  # noqa: S608
+        parameters,
+    )
+    known = yield from _known_names(offer_from(row.offer) for row in rows)
+    return tuple(
+        node_row(
+            row,
+            frozenset(withheld.get(row.id, ())),
+            frozenset(flagged.get(row.id, ())),
+            *_allowed_users(offer_from(row.offer), known),
+        )
+        for row in rows
+    )
+
+
+@operation
+def nodes(owner: UserId | None = None) -> Operation[tuple[NodeRow, ...]]:
+    if owner is None:
+        return (yield from load_nodes("true", {}))
+    return (yield from load_nodes("n.owner_id = :owner", {"owner": owner}))
+
+
+@operation
+def node(id: NodeId) -> Operation[NodeRow | None]:
+    return (yield from _one(id, None))
+
+
+def _one(node: NodeId, owner: UserId | None) -> Operation[NodeRow | None]:
+    if owner is None:
+        found = yield from load_nodes("n.id = :node", {"node": node})
+    else:
+        found = yield from load_nodes(
+            "n.id = :node AND n.owner_id = :owner", {"node": node, "owner": owner}
+        )
+    return found[0] if found else None
+
+
+@operation
+def set_availability(
+    node: NodeId, owner: UserId | None, availability: Availability, at: Instant
+) -> Operation[NodeRow | None]:
+    if (yield from _one(node, owner)) is None:
+        return None
+    yield Statement(
+        "UPDATE nodes SET availability = :availability, availability_at = :at WHERE id = :node",
+        {"availability": availability.value, "at": at, "node": node},
+    )
+    return (yield from _one(node, owner))
+
+
+@operation
+def set_gpu_available(
+    gpu_id: GpuId, owner: UserId | None, available: bool
+) -> Operation[NodeRow | None]:
+    found = yield from values(NodeId, "SELECT node_id FROM gpus WHERE id = :gpu", {"gpu": gpu_id})
+    if not found or (yield from _one(found[0], owner)) is None:
+        return None
+    yield Statement(
+        "UPDATE gpus SET available = :available WHERE id = :gpu",
+        {"available": int(available), "gpu": gpu_id},
+    )
+    return (yield from _one(found[0], owner))
+
+
+@operation
+def remove_node(node: NodeId, owner: UserId | None) -> Operation[bool]:
+    owners = yield from values(
+        UserId,
+        "SELECT owner_id FROM nodes WHERE id = :node /*postgresql FOR UPDATE*/",
+        {"node": node},
+    )
+    if not owners or (owner is not None and owners != [owner]):
+        return False
+    holds = yield from exists(
+        "SELECT 1 FROM tasks WHERE node_id = :node AND holding = 1 UNION ALL "
+        "SELECT 1 FROM members WHERE node_id = :node AND holding = 1 LIMIT 1",
+        {"node": node},
+    )
+    if holds:
+        raise Conflict("this node still holds leases; drain it first, then remove it")
+    yield Statement("DELETE FROM gpus WHERE node_id = :node", {"node": node})
+    yield Statement("DELETE FROM nodes WHERE id = :node", {"node": node})
+    return True
+
+
+@operation
+def gpus() -> Operation[tuple[tuple[GpuId, NodeId, int], ...]]:
+    rows = yield from select(
+        _GpuOfNode,
+        "SELECT id, node_id, position FROM gpus WHERE gone = 0 ORDER BY node_id, position",
+    )
+    return tuple((row.id, row.node_id, row.position) for row in rows)
+
+
+# ---- users that a node is offered to
+
+_Names = tuple[Mapping[str, int], Mapping[str, int]]
+"""Ids of users and of teams by name."""
+
+
+def _known_names(offers: Iterable[Offer]) -> Operation[_Names]:
+    """Users and teams that these offers name; no statement where none does.
+
+    Read with every node, so that created, renamed and deleted accounts are found as they are now.
+    """
+    words = {word for offer in offers for word in offer.audience}
+    users = yield from _ids_of("users", USER, words)
+    teams = yield from _ids_of("teams", TEAM, words)
+    return users, teams
+
+
+def _ids_of(table: str, prefix: str, words: set[str]) -> Operation[dict[str, int]]:
+    names = of_names(word.removeprefix(prefix) for word in words if word.startswith(prefix))
+    if not names.rows:
+        return {}
+    rows = yield from select(
+        _NamedId,
+        f"SELECT w.name, f.id FROM {{names}} AS w JOIN {table} f ON f.name = w.name",  # noqa: S608
+        {},
+        {"names": names},
+    )
+    return {row.name: row.id for row in rows}
+
+
+def _allowed_users(offer: Offer, known: _Names) -> tuple[Audience | None, tuple[str, ...]]:
+    if not offer.audience:
+        return None, ()
+    users, teams = known
+    found_users, found_teams, problems = set(), set(), []
+    for word in offer.audience:
+        name = word.partition(":")[2]
+        if word == ME:
+            continue  # tasks of the node's owner are always admitted
+        if word.startswith(USER) and name in users:
+            found_users.add(users[name])
+        elif word.startswith(TEAM) and name in teams:
+            found_teams.add(teams[name])
+        elif word.startswith((USER, TEAM)):
+            problems.append(f"its audience names {word}, which is not known here")
+        else:
+            problems.append(f"its audience holds {word!r}; write me, user:NAME or team:NAME")
+    return Audience(frozenset(found_users), frozenset(found_teams)), tuple(problems)
+
+
+# ---- reliability records; `core.reliability` defines them
+
+
+@operation
+def reliability_records() -> Operation[Mapping[NodeId, ReliabilityRecord]]:
+    rows = yield from select(
+        NodeRecordsRecord, "SELECT node_id, up_us, losses, at FROM node_records"
+    )
+    return {row.node_id: ReliabilityRecord(Span(row.up_us), row.losses, row.at) for row in rows}
+
+
+@operation
+def put_reliability_records(found: Mapping[NodeId, ReliabilityRecord]) -> Operation[None]:
+    rows = [(id_, each.up, each.losses_milli, each.at) for id_, each in sorted(found.items())]
+    yield Statement(
+        "INSERT INTO node_records (node_id, up_us, losses, at) SELECT r.node, r.up, r.losses, r.at FROM {found} AS r "
+        "JOIN nodes n ON n.id = r.node WHERE true ON CONFLICT (node_id) DO UPDATE SET up_us = excluded.up_us, "
+        "losses = excluded.losses, at = excluded.at WHERE excluded.at >= node_records.at",
+        {},
+        {"found": Relation(RELIABILITY, rows)},
+    )
+
+
+@operation
+def forget_reliability_records() -> Operation[None]:
+    yield Statement("DELETE FROM node_records WHERE node_id NOT IN (SELECT id FROM nodes)", {})
+
+
+# ---- pages
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFilter:
+    """None and the empty text do not filter.
+
+    `search` is compared with names and, as a prefilter, with all of the offer past the first GPU model: the caller
+    compares the models themselves.
+    """
+
+    owner: UserId | None = None
+    node: NodeId | None = None
+    availability: Availability | None = None
+    search: str = ""
+
+
+@operation
+def node_page(
+    wanted: NodeFilter, after: NodeId | None, limit: int
+) -> Operation[tuple[NodeRow, ...]]:
+    where = ["n.id > :after"]
+    parameters: dict[str, int | str] = {"after": -1 if after is None else after}
+    if wanted.owner is not None:
+        where.append("n.owner_id = :owner")
+        parameters["owner"] = wanted.owner
+    if wanted.node is not None:
+        where.append("n.id = :node")
+        parameters["node"] = wanted.node
+    if wanted.availability is not None:
+        where.append("n.availability = :availability")
+        parameters["availability"] = wanted.availability.value
+    if wanted.search:
+        where.append(
+            "(LOWER(n.name) LIKE :name ESCAPE '!' OR LOWER(n.offer) LIKE :model ESCAPE '!')"
+        )
+        pattern = _escaped(wanted.search.lower())
+        parameters |= {"name": f"%{pattern}%", "model": f'%"model":"%{pattern}%'}
+    page = yield from values(
+        int,
+        f"SELECT n.id FROM nodes n WHERE {' AND '.join(where)} ORDER BY n.id LIMIT :limit",  # noqa: S608
+        {**parameters, "limit": limit},
+    )
+    if not page:
+        return ()
+    last = max(page)
+    where.append("n.id <= :last")
+    return (yield from load_nodes(" AND ".join(where), {**parameters, "last": last}))
+
+
+def _escaped(text: str) -> str:
+    """Literal part of a LIKE pattern with '!' as escape character, as the offer's JSON spells it."""
+    literal = json.dumps(text, ensure_ascii=False)[1:-1]
+    return literal.replace("!", "!!").replace("%", "!%").replace("_", "!_")

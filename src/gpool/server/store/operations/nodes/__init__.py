@@ -1,1 +1,0 @@
-"""Operations on nodes and their GPUs."""

@@ -1,1 +1,0 @@
-"""Operations on operators' rules and on the usage of users and teams."""
