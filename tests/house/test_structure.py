@@ -78,8 +78,6 @@ def test_a_clean_tree_has_no_violation(tmp_path: Path) -> None:
             "rows-by-position src",
             {"gpool/server/store/new.py": "def f(found):\n    return found[0][7]\n"},
         ),
-        ("docstring-words src", {"gpool/core/new.py": f'"""{"word " * 40_001}"""\n'}),
-        ("files src", {f"gpool/p{n // 12}/m{n}.py": "" for n in range(380)}),
     ],
 )
 def test_each_planted_violation_is_found(

@@ -16,6 +16,7 @@ METHODS = 25
 ATTRIBUTES = 15
 FILES = 380
 DOCSTRING_WORDS = 40_000
+"""Figures of the restructuring: printed, not enforced, since new capabilities add modules."""
 
 EXEMPT_FOLDERS = {
     "gpool/server/store/migrations/versions": "one module per schema version, in order; never edited again",
@@ -78,13 +79,6 @@ def violations_of(found: Mapping[str, Any]) -> list[Violation]:
             f"{path} ({count})" for path, count in files.items()
         )
         result.append(Violation("rows-by-position", "src", reads, text))
-    words = found["lines"]["docstring_words"]
-    if words > DOCSTRING_WORDS:
-        text = f"{words} words, at most {DOCSTRING_WORDS}"
-        result.append(Violation("docstring-words", "src", None, text))
-    if found["files"] > FILES:
-        text = f"{found['files']} files, at most {FILES}"
-        result.append(Violation("files", "src", None, text))
     return sorted(result, key=lambda violation: violation.key)
 
 

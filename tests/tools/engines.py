@@ -259,6 +259,7 @@ def engine(kind: str) -> Iterator[PrivateEngine]:
             stdout=log,
             stderr=log,
             env=environ,
+            cwd=root,  # conmon leaves a file `oom` in its working directory
             start_new_session=True,
         )
     try:
