@@ -14,8 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 
-from gpool.agent.machine.detection.gpus import Detector
-from gpool.agent.machine.detection.real_nvml import RealNvml
+from gpool.agent.machine.gpus import Detector
+from gpool.agent.machine.real_nvml import RealNvml
 
 nvml = RealNvml()
 nvml.open()

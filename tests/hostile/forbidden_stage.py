@@ -139,7 +139,7 @@ async def take_filter_away(mode: str, opened: OpenSandboxNetwork) -> None:
             os.write(into, text.encode())
             os.close(into)
             os.dup2(out, 0)
-            path = host.program("nft") or "nft"
+            path = host.nft_program("nft") or "nft"
             os.execve(path, [path, "-f", "-"], {})
         if os.waitpid(child, 0)[1] != 0:
             raise OSError("the filter could not be taken away")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gpool.agent.network.dns_resolver import BURST
-from gpool.agent.network.host import program
+from gpool.agent.network.host import nft_program
 from gpool.agent.network.policy import EgressPolicy
 from tests.hostile.lanes_world import OF_HOST, ON_HOST, OUTSIDE, OUTSIDE_6, PUBLIC, SPOKEN
 from tests.tools import components
@@ -33,7 +33,7 @@ def told(request: pytest.FixtureRequest, require: Callable[[str], None]) -> dict
     require("network namespaces")
     require(kind)
     for name in ("nft", "slirp4netns"):
-        if program(name) is None:
+        if nft_program(name) is None:
             if components.must_be_there("network namespaces"):
                 pytest.fail(f"{name} must be there in CI")
             pytest.skip(f"there is no {name} here")

@@ -25,9 +25,9 @@ def loaded_by(code: str) -> set[str]:
         ("gpool.wallet", set()),
         ("gpool.wallet.errors", set()),
         ("gpool.wallet.moments", set()),
-        ("gpool.wallet.signing", set()),
-        ("gpool.wallet.signin", {"Crypto"}),
-        ("gpool.wallet.crypto", {"Crypto"}),
+        ("gpool.wallet.signing", {"Crypto", "coincurve"}),
+        ("gpool.wallet.signin", {"Crypto", "coincurve"}),
+        ("gpool.wallet.crypto", {"Crypto", "coincurve"}),
         ("gpool.wallet.keystore", {"Crypto", "coincurve", "msgspec"}),
     ],
 )

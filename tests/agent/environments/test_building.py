@@ -211,10 +211,10 @@ def test_a_build_that_is_called_off_leaves_nothing(index: PackageIndex, tmp_path
 ROOTLESS = """
 import asyncio, json, os, sys
 from pathlib import Path
-from gpool.agent.environments import environments_for
+from gpool.agent.services import environments_for
 from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
 from gpool.agent.runtime.protocol import CommandJob
-from gpool.core.specs.fields import name_of, recipe
+from gpool.core.specs.fields import environment_name, recipe
 from tests.tools.runtimes import LIMITS
 
 async def main():
@@ -225,7 +225,7 @@ async def main():
     environments = environments_for(data, runtime, None, environ, clock=lambda: 0)
     await environments.sweep()
     wanted = recipe(packages=("thing",))
-    async with environments.prepare(name_of(wanted), wanted) as prepared:
+    async with environments.prepare(environment_name(wanted), wanted) as prepared:
         code = "import thing; print(thing.VERSION)"
         job = CommandJob(("python", "-c", code), (), (), (), LIMITS, environment=prepared)
         sandbox = await runtime.start_command(job)

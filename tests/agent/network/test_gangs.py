@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from gpool.agent.network.gang.relay_client import UID
-from gpool.agent.network.host import program
+from gpool.agent.network.host import nft_program
 from tests.tools import components
 from tests.tools.engines import shared_engine
 
@@ -33,7 +33,7 @@ def stage(require: Callable[[str], None]) -> Stage:
     require("network namespaces")
     require("bubblewrap")
     for name in ("nft", "slirp4netns"):
-        if program(name) is None:
+        if nft_program(name) is None:
             if components.must_be_there("network namespaces"):
                 pytest.fail(f"{name} must be there in CI")
             pytest.skip(f"there is no {name} here")

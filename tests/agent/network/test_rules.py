@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpool.agent.network import firewall_rules
-from gpool.agent.network.host import program
+from gpool.agent.network.host import nft_program
 from gpool.agent.network.policy import (
     ANY_PORT,
     REFUSED_V4,
@@ -80,7 +80,7 @@ def test_every_lane_has_an_address_of_its_own() -> None:
 @pytest.fixture(scope="module")
 def kernel(require: Callable[[str], None]) -> None:
     require("network namespaces")
-    if program("nft") is None:
+    if nft_program("nft") is None:
         if components.must_be_there("network namespaces"):
             pytest.fail("nft must be there in CI")
         pytest.skip("there is no nft here")
@@ -101,7 +101,7 @@ def verdicts(text: str, packets: Sequence[tuple[IPv4Address, int]]) -> list[bool
             enter = ["nsenter", f"--net={here}"]
             subprocess.run([*enter, "ip", "-batch", "-"], input=lines, text=True, check=True)
             subprocess.run(
-                [*enter, program("nft") or "nft", "-f", "-"], input=text, text=True, check=True
+                [*enter, nft_program("nft") or "nft", "-f", "-"], input=text, text=True, check=True
             )
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sending:
                 sending.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)

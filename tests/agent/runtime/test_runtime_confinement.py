@@ -20,7 +20,8 @@ from gpool.core.model import Gpu, Slice
 from tests.tools.runtimes import LIMITS, command, using
 
 needs_landlock = pytest.mark.skipif(
-    not seccomp.version() or not seccomp.perl(), reason="this kernel or host has no Landlock wall"
+    not seccomp.landlock_version() or not seccomp.perl(),
+    reason="this kernel or host has no Landlock wall",
 )
 SIGNAL_FIRST = "import os; os.kill(1, 0); print('reached')"
 
@@ -39,7 +40,7 @@ def walled(words: Sequence[str], known: int, variables: str = "PATH=/usr/bin:/bi
 @needs_landlock
 def test_the_wall_stands_without_any_mount(tmp_path: Path) -> None:
     """What lies outside of the open folders can be read and not written; without a domain it can."""
-    for known, code in ((seccomp.version(), 1), (0, 0)):
+    for known, code in ((seccomp.landlock_version(), 1), (0, 0)):
         with subprocess.Popen(["mktemp", "-d", "-p", "/var/tmp"], stdout=subprocess.PIPE) as made:
             assert made.stdout is not None
             folder = Path(made.stdout.read().decode().strip())
@@ -58,7 +59,7 @@ def test_the_wall_stands_without_any_mount(tmp_path: Path) -> None:
 @needs_landlock
 @pytest.mark.parametrize("known", range(1, 8))
 def test_the_wall_knows_older_kernels(known: int) -> None:
-    if known > seccomp.version():
+    if known > seccomp.landlock_version():
         pytest.skip("this kernel is older")
     assert walled(["true"], known).returncode == 0
     handled, given = seccomp.rules(known)
@@ -68,7 +69,7 @@ def test_the_wall_knows_older_kernels(known: int) -> None:
 @needs_landlock
 def test_nothing_of_a_tasks_variables_reaches_the_wall() -> None:
     hostile = "PERL5OPT=-Mnone\0LD_PRELOAD=/nowhere.so\0PATH=/usr/bin:/bin\0EMPTY=\0TWO=a=b\nc"
-    done = walled(["env", "-0"], seccomp.version(), hostile)
+    done = walled(["env", "-0"], seccomp.landlock_version(), hostile)
     assert done.returncode == 0
     assert sorted(done.stdout.strip(b"\0").split(b"\0")) == sorted(hostile.encode().split(b"\0"))
 
@@ -88,14 +89,14 @@ def test_a_command_that_is_missing_or_no_program_is_told_apart(tmp_path: Path) -
 @needs_landlock
 def test_a_task_cannot_signal_its_namespaces_first_process(tmp_path: Path) -> None:
     async def with_wall(runtime: Any) -> Any:
-        assert runtime.landlock == seccomp.version()
+        assert runtime.landlock == seccomp.landlock_version()
         return await command(runtime, "python", "-c", SIGNAL_FIRST)
 
     async def without(runtime: Any) -> Any:
         runtime.landlock = 0
         return await command(runtime, "python", "-c", SIGNAL_FIRST)
 
-    known_scopes = seccomp.version() >= seccomp.SCOPES_FROM
+    known_scopes = seccomp.landlock_version() >= seccomp.SCOPES_FROM
     refused = using("bubblewrap", tmp_path / "a", with_wall)
     assert (b"PermissionError" in refused.err) is known_scopes
     assert using("bubblewrap", tmp_path / "b", without).out == b"reached\n"

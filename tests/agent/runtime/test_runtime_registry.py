@@ -16,6 +16,7 @@ from gpool.agent.runtime.registry import (
     GROUP,
     RuntimeContext,
     RuntimeKind,
+    installed,
     known,
     make_all,
 )
@@ -89,5 +90,15 @@ def test_no_runtime_claims_an_ability_it_lacks(context: RuntimeContext) -> None:
 
 def test_an_installed_package_adds_a_runtime_by_an_entry_point() -> None:
     entry = EntryPoint("example", f"{__name__}:EXAMPLE", GROUP)
-    assert entry.load() is EXAMPLE
-    assert known() == (*BUILT_IN, *(one.load() for one in entry_points(group=GROUP)))
+    assert tuple(installed([entry])) == (EXAMPLE,)
+    assert known() == (*BUILT_IN, *installed(entry_points(group=GROUP)))
+
+
+@pytest.mark.parametrize(
+    "value", ["no_such_module_here:KIND", f"{__name__}:absent", f"{__name__}:made"]
+)
+def test_an_entry_point_that_does_not_load_leaves_the_others(value: str) -> None:
+    entries = [EntryPoint("bad", value, GROUP), EntryPoint("example", f"{__name__}:EXAMPLE", GROUP)]
+    with capture_logs() as logs:
+        assert tuple(installed(entries)) == (EXAMPLE,)
+    assert [entry["runtime"] for entry in logs] == ["bad"]

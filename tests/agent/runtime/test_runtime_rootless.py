@@ -14,7 +14,7 @@ CODE = r"""
 import asyncio, json, os, pickle, sys
 from dataclasses import replace
 from pathlib import Path
-from gpool.agent.runtime.bubblewrap import landlock
+from gpool.agent.runtime.bubblewrap import seccomp
 from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
 from gpool.agent.runtime.protocol import SandboxLimits, PreparedEnvironment, CommandJob, ENVIRONMENT_AT
 from tests.tools.runtimes import LIMITS, caller, command, left_over
@@ -56,7 +56,7 @@ async def main():
     data = Path(sys.argv[1])
     runtime = BubblewrapRuntime(data / "agent")
     await runtime.sweep()
-    found = {"uid": os.geteuid(), "landlock": runtime.landlock == landlock.version(), "groups": runtime.groups.hierarchy.version}
+    found = {"uid": os.geteuid(), "landlock": runtime.landlock == seccomp.landlock_version(), "groups": runtime.groups.hierarchy.version}
     async def out(*argv, limits=LIMITS):
         ran = await command(runtime, *argv, limits=limits)
         return (ran.out + ran.err).decode()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, ip_address
 from pathlib import Path
 
-from gpool.agent.network.host import NftFailed, program
+from gpool.agent.network.host import NftFailed, nft_program
 from gpool.agent.network.policy import BadPolicy, Egress, EgressPolicy, Gang, Only, Target, Wants
 from gpool.agent.network.root_networks import RootNetworks
 from gpool.agent.network.rootless_networks import RootlessNetworks
@@ -42,7 +42,7 @@ def facts() -> tuple[NetworkRequirement, ...]:
     """Check the requirements that need no trial."""
     found = [
         NetworkRequirement(
-            "nft", program("nft") is not None, "install nftables (apt-get install nftables)"
+            "nft", nft_program("nft") is not None, "install nftables (apt-get install nftables)"
         )
     ]
     if os.geteuid() == 0:
@@ -50,7 +50,7 @@ def facts() -> tuple[NetworkRequirement, ...]:
         fix = "give the agent's container a writable /proc/sys/net, or run it outside"
         found.append(NetworkRequirement("network settings", writable, fix))
         return tuple(found)
-    slirp = program("slirp4netns") is not None
+    slirp = nft_program("slirp4netns") is not None
     tun = os.access("/dev/net/tun", os.R_OK | os.W_OK)
     found.append(
         NetworkRequirement("slirp4netns", slirp, "install it (apt-get install slirp4netns)")

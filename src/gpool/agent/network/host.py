@@ -142,12 +142,12 @@ WITHIN_S = 60.0
 class NftFailed(Exception): ...
 
 
-def program(name: str) -> str | None:
+def nft_program(name: str) -> str | None:
     return shutil.which(name) or shutil.which(name, path=SYSTEM_PATH)
 
 
 async def nft(*arguments: str, text: str = "") -> str:
-    path = program("nft")
+    path = nft_program("nft")
     if path is None:
         raise NftFailed("nft is not installed (Debian: apt-get install nftables)")
     given = _enclosed(text)

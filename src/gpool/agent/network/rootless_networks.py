@@ -116,7 +116,7 @@ class RootlessNetworks:
         """Nothing to clean up: holders and slirp4netns end with their agent."""
         self._facts = self._seen()
         for name, package in (("nft", "nftables"), ("slirp4netns", "slirp4netns")):
-            if host.program(name) is None:
+            if host.nft_program(name) is None:
                 raise NetworkUnavailable(
                     f"{name} is not installed (Debian: apt-get install {package})"
                 )
@@ -222,7 +222,7 @@ class RootlessNetworks:
     async def _prepare(self, held: HeldNamespace, text: str, gang: Gang | None) -> list[int]:
         loop = asyncio.get_running_loop()
         told = interface_of(gang) if gang is not None else None
-        order = {"nft": host.program("nft"), "rules": text, "gang": told}
+        order = {"nft": host.nft_program("nft"), "rules": text, "gang": told}
         await loop.sock_sendall(held.channel, json.dumps(order).encode())
         said, descriptors = await _receive(held.channel)
         if "failed" in said or len(descriptors) != 4 + (gang is not None):
@@ -234,7 +234,7 @@ class RootlessNetworks:
         return descriptors
 
     async def _attach(self, held: HeldNamespace) -> None:
-        path = host.program("slirp4netns")
+        path = host.nft_program("slirp4netns")
         if path is None:
             raise NetworkUnavailable(
                 "slirp4netns is not installed (Debian: apt-get install slirp4netns)"

@@ -10,9 +10,9 @@ node, so doubt (a time-out) counts as unclear.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Protocol
 
@@ -114,7 +114,21 @@ BUILT_IN = (
 
 
 def known() -> tuple[RuntimeKind, ...]:
-    return (*BUILT_IN, *(entry.load() for entry in entry_points(group=GROUP)))
+    return (*BUILT_IN, *installed(entry_points(group=GROUP)))
+
+
+def installed(entries: Iterable[EntryPoint]) -> Iterator[RuntimeKind]:
+    """Runtimes of installed packages. One that does not load is logged and left out: the node lends without it."""
+    for entry in entries:
+        try:
+            kind = entry.load()
+        except Exception as error:  # noqa: BLE001 - a foreign package may raise anything
+            log.warning("runtime_not_loaded", runtime=entry.name, why=repr(error))
+            continue
+        if isinstance(kind, RuntimeKind):
+            yield kind
+        else:
+            log.warning("runtime_not_loaded", runtime=entry.name, why=f"{kind!r} is no RuntimeKind")
 
 
 def make_all(context: RuntimeContext, kinds: Iterable[RuntimeKind] | None = None) -> list[Runtime]:

@@ -122,7 +122,7 @@ class BubblewrapRuntime(PlainRuntime):
             tree=self._arguments.tree,
             seccomp_of_gangs=seccomp.program(interfaces=True),
         )
-        self.landlock = seccomp.version() if seccomp.perl() else 0
+        self.landlock = seccomp.landlock_version() if seccomp.perl() else 0
         """Landlock version applied inside; 0: none, for lack of kernel support or of Perl on the host."""
         self._starts_by_perl = bool(self.landlock) or (bool(seccomp.perl()) and not self._root)
 

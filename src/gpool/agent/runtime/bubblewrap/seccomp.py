@@ -1,4 +1,5 @@
-"""The system call filter of a sandbox: classic BPF for x86_64 and aarch64; other machines are refused.
+"""Confinement of a sandbox by the kernel: the system call filter (classic BPF for x86_64 and aarch64; other machines are
+refused) and Landlock.
 
 libseccomp is not a dependency; tests/agent/runtime/test_seccomp_oracle.py compares the verdicts.
 
@@ -53,7 +54,7 @@ exit($why == 2 || $why == 20 ? 127 : 126);
 """
 
 
-def version() -> int:
+def landlock_version() -> int:
     """Kernel's Landlock ABI version; 0: none."""
     libc = ctypes.CDLL(None, use_errno=True)
     found: int = libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(ASK_VERSION))
