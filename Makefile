@@ -70,7 +70,7 @@ check: setup                ## lint, types, import contracts, structure, generat
 		|| { echo 'docs/permissions.md is stale: run make docs'; exit 1; }
 	$(BIN)/python -m gpool.agent.state_machine.transitions | diff -u docs/agent-lifecycle.md - \
 		|| { echo 'docs/agent-lifecycle.md is stale: run make docs'; exit 1; }
-	$(BIN)/python -m gpool.server.settings | diff -u docs/settings.md - \
+	$(BIN)/python -m tests.tools.settings_page | diff -u docs/settings.md - \
 		|| { echo 'docs/settings.md is stale: run make docs'; exit 1; }
 	$(BIN)/python -m gpool.server.store.row_generator | diff -u src/gpool/server/store/generated_rows.py - \
 		|| { echo 'server/store/generated_rows.py is stale: run make docs'; exit 1; }
@@ -103,7 +103,7 @@ docs: setup                 ## write the generated pages again
 	$(BIN)/python -m gpool.core.lifecycle > docs/lifecycle.md
 	$(BIN)/python -m gpool.core.permissions > docs/permissions.md
 	$(BIN)/python -m gpool.agent.state_machine.transitions > docs/agent-lifecycle.md
-	$(BIN)/python -m gpool.server.settings > docs/settings.md
+	$(BIN)/python -m tests.tools.settings_page > docs/settings.md
 	$(BIN)/python -m gpool.server.store.row_generator > .generated_rows && mv .generated_rows src/gpool/server/store/generated_rows.py
 
 lock: $(VENV)/pyvenv.cfg    ## resolve requirements/*.txt again

@@ -19,30 +19,47 @@ from gpool.transfer.requests import Address
 class AgentSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="GPOOL_AGENT_", extra="forbid")
 
-    server_url: str
-    fingerprint: str | None = None  # of the server's certificate
-    plain_http: bool = False  # the owner accepts an unencrypted connection
-    node: str  # its id on `server_name`; both were issued when it joined
-    server_name: str
-    key_file: Path
-    data_dir: Path
-    slots: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=0, le=1024)
-    simulate_gpus: str | None = None
-    allow_process: bool = False  # offer the tier without isolation, for the owner's own tasks
-    docker: bool = True  # offer images if a container engine answers
-    microvm: bool = True  # offer the tier vm if a guest boots
-    sharing: str = (
-        ""  # ways to share GPUs, first choice first: "mig,mps"; empty: as each card is set
+    server_url: str = Field(description="URL of the server.")
+    fingerprint: str | None = Field(
+        None, description="SHA-256 of the server's certificate, as in the join link; unset: CAs."
     )
-    policy: Path | None = None  # the owner's policy, a TOML file; see gpool.agent.machine.policy
-    cache_bytes: int = Field(default=10 * GIB, ge=0)
-    site: str = (
-        ""  # nodes of a site reach each other directly; if set, this node accepts gang members
+    plain_http: bool = Field(False, description="Accept an unencrypted connection.")
+    node: str = Field(description="Id of this node, issued when it joined.")
+    server_name: str = Field(description="Name of the server, issued when the node joined.")
+    key_file: Path = Field(description="File with the node's private key.")
+    data_dir: Path = Field(description="Directory for sandboxes, environments and the cache.")
+    slots: int = Field(
+        default_factory=lambda: os.cpu_count() or 1,
+        ge=0,
+        le=1024,
+        description="CPUs to lend; 0 lends none.",
     )
-    gang_address: str = ""  # address for other nodes of the site; empty: the one towards the server
-    gang_port: int = Field(default=0, ge=0, le=MOST_GANG_PORT)  # first UDP port; 0: the default
-    labels: str = ""  # "ssd,zone=a", in addition to the policy's
-    price: str = ""  # "0.31/h", for an hour of a GPU; empty: the policy's
+    simulate_gpus: str | None = Field(
+        None, description="Simulated GPUs instead of real ones, like `H100:2`."
+    )
+    allow_process: bool = Field(
+        False, description="Offer the tier without isolation, for the owner's own tasks."
+    )
+    docker: bool = Field(True, description="Offer images if a container engine answers.")
+    microvm: bool = Field(True, description="Offer the tier `vm` if a guest boots.")
+    sharing: str = Field(
+        "",
+        description="Ways to share GPUs, first choice first: `mig,mps`; unset: as each card is set.",
+    )
+    policy: Path | None = Field(None, description="The owner's policy, a TOML file.")
+    cache_bytes: int = Field(default=10 * GIB, ge=0, description="Size of the artifact cache.")
+    site: str = Field(
+        "",
+        description="Site whose nodes reach each other directly; if set, gang members are accepted.",
+    )
+    gang_address: str = Field(
+        "", description="Address for other nodes of the site; unset: the one towards the server."
+    )
+    gang_port: int = Field(
+        default=0, ge=0, le=MOST_GANG_PORT, description="First UDP port of gangs; 0: the default."
+    )
+    labels: str = Field("", description="Labels like `ssd,zone=a`, in addition to the policy's.")
+    price: str = Field("", description="Price of a GPU hour, like `0.31/h`; unset: the policy's.")
 
     @property
     def own_labels(self) -> frozenset[str]:

@@ -6,14 +6,11 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import platform
-import sys
 from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
-from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from gpool.core.model import GIB, Permission, Span
@@ -357,71 +354,3 @@ def _milli(gpus: float | None) -> int | None:
 
 def span(seconds: float) -> Span:
     return Span(round(seconds * 1_000_000))
-
-
-# ---- docs/settings.md
-
-_SECTIONS = {
-    "host": "Network and TLS",
-    "ttl_s": "Leases and scheduling",
-    "node_frames_per_s": "Limits and retention",
-    "registration": "Accounts and sign-in",
-    "user_gpus": "Default quotas",
-    "master_key": "Master keys",
-}
-"""Heading by the first setting of each section."""
-
-_UNITS = {
-    "_frames_per_s": "frames/s",
-    "_s": "seconds",
-    "_days": "days",
-    "_bytes": "bytes",
-    "_kib": "KiB",
-    "_gpus": "GPUs",
-    "_queued": "tasks",
-}
-_TABLE = ("| variable | default | unit | meaning |", "|---|---|---|---|")
-
-
-def as_markdown() -> str:
-    lines = [
-        "# Settings of the server",
-        "",
-        "Generated from `gpool.server.settings` (`make docs`); `make check` fails when it is stale.",
-        "",
-        "The server reads environment variables. Lists and sets are written as JSON.",
-    ]
-    for name, field in Settings.model_fields.items():
-        if name in _SECTIONS:
-            lines += ["", f"## {_SECTIONS[name]}", "", *_TABLE]
-        lines.append(_row(f"GPOOL_SERVER_{name.upper()}", name, field))
-    lines += ["", "## Members of an OpenID Connect provider", ""]
-    lines += ["| member | default | unit | meaning |", _TABLE[1]]
-    lines += [_row(name, name, field) for name, field in OidcProvider.model_fields.items()]
-    return "\n".join([*lines, ""])
-
-
-def _row(label: str, name: str, field: FieldInfo) -> str:
-    unit = next((unit for ending, unit in _UNITS.items() if name.endswith(ending)), "")
-    unit = "" if isinstance(field.default, bool) else unit
-    return f"| `{label}` | {_default(field)} | {unit} | {field.description} |"
-
-
-def _default(field: FieldInfo) -> str:
-    value = field.default
-    if field.is_required():
-        return "required"
-    if value is None or value == "":
-        return "unset"
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, frozenset | tuple):
-        value = json.dumps(sorted(value))
-    if isinstance(value, bool):
-        value = str(value).lower()
-    size = f" ({value // GIB} GiB)" if type(value) is int and value >= GIB else ""
-    return f"`{value}`{size}"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(as_markdown())
