@@ -5,6 +5,7 @@ Exit codes (DESIGN §7): 1 failed, 2 usage, 3 refused by the server, 4 not found
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 
@@ -19,6 +20,9 @@ from gpool.core.errors import (
     TooLarge,
     Unreachable,
 )
+
+COLLECT_AFTER = 20_000
+"""Allocations between two collections of the youngest generation; `gpool.server.__main__` explains it."""
 
 FAILED = 1
 EXIT_CODES: tuple[tuple[type[GpoolError], int], ...] = (
@@ -46,9 +50,12 @@ def main() -> None:
 
 
 def _print(text: str) -> None:
-    """Replace terminal control characters of the server's text."""
-    sys.stderr.write("".join(c if c.isprintable() else "\ufffd" for c in text) + "\n")
+    """Replace terminal control characters of the server's text; keep its lines."""
+    shown = (c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
+    sys.stderr.write("".join(shown) + "\n")
 
 
 if __name__ == "__main__":
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER, 20, 50)
     main()
