@@ -95,6 +95,10 @@ def test_the_listing_has_a_column_for_each_reading(owner: Owner) -> None:
         assert word in heading
 
 
+def test_gpus_that_passed_no_verification_are_marked(owner: Owner) -> None:
+    assert "(unverified)" in owner("gpus").stdout
+
+
 def test_gpu_memory_is_formatted_as_in_explain(owner: Owner) -> None:
     """Not 128 GB here and 137GB there."""
     assert "128 GiB" in owner("gpus").stdout

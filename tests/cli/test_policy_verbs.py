@@ -181,6 +181,16 @@ def test_a_dry_run_lists_changed_starts_and_changes_nothing(
     assert gpool.json("explain", newer)["ahead"] == 0
 
 
+def test_an_operator_certifies_labels_of_a_node(gpool: Operator, live: Live) -> None:
+    made = httpx2.post(f"{live.url}/v1/nodes", json=NODE, headers=live.headers, timeout=PATIENCE_S)
+    assert made.status_code == 201, made.text
+    said = gpool("admin", "certify", "bench", "hipaa", "tier=vm")
+    assert said == "bench: certified:hipaa certified:tier=vm\n"
+    assert gpool.json("node", "show", "bench")["labels"] == ["certified:hipaa", "certified:tier=vm"]
+    assert "no certified labels" in gpool("admin", "certify", "bench", "--none")
+    gpool("admin", "certify", "bench", code=2)
+
+
 def test_draining_a_node_preempts_a_whole_gang_and_the_cordon_blocks_it(
     gpool: Operator, agents: Callable[..., ScriptedAgent]
 ) -> None:

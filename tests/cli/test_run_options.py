@@ -83,6 +83,27 @@ def test_the_team_of_a_task_reaches_the_server(gpool: Gpool, pool: Pool) -> None
     assert sent(pool) == {"command": ["true"], "team": "tm-0000000000001"}
 
 
+def test_the_owners_of_the_nodes_reach_the_server(gpool: Gpool, pool: Pool) -> None:
+    done = gpool("run", "--on", "team:lab", "-d", "--", "true")
+    assert done.exit_code == 0, done.output
+    assert sent(pool) == {"command": ["true"], "on": "team:lab"}
+
+
+def test_the_readers_of_inputs_are_named_where_anyone_may_be_one(
+    gpool: Gpool, tmp_path: Path
+) -> None:
+    (tmp_path / "data").write_text("private")
+    [line] = gpool("run", "-d", "--input", "data", "--", "true").stderr.splitlines()
+    assert "can read its inputs" in line
+    assert "--on me" in line
+    for words in (
+        ("--on", "me", "--input", "data"),
+        ("--json", "--input", "data"),
+        (),
+    ):
+        assert gpool("run", "-d", *words, "--", "true").stderr == ""
+
+
 def test_a_script_is_uploaded_with_its_inline_metadata(
     gpool: Gpool, pool: Pool, tmp_path: Path
 ) -> None:
@@ -254,9 +275,9 @@ def test_an_empty_input_directory_is_reported(gpool: Gpool, pool: Pool, tmp_path
     assert done.exit_code == 0
     assert done.stdout.strip() in pool.tasks
     assert [one["path"] for one in pool.bodies[-1]["inputs"]] == ["full/a"]
-    [line] = done.stderr.splitlines()
+    line = done.stderr.splitlines()[0]
     assert line.startswith("gpool: input 'empty' holds no file")
-    assert gpool("run", "-d", "--input", "full", "--", "ls").stderr == ""
+    assert gpool("run", "-d", "--on", "me", "--input", "full", "--", "ls").stderr == ""
 
 
 def test_a_workdir_whose_files_are_all_ignored_is_reported(gpool: Gpool, tmp_path: Path) -> None:

@@ -252,9 +252,10 @@ class Pool(httpx2.BaseTransport):
             self._change.notify_all()
         if wait and self.runs:
             return httpx2.Response(200, json=batch.results[-len(ids) :])
-        return httpx2.Response(
-            202, json={"batch": batch_id, "first_position": len(batch.tasks) - len(ids), "ids": ids}
-        )
+        first = len(batch.tasks) - len(ids)
+        answer = {"batch": batch_id, "first_position": first, "ids": ids}
+        on = document.get("on", "anyone")
+        return httpx2.Response(202, json=answer if on == "anyone" else answer | {"on": on})
 
     def _run(self, batch: Batch, task: dict[str, Any]) -> None:
         result = {

@@ -44,6 +44,18 @@ def test_a_teams_name_is_its_own(pool: Pool) -> None:
     assert [team.name for team in pool.read(teams.teams(lab, 10))] == ["works"]
 
 
+def test_a_name_that_a_team_had_is_given_to_no_other_team(pool: Pool) -> None:
+    lab, other, gone = pool.team("lab"), pool.team("other"), pool.team("gone")
+    assert pool.write(teams.rename_team(lab, "works")) is True
+    assert pool.write(teams.delete_team(gone)) is True
+    for name in ("lab", "gone"):
+        with pytest.raises(Conflict, match="another team had the name"):
+            pool.team(name)
+        with pytest.raises(Conflict, match="another team had the name"):
+            pool.write(teams.rename_team(other, name))
+    assert pool.write(teams.rename_team(lab, "lab")) is True
+
+
 def test_of_many_who_make_one_team_at_once_one_does(pool: Pool, database: Database) -> None:
     made = [teams.create_team(Team(TeamId(i), "lab", pool.now()), pool.ann) for i in range(10)]
     answers = race(database, made)

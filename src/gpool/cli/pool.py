@@ -119,7 +119,7 @@ def gpus(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> Non
     rows = [
         (
             one["id"],
-            one["model"] + (" (simulated)" if one.get("simulated") else ""),
+            one["model"] + _proof(one),
             gib(one["memory_bytes"]),
             gib(one["memory_free_bytes"]),
             "flagged" if one.get("flagged") else one["status"],
@@ -144,7 +144,7 @@ def gpus(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> Non
         "node",
         "tier",
         "price",
-        "labels",
+        "labels (claimed)",
     ]
     table(columns, rows, "No GPUs in the pool yet; add this machine with: gpool join LINK")
     for one in found:
@@ -153,6 +153,12 @@ def gpus(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> Non
             click.echo(plain(f"{one['id']} takes no tasks: {why}."), err=True)
         elif one.get("ails"):
             click.echo(plain(f"{one['id']} is {one['health']}: {one['ails']}."), err=True)
+
+
+def _proof(gpu: dict[str, Any]) -> str:
+    if gpu.get("simulated"):
+        return " (simulated)"
+    return "" if gpu.get("kind") == "cpu" or gpu.get("verified") else " (unverified)"
 
 
 def _price(microcredits: int) -> str:

@@ -71,6 +71,11 @@ def _deadline(ctx: click.Context, option: click.Parameter, text: str | None) -> 
     metavar="LABEL",
     help="Only nodes with this label (repeatable).",
 )
+@placement(
+    "--on",
+    metavar="OWNER",
+    help="Only nodes of: me, team (yours and your teams'), team:NAME, user:NAME; or anyone.",
+)
 @placement("--max-price", metavar="PRICE", help="Maximum price per node, e.g. 0.40/h.")
 @placement(
     "--tier",
@@ -212,6 +217,11 @@ def run(
             err=True,
         )
         ctx.exit(INTERRUPTED)
+    if shipped and submitted.on == "anyone" and not as_json:
+        on_stderr(
+            f"gpool: the owner of the node that runs {submitted.id} can read its inputs; "
+            "--on me or --on team:NAME limits whose nodes that are"
+        )
     if detach:
         if as_json:
             _print_document(submitted)

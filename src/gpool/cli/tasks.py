@@ -194,7 +194,7 @@ def status(ctx: click.Context, task: str, as_json: bool) -> None:
         document["batch"] = None
     document["members"] = [_member(member) for member in document.get("members") or ()]
     names = (
-        "id name batch user team status phase reason exit_code error_text command gpu cpus memory disk labels max_price tier "
+        "id name batch user team status phase reason exit_code error_text command gpu cpus memory disk on labels max_price tier "
         "environment network timeout retries priority by preemptible nodes engine on_loss node members created_at started_at finished_at tries losses checkpoint outputs"
     )
     fields(document, names.split())

@@ -237,7 +237,8 @@ class Client:
         if wanted:
             document["outputs"] = wanted
         answer = self.api.send_json("POST", "/v1/tasks", document)
-        return Run(self, str(answer["ids"][0]), function=False, own=True)
+        on = str(answer.get("on", "anyone"))
+        return Run(self, str(answer["ids"][0]), function=False, own=True, on=on)
 
     def run(
         self,

@@ -52,6 +52,7 @@ class Options:
     labels: Sequence[str] = ()  # a node must have all of these
     max_price: str | float | None = None  # "0.40/h", for its resources on one node
     team: str | None = None  # team that owns the task, by name or id
+    on: str | None = None  # owners whose nodes may run it: "me", "team:lab", "user:ana", "anyone"
     results: str | None = None  # "pickle": unpickle values from other accounts' nodes too
 
     @classmethod
@@ -99,6 +100,7 @@ class Options:
             "labels": _words("labels", self.labels, "ssd") or None,
             "max_price": self.max_price,
             "team": self.team,
+            "on": self.on,
         }
         if self.results not in (None, "pickle"):
             raise Invalid(f"results is {self.results!r}; give results='pickle' or leave it out")

@@ -171,8 +171,11 @@ class Run:
         function: bool,
         own: bool,
         pickle_requested: bool = False,
+        on: str | None = None,
     ) -> None:
         self._client, self.id = client, task
+        self.on = on
+        """Owners whose nodes may run it ("anyone", "me", "team:lab"), as the submission answered; None: not known."""
         self._function, self._own = function, own
         self._pickle_requested = pickle_requested
         self._known: Result | None = None

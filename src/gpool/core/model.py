@@ -157,6 +157,18 @@ class GpuRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Owners:
+    """Owners whose nodes a task accepts: these users, and the members of these teams at the time of planning.
+
+    `asked`: as the consumer wrote it ("me", "team:lab"), for messages; names may have changed since.
+    """
+
+    asked: str
+    users: tuple[int, ...] = ()  # sorted
+    teams: tuple[int, ...] = ()  # sorted
+
+
+@dataclass(frozen=True, slots=True)
 class Requirements:
     """Hashable: equal requirements are one shape."""
 
@@ -170,6 +182,7 @@ class Requirements:
     nodes: int = 1  # at once, each with all of the above: more than one is a gang
     labels: tuple[str, ...] = ()  # sorted; all of them must be among a node's
     max_price_microcredits: int | None = None  # an hour, for what it gets on one node
+    on: Owners | None = None  # None: nodes of anyone
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,6 +374,7 @@ class Node:
     reserved_for: Audience | None = None  # just now, by an operator: for them and the owner alone
     merit: Merit = Merit()
     resting: str = ""  # why it is left alone for a while, though it would take more
+    owner_teams: frozenset[int] = frozenset()  # teams that its owner is a member of
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,6 +469,7 @@ __all__ = [
     "Offer",
     "OnLoss",
     "OutputFile",
+    "Owners",
     "Permission",
     "Phase",
     "Recipe",

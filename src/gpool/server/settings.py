@@ -20,6 +20,7 @@ from gpool.server.nodes.reports import SITE
 from gpool.transfer.requests import is_loopback
 
 Registration = Literal["open", "invite", "closed"]
+DefaultOn = Literal["anyone", "team", "me"]
 
 
 class OidcProvider(BaseModel):
@@ -125,6 +126,17 @@ class Settings(BaseSettings):
         default=600.0,
         ge=0,
         description="Report frames one node may send; other frames count by their cost. 0: no limit.",
+    )
+    default_on: DefaultOn = Field(
+        default="anyone",
+        description="Owners whose nodes run a task that does not say so by `on`: `anyone`, `team` (the consumer's own "
+        "nodes and those of its teams' members) or `me`. Tasks with secrets: at most `team`.",
+    )
+    max_gpus_per_node: int = Field(
+        default=64,
+        ge=1,
+        le=64,
+        description="GPUs that one node may offer; larger offers are refused.",
     )
     max_queued: int = Field(
         default=5_000_000, ge=1, description="Queued tasks in the whole pool; more are refused."

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import AwareDatetime, Field, StringConstraints
 
+from gpool.core.specs.fields import MAX_LABELS
 from gpool.wire.documents import Answer, Document, Moment
 
 _YEAR_S = 365 * 86_400
@@ -101,6 +102,19 @@ class PolicyDocument(Answer):
     changed: list[str]
     dry_run: DryRunDocument | None = None
     learnt: LearntDocument | None = None
+
+
+class CertifiedRequest(Document):
+    """Labels that an operator vouches for, without the prefix `certified:`; empty: none. `tier=vm`: the isolation."""
+
+    labels: Annotated[
+        list[Annotated[str, StringConstraints(max_length=200)]], Field(max_length=MAX_LABELS)
+    ]
+
+
+class CertifiedDocument(Answer):
+    node: str
+    labels: list[str]
 
 
 class CordonRequest(Document):

@@ -97,7 +97,9 @@ class TaskRequest(Document):
     `calls`: base64 strings (the common case) or `CallDocument`s. `copies`: submissions of the same command.
     `checkpoint`: directory beneath a command's work directory, saved every `checkpoint_every_s` and on preemption
     (SIGTERM, then `grace_s`), restored for the next attempt. `nodes` above 1: a gang on that many nodes of one site,
-    started by `engine`; `on_loss`: policy when a node is lost.
+    started by `engine`; `on_loss`: policy when a node is lost. `on`: owners whose nodes may run it and so read its
+    inputs and secrets: "anyone", or "me", "team" (yours and your teams'), "team:NAME", "user:NAME", several with commas;
+    null: the pool's default, for tasks with secrets at most "team".
     """
 
     name: Name | None = None
@@ -141,14 +143,16 @@ class TaskRequest(Document):
         list[Annotated[str, StringConstraints(max_length=200)]], Field(max_length=MAX_LABELS)
     ] = []  # all required
     max_price: str | int | float | None = None  # "0.40/h": credits per hour on one node
+    on: Annotated[str, StringConstraints(min_length=1, max_length=1500)] | None = None
 
 
 class SubmittedDocument(Answer):
-    """202: durable. `ids` in the order of the calls."""
+    """202: durable. `ids` in the order of the calls. `on`: owners whose nodes may run them; absent: anyone."""
 
     batch: str
     first_position: int
     ids: list[str]
+    on: str = "anyone"
 
 
 # ---- tasks
@@ -234,6 +238,7 @@ class TaskDocument(Answer):
     max_price: str | None = None  # "0.40/h"
     engine: str = "none"
     on_loss: str = "reform"
+    on: str = "anyone"  # owners whose nodes may run it, as requested or by default
 
 
 class TaskPage(Answer):
@@ -245,7 +250,7 @@ class ResultDocument(Answer):
     """`GET /v1/tasks/{id}/result`, and each line of `GET /v1/batches/{id}/results` (NDJSON).
 
     `own_node`: `node` belongs to the calling account, so its owner is trusted with a pickle; false for another
-    account's node, a removed node and a gang.
+    account's node, a removed node and a gang. `on`: owners whose nodes were accepted; null in the results of a batch.
     """
 
     id: str
@@ -261,6 +266,7 @@ class ResultDocument(Answer):
     node: str | None = None
     node_name: str | None = None
     own_node: bool = False
+    on: str | None = None
 
 
 class BatchDocument(Answer):
@@ -405,7 +411,8 @@ class GpuDocument(Answer):
     """One GPU, or (kind `cpu`) a node's CPU slots.
 
     `closed`: why it takes no new task at present. `health`: as its agent reports, `ails`: the cause.
-    `quarantined`: why it is out of the pool until its owner or an operator clears it.
+    `quarantined`: why it is out of the pool until its owner or an operator clears it. `verified`: it passed GPU
+    verification; else model, memory and existence are its owner's word, as `tiers` and `labels` always are.
     """
 
     id: str
@@ -432,7 +439,8 @@ class GpuDocument(Answer):
     details: GpuDetailsDocument | None = None
     reading: ReadingDocument | None = None
     price_microcredits: int = 0  # per hour for all of it
-    labels: list[str] = []  # of its node
+    labels: list[str] = []  # of its node; `certified:LABEL`: an operator's word
+    verified: bool = False
 
 
 class GpuPage(Answer):

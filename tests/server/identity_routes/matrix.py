@@ -192,6 +192,10 @@ CASES: dict[tuple[str, str, str], Cell] = {
     ("POST", "/v1/admin/keys/rotate", ""): {"body": {}},
     ("PATCH", "/v1/admin/policy", ""): {"body": {"dry_run": True}},
     ("PUT", "/v1/admin/cordons/{id}", ""): {"objects": ("node:p",), "body": {}},
+    ("PUT", "/v1/admin/certified/{id}", ""): {
+        "objects": ("node:p",),
+        "body": {"labels": ["audited"]},
+    },
     ("DELETE", "/v1/admin/cordons/{id}", ""): {"objects": ("cordon:p",)},
     ("POST", "/v1/admin/reservations", ""): {"body": {"nodes": []}},
     ("DELETE", "/v1/admin/reservations/{id}", ""): {"objects": ("reservation:p",)},

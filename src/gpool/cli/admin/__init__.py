@@ -22,6 +22,7 @@ for _verb in (
     policy.cordon,
     policy.uncordon,
     policy.drain,
+    policy.certify,
     policy.preempt,
     policy.reservations,
 ):

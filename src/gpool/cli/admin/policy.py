@@ -135,6 +135,30 @@ def uncordon(ctx: click.Context, node: str) -> None:
     click.echo(f"{plain(node)} is no longer cordoned; it takes tasks if its owner's policy allows")
 
 
+@click.command(
+    epilog=examples("gpool admin certify lab1 hipaa tier=vm", "gpool admin certify lab1 --none")
+)
+@the_node
+@click.argument("labels", metavar="[LABEL]...", nargs=-1)
+@click.option("--none", "none", is_flag=True, help="Remove the node's certified labels.")
+@as_json
+@click.pass_context
+def certify(
+    ctx: click.Context, node: str, labels: tuple[str, ...], none: bool, as_json: bool
+) -> None:
+    """Vouch for labels of a node; tasks ask for them with --label certified:LABEL."""
+    if bool(labels) == none:
+        raise Invalid("give the labels to certify, e.g. hipaa tier=vm, or --none")
+    client = client_of(ctx)
+    path = f"/v1/admin/certified/{node_id(client, node)}"
+    found = client.api.send_json("PUT", path, {"labels": list(labels)})
+    if as_json:
+        emit_json(found)
+        return
+    named = " ".join(f"certified:{label}" for label in found["labels"])
+    click.echo(f"{plain(node)}: {named or 'no certified labels'}")
+
+
 @click.command()
 @click.argument("tasks", metavar="ID...", nargs=-1, required=True)
 @as_json

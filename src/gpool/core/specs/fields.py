@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from decimal import Decimal, InvalidOperation
 
 from gpool.core.errors import Invalid
@@ -31,6 +31,28 @@ def normal_labels(labels: Iterable[str]) -> tuple[str, ...]:
     if len(found) > MAX_LABELS:
         raise Invalid(f"there are {len(found)} labels; at most {MAX_LABELS} can be given")
     return found
+
+
+CERTIFIED = "certified:"
+"""Prefix of labels that an operator vouches for. Owners cannot give them: their labels have no colon."""
+
+
+def requested_labels(labels: Collection[str]) -> tuple[str, ...]:
+    """Labels that a task asks for: `ssd` (its owner's word) or `certified:ssd` (an operator's)."""
+    certified = {label.removeprefix(CERTIFIED) for label in labels if label.startswith(CERTIFIED)}
+    plain = normal_labels(label for label in labels if not label.startswith(CERTIFIED))
+    found = (*plain, *(CERTIFIED + label for label in normal_labels(certified)))
+    if len(found) > MAX_LABELS:
+        raise Invalid(f"there are {len(found)} labels; at most {MAX_LABELS} can be given")
+    return tuple(sorted(found))
+
+
+def with_certified(labels: frozenset[str], certified: frozenset[str]) -> frozenset[str]:
+    """Labels of a node: its owner's, and the certified ones with their prefix."""
+    if not certified and not any(label.startswith(CERTIFIED) for label in labels):
+        return labels
+    own = {label for label in labels if not label.startswith(CERTIFIED)}
+    return frozenset(own | {CERTIFIED + label for label in certified})
 
 
 MAX_PATH_BYTES = 1024

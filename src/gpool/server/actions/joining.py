@@ -54,7 +54,7 @@ async def join(
     if "\0" in request.name or "\0" in (request.token or ""):
         raise Invalid("'name' or 'token' contains a NUL character; remove it")
     public_key = _proved_key(server, request)
-    offer = _offer(request)
+    offer = _offer(request, server.settings.max_gpus_per_node)
     create = _create(
         NodeId(server.ids.next()),
         request,
@@ -93,7 +93,7 @@ async def join(
 
 async def register(server: Server, who: NodeCredentials, request: NodeRequest) -> NodeJoined:
     permit(who, Action.NODE_OFFER, Thing(ObjectKind.NODE, owner=who.owner, holder=who.node))
-    offer = _offer(request)
+    offer = _offer(request, server.settings.max_gpus_per_node)
     row = await server.write(
         reconciliation.take(who.node, offer, server.ids.take(len(offer.gpus)), server.now)
     )
@@ -159,7 +159,11 @@ def _token(server: Server, user: User, once: Once | None) -> str:
     return server.credentials.derived(authorization.INVITE_PREFIX, *parts)
 
 
-def _offer(request: NodeRequest) -> Offer:
+def _offer(request: NodeRequest, max_gpus: int) -> Offer:
+    if len(request.gpus) > max_gpus:
+        raise Invalid(
+            f"'gpus' names {len(request.gpus)} GPUs; a node of this pool offers at most {max_gpus}"
+        )
     gpus = tuple(
         Gpu(gpu.index, gpu.uuid, gpu.model, gpu.vendor, gpu.memory_bytes, gpu.simulated)
         for gpu in request.gpus

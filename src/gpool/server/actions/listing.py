@@ -12,6 +12,7 @@ from gpool.core.ids import GpuId, NodeId, decode, encode
 from gpool.core.model import Availability, Gpu, GpuDetails, Health, Node, Permission, Tier
 from gpool.core.scheduler.place.fit import cpu_price
 from gpool.core.scheduler.state.waiting import NodeState
+from gpool.core.specs import fields
 from gpool.server.nodes import reconciliation
 from gpool.server.nodes.telemetry import Point
 from gpool.server.server import Server
@@ -69,7 +70,7 @@ def node_document(server: Server, who: Caller, gpus: GpuRows, row: NodeRow) -> N
         problems=[*row.problems, *_backoff(server, here.id), *gpu_problems(here, gpus)]
         if inside
         else [],
-        labels=sorted(here.offer.labels),
+        labels=_labels(server, here),
         price_microcredits=here.offer.price_microcredits,
         site=reconciliation.site_name(here.offer.site),
         cordoned=server.picture.policy.rules.cordons.get(here.id),
@@ -113,6 +114,7 @@ def gpu_documents(server: Server, gpus: GpuRows, row: NodeRow) -> list[tuple[int
                     available=allowed and here.availability is Availability.AVAILABLE,
                     tiers=_tiers(here.offer.tiers),
                     flagged=stored.flagged or stored.unproven,
+                    verified=stored.verified,
                     measured=measured_document(stored.measured),
                     closed=device.closed or None,
                     health=device.health.value,
@@ -121,7 +123,7 @@ def gpu_documents(server: Server, gpus: GpuRows, row: NodeRow) -> list[tuple[int
                     details=None if device.details is None else gpu_details(device.details),
                     reading=reading(server.telemetry.now_of(here.id, device.index, server.now)),
                     price_microcredits=here.offer.price_microcredits,
-                    labels=sorted(here.offer.labels),
+                    labels=_labels(server, here),
                 ),
             )
         )
@@ -155,7 +157,7 @@ def cpu_document(server: Server, row: NodeRow) -> GpuDocument:
         available=here.availability is Availability.AVAILABLE,
         tiers=_tiers(here.offer.tiers),
         price_microcredits=cpu_price(here, whole),
-        labels=sorted(here.offer.labels),
+        labels=_labels(server, here),
     )
 
 
@@ -176,6 +178,11 @@ def _gpu_status(
     found = _status(server, here, allowed and not device.closed, share, memory)
     sick = stored.quarantined is not None or device.health is Health.QUARANTINED
     return "quarantined" if sick and found != "offline" else found
+
+
+def _labels(server: Server, here: Node) -> list[str]:
+    certified = server.picture.policy.rules.certified.get(here.id, frozenset())
+    return sorted(fields.with_certified(here.offer.labels, certified))
 
 
 def _tiers(tiers: frozenset[Tier]) -> list[str]:

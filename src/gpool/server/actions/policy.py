@@ -18,6 +18,7 @@ from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.place.portfolio import Learnt
 from gpool.core.scheduler.predict.simulation import DryRun, compare
 from gpool.core.scheduler.state.operator_rules import OperatorRules, PolicyChange, Reservation
+from gpool.core.specs import fields
 from gpool.server.actions.audit import AuditActor, audited, entry, note
 from gpool.server.actions.tasks.query import preempt_tasks
 from gpool.server.identity.sealer import KeyStatus
@@ -151,6 +152,26 @@ async def uncordon(server: Server, who: Caller, node: NodeId, once: Once | None)
     audit_entry = entry(server.now, who, "node.uncordon", thing)
     dropping = _dropped("cordon", node, f"{thing} is not cordoned")
     await _write(server, who, once, audited(dropping, [audit_entry]))
+
+
+async def certify(
+    server: Server, who: Caller, node: NodeId, labels: Sequence[str], once: Once | None
+) -> tuple[str, ...]:
+    """Replace the certified labels of a node; none: remove the certification."""
+    wanted = fields.normal_labels(labels)
+    facts = {"labels": " ".join(wanted)[:500]}
+    audit_entry = entry(server.now, who, "node.certify", encode("node", node), **facts)
+    await _write(server, who, once, audited(_certify(node, wanted, server.now), [audit_entry]))
+    return wanted
+
+
+@operation
+def _certify(node: NodeId, labels: tuple[str, ...], at: Instant) -> Operation[None]:
+    yield from _known_node(node)
+    if labels:
+        yield from operations.put_certified(node, labels, at)
+    else:
+        yield from operations.drop("certified", node)
 
 
 @operation

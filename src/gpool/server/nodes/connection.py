@@ -18,6 +18,7 @@ from gpool.server.nodes.reports import MAX_ITEMS, checked_report, offer_problem
 from gpool.server.scheduling import delivery
 from gpool.server.scheduling.picture import StatePicture
 from gpool.server.server import Server
+from gpool.server.settings import Settings
 from gpool.server.store.operations import nodes
 from gpool.server.store.operations.leases import leases
 from gpool.server.store.values import HeldLease, NodeCredentials, NodeRow
@@ -83,7 +84,7 @@ class NodeChannel:
 
     async def greet(self, hello: Hello) -> None:
         server, registry = self._server, self._server.nodes
-        wrong = _hello_problem(hello, greeted=self._greeted, is_local=server.settings.is_local)
+        wrong = _hello_problem(hello, server.settings, greeted=self._greeted)
         if wrong is not None:
             self.refuse("invalid", wrong, retry=False)
             return
@@ -291,7 +292,7 @@ class NodeChannel:
 
     async def _change_offer(self, frame: OfferChanged) -> None:
         server = self._server
-        wrong = offer_problem(frame.offer, is_local=server.settings.is_local)
+        wrong = _offer_problem(frame.offer, server.settings)
         if wrong is not None:
             self.refuse("invalid", wrong, retry=False)
             return
@@ -348,7 +349,7 @@ def _held_by(picture: StatePicture, node: NodeId) -> set[TaskId]:
     return set().union(*(line.tasks for line in entry.lines.values()))
 
 
-def _hello_problem(hello: Hello, *, greeted: bool, is_local: bool) -> str | None:
+def _hello_problem(hello: Hello, settings: Settings, *, greeted: bool) -> str | None:
     if greeted:
         return "a second Hello on one connection; open a new one"
     if hello.protocol != PROTOCOL:
@@ -357,4 +358,8 @@ def _hello_problem(hello: Hello, *, greeted: bool, is_local: bool) -> str | None
         return f"a Hello with {len(hello.holds)} leases; at most {MAX_HOLDS} are accepted"
     if len(hello.boot) > MAX_BOOT_LETTERS:
         return f"a boot of {len(hello.boot)} letters; at most {MAX_BOOT_LETTERS} are accepted"
-    return offer_problem(hello.offer, is_local=is_local)
+    return _offer_problem(hello.offer, settings)
+
+
+def _offer_problem(offer: Offer, settings: Settings) -> str | None:
+    return offer_problem(offer, is_local=settings.is_local, max_gpus=settings.max_gpus_per_node)

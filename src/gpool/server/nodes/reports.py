@@ -25,6 +25,7 @@ from gpool.core.model import (
     OutputFile,
     SliceProfile,
 )
+from gpool.core.scheduler.place.kinds import MAX_GPUS
 from gpool.core.specs import fields
 from gpool.server.store.batching import WriteBatcher
 from gpool.server.store.operations.leases import leases
@@ -52,14 +53,14 @@ SERVER_REASONS = frozenset({EndReason.CANCELLED, EndReason.LOSES_NODES, EndReaso
 """Ends without a retry that only consumers and the server decide. A node *releases* a cancelled lease."""
 
 
-def offer_problem(offer: Offer, *, is_local: bool = False) -> str | None:
+def offer_problem(offer: Offer, *, is_local: bool = False, max_gpus: int = MAX_GPUS) -> str | None:
     """Problem of an offer; None if valid. `is_local`: the whole pool is one machine."""
     if not (0 <= offer.cpu_milli <= 10_000_000 and 0 <= offer.memory_bytes <= 1 << 60):
         return f"an offer of {offer.cpu_milli} milli-CPUs and {offer.memory_bytes} bytes of memory"
     if not 0 <= offer.disk_bytes <= 1 << 60:
         return f"an offer of {offer.disk_bytes} bytes of disk"
-    if len(offer.gpus) > 1024:
-        return f"an offer of {len(offer.gpus)} GPUs"
+    if len(offer.gpus) > max_gpus:
+        return f"an offer of {len(offer.gpus)} GPUs; a node of this pool offers at most {max_gpus}"
     if len(offer.labels) > fields.MAX_LABELS:
         return f"{len(offer.labels)} labels; at most {fields.MAX_LABELS} can be given"
     names = [runtime.name for runtime in offer.runtimes]

@@ -298,6 +298,11 @@ class TeamsRecord(NamedTuple):
     created_at: Instant
 
 
+class TeamNamesRecord(NamedTuple):
+    name: str
+    team_id: TeamId
+
+
 class MembershipsRecord(NamedTuple):
     team_id: TeamId
     user_id: UserId

@@ -168,3 +168,4 @@ class GpuRow:
     quarantined: str | None = None  # health problem, until the owner or an operator clears it
     unproven: str | None = None  # why its verification failed or is missing
     measured: str | None = None  # as JSON
+    verified: bool = False  # its last verification passed

@@ -290,6 +290,8 @@ def node_row(
     flagged: frozenset[int] = frozenset(),
     audience: Audience | None = None,
     problems: tuple[str, ...] = (),
+    *,
+    owner_teams: frozenset[int] = frozenset(),
 ) -> NodeRow:
     """Decode a node; `connected` is False, because the store does not know it."""
     node = Node(
@@ -302,5 +304,6 @@ def node_row(
         gpus_withheld=withheld,
         gpus_flagged=flagged,
         audience=audience,
+        owner_teams=owner_teams,
     )
     return NodeRow(node, row.last_beat_at, row.created_at, problems)

@@ -469,6 +469,14 @@ teams = Table(
     UniqueConstraint("name"),
 )
 
+team_names = Table(
+    "team_names",
+    metadata,
+    _text("name", primary_key=True),
+    _int("team_id"),
+)
+"""Every name that a team has or had, of deleted teams too: no other team gets it."""
+
 memberships = Table(
     "memberships",
     metadata,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from gpool.core.ids import NodeId
 from gpool.core.model import Gpu, GpuRequest, Node, Shape, Tier
 from gpool.core.scheduler.place.fit import Unfit, possible_prices, unfit, usable
-from gpool.core.specs import fields
+from gpool.core.specs import fields, owners
 from gpool.core.specs import gpu as gpuspec
 
 
@@ -31,6 +31,12 @@ def nothing_can(nodes: list[Node], shape: Shape) -> Explanation:
     last = max(reasons.values(), key=steps.index)
     near = [node for node in nodes if reasons[node.id] is last]
     needs = shape.requirements
+    others = [node for node in nodes if reasons[node.id] is Unfit.OWNER]
+    if others:
+        unbound = replace(shape, requirements=replace(needs, on=None))
+        able = [node for node in others if unfit(node, unbound) is None]
+        if able:
+            return _only_of_others(able, shape)
     unlabelled = [node for node in nodes if reasons[node.id] is Unfit.LABELS]
     if unlabelled and last is not Unfit.LABELS:
         bare = replace(shape, requirements=replace(needs, labels=()))
@@ -38,6 +44,8 @@ def nothing_can(nodes: list[Node], shape: Shape) -> Explanation:
         if able:
             return _only_elsewhere(able, shape, is_gpu=last is Unfit.GPU)
     match last:
+        case Unfit.OWNER:
+            return _only_of_others([], shape)
         case Unfit.AUDIENCE:
             said = "The owners of the nodes that are here take only the tasks of people they named."
             return Explanation("not_for_you", said)
@@ -112,6 +120,15 @@ def nothing_can(nodes: list[Node], shape: Shape) -> Explanation:
                 "but its owner names no site whose nodes reach each other; --site does when they join."
             )
             return Explanation("no_site", said)
+
+
+def _only_of_others(able: list[Node], shape: Shape) -> Explanation:
+    on = shape.requirements.on
+    said = f"No node of {'the owners it accepts' if on is None else owners.phrase(on)} can run it"
+    if able:
+        names = list_of([node.name for node in sorted(able, key=_node_id)])
+        return Explanation("no_owner", f"{said}; with --on anyone it could run on {names}.")
+    return Explanation("no_owner", f"{said}, and no other node could either.")
 
 
 def _no_such_label(nodes: list[Node], wanted: tuple[str, ...]) -> Explanation:

@@ -234,6 +234,7 @@ def _kinds(shape: Shape, free: _Free) -> Iterator[tuple[str, Iterator[_Change]]]
     yield "disk", _less_disk(shape, free)
     yield "tier", _lower_tiers(shape)
     yield "network", _no_network(shape)
+    yield "on", _any_owner(shape)
 
 
 def _less_vram(shape: Shape, free: _Free) -> Iterator[_Change]:
@@ -387,6 +388,13 @@ def _no_network(shape: Shape) -> Iterator[_Change]:
     if shape.requirements.network is not Network.NONE:
         needs = replace(shape.requirements, network=Network.NONE)
         yield _Change("--network none", "without network", needs)
+
+
+def _any_owner(shape: Shape) -> Iterator[_Change]:
+    if shape.requirements.on is not None:
+        needs = replace(shape.requirements, on=None)
+        words = "on a node of another owner, who can read its inputs and secrets"
+        yield _Change("--on anyone", words, needs)
 
 
 def _model_of(gpu: Gpu) -> str:

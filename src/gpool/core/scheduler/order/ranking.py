@@ -37,8 +37,10 @@ class Ranking:
         own = mine.queue.count_while(lambda _, other: other < entry)
         own_rank = self.rank(mine.shape, own, entry)
         total, looks = own, _LOOKS
-        nodes = yield from _one_per_kind(nodes)
-        for number, other in enumerate(list(self._state.queues.shapes()), 1):
+        others = list(self._state.queues.shapes())
+        by_owner = any(other.shape.requirements.on is not None for other in others)
+        nodes = yield from _one_per_kind(nodes, by_owner)
+        for number, other in enumerate(others, 1):
             if number % STEP == 0:
                 yield
             if other is mine:
@@ -87,12 +89,13 @@ class Ranking:
         return compared(shape, share(tenant_of(shape)), own, self._policy.weights)
 
 
-def _one_per_kind(nodes: list[Node]) -> Generator[None, None, list[Node]]:
+def _one_per_kind(nodes: list[Node], by_owner: bool) -> Generator[None, None, list[Node]]:
     kinds: dict[tuple[object, ...], Node] = {}
     for number, node in enumerate(nodes, 1):
         if number % STEP == 0:
             yield
-        kinds.setdefault(kind_key(node), node)
+        owner = (node.owner, node.owner_teams) if by_owner else None
+        kinds.setdefault((owner, *kind_key(node)), node)
     return list(kinds.values())
 
 

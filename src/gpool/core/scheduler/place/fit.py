@@ -43,6 +43,7 @@ class Fit(NamedTuple):
 class Unfit(StrEnum):
     """In the order of checks."""
 
+    OWNER = "owner"
     AUDIENCE = "audience"
     RESERVED = "reserved"
     LABELS = "labels"
@@ -71,6 +72,19 @@ def is_open(node: Node) -> bool:
 
 def unfit(node: Node, shape: Shape) -> Unfit | None:
     """First unmet requirement, if any."""
+    if not accepts_owner(shape.requirements, node):
+        return Unfit.OWNER
+    return unfit_for_any_owner(node, shape)
+
+
+def accepts_owner(needs: Requirements, node: Node) -> bool:
+    """Whether the task may run on this owner's nodes: what it reads there, the owner can read."""
+    on = needs.on
+    return on is None or node.owner in on.users or not node.owner_teams.isdisjoint(on.teams)
+
+
+def unfit_for_any_owner(node: Node, shape: Shape) -> Unfit | None:
+    """First unmet requirement other than the owner: equal for all nodes of one kind (`kinds`)."""
     offer, needs = node.offer, shape.requirements
     if node.audience is not None and not _is_for(node, node.audience, shape):
         return Unfit.AUDIENCE

@@ -24,12 +24,14 @@ from gpool.core.scheduler.place.board import CPU, DISK, MEMORY, WHOLE, Board, Ro
 from gpool.core.scheduler.place.fit import (
     Fit,
     a_slice,
+    accepts_owner,
     is_slice,
     memory_for,
     placed,
     slice_of,
     whole,
 )
+from gpool.core.scheduler.place.kinds import OwnerSlots
 from gpool.core.scheduler.place.pricing import GPU, USUAL, Bools, Floats, Ints, Pricing, Slots
 from gpool.core.scheduler.place.rows import PlacementRow, RowCache
 from gpool.core.scheduler.place.scoring import NO_ROOM, PRICE, Scorer
@@ -69,6 +71,7 @@ class PlacementIndex:
     def _follow_anew(self, state: State) -> None:
         self._state = state
         self.board = Board(self.pricing, self._room_and_count)
+        self._owners = OwnerSlots()
         self._rows = RowCache(state, self.board)
         self._scorer = Scorer(self.board, self.pricing.weights, state.caches)
         self._overlay: dict[NodeId, RoomAndCount] = {}
@@ -102,7 +105,7 @@ class PlacementIndex:
         for id_ in changes.rooms_since(self._read):
             entry = state.nodes.get(id_)
             if entry is None or entry.node is None:
-                self.board.remove(id_)
+                self._remove(id_)
             elif self.board.node(id_) is not entry.node:
                 self._put(entry.node)
             else:
@@ -115,6 +118,13 @@ class PlacementIndex:
         if node.audience is not None or node.reserved_for is not None:
             self._rows.restrict()
         self.board.put(node)
+        self._owners.put(self.board.slots[node.id], node)
+
+    def _remove(self, id_: NodeId) -> None:
+        slot = self.board.slots.get(id_)
+        if slot is not None:
+            self._owners.remove(slot)
+            self.board.remove(id_)
 
     def propose(self, id_: NodeId, room: Room) -> None:
         """Use this room, with one more allocation, until the pass ends."""
@@ -205,6 +215,7 @@ class PlacementIndex:
             row.facts.learn(board)
             able |= row.facts.able[board.columns.kind]
             has_room |= row.key != NO_ROOM
+        self._keep_accepted(shape, able)
         for id_ in barred:
             if id_ in board.slots:
                 able[board.slots[id_]] = False
@@ -235,7 +246,14 @@ class PlacementIndex:
                 else:
                     able &= free.gpus >= row.request.count
             found |= able
+        self._keep_accepted(shape, found)
         return found
+
+    def _keep_accepted(self, shape: Shape, slots: Bools) -> None:
+        """Clear the slots of owners that the shape does not accept: nodes of one kind have several."""
+        on = shape.requirements.on
+        if on is not None:
+            slots &= self._owners.mask(on, len(slots))
 
     def nearest(self, shape: Shape, barred: Collection[NodeId]) -> NodeId | None:
         board, (slots, _) = self.board, self.could_run(shape, barred)
@@ -253,7 +271,7 @@ class PlacementIndex:
         return bool((rows[turn].key == NO_ROOM).all())
 
     def _update(self, row: PlacementRow) -> None:
-        board = self.board
+        board, on = self.board, row.shape.requirements.on
         changed: set[int] | Slots
         if row.generation == board.generation and row.read == board.now:
             return
@@ -262,7 +280,9 @@ class PlacementIndex:
             row.key = np.full(board.columns.size, NO_ROOM, np.int64)
             row.gpu = np.zeros(board.columns.size, np.int16)
             changed = np.arange(len(board.nodes))
-            self.scored_for_new += len(board.nodes) + _COST_OF_A_ROW
+            if on is not None:
+                changed = self._owners.mask(on, board.columns.size).nonzero()[0]
+            self.scored_for_new += len(changed) + _COST_OF_A_ROW
         else:
             changed = board.since(row.read)
         row.read = board.now
@@ -278,6 +298,9 @@ class PlacementIndex:
                 if not changed:
                     return
             changed = np.array(list(changed), np.intp)
+        elif on is not None:
+            row.key[changed] = NO_ROOM
+            changed = changed[self._owners.mask(on, board.columns.size)[changed]]
         row.facts.learn(board)
         if len(changed) < _MANY or row.shape.data:
             self._scorer.score(row, changed)
@@ -302,7 +325,7 @@ class PlacementIndex:
     def _may_take(self, row: PlacementRow, slot: int) -> bool:
         node = self.board.nodes[slot]
         row.key[slot] = NO_ROOM
-        if node is None:
+        if node is None or not accepts_owner(row.shape.requirements, node):
             return False
         room, needs, request = self._room_and_count(node.id)[0], row.shape.requirements, row.request
         if room.free_cpu < needs.cpu_milli or room.free_memory < (needs.memory_bytes or 0):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from gpool.core.model import Gpu, Health, Node, Tier
+import numpy as np
+
+from gpool.core.model import Gpu, Health, Node, Owners, Tier
 from gpool.core.scheduler.place.fit import is_open, joins_gangs
-from gpool.core.scheduler.place.pricing import FragmentationTarget
+from gpool.core.scheduler.place.pricing import Bools, FragmentationTarget
 
 CLOSED = 0
 """The kind of slots that take nothing: empty ones, and nodes that are away or paused."""
@@ -32,7 +34,7 @@ def merit_of(node: Node) -> int:
 
 
 def kind_key(node: Node) -> tuple[Any, ...]:
-    """Equal for nodes that can run the same shapes."""
+    """Equal for nodes that can run the same shapes, if these accept their owners (`OwnerSlots`)."""
     offer = node.offer
     is_for_some = node.audience is not None or node.reserved_for is not None
     owner = node.owner if is_for_some or Tier.NONE in offer.tiers else None
@@ -105,6 +107,62 @@ class KindTable:
         if not joins_gangs(node.offer):
             return 0
         return self._sites.setdefault(node.offer.site, len(self._sites) + 1)
+
+
+class OwnerSlots:
+    """Slots of each user's nodes and of each team's members, for tasks that accept some owners only."""
+
+    __slots__ = ("_by_slot", "_masks", "_of_team", "_of_user")
+
+    def __init__(self) -> None:
+        self._masks: dict[Owners, Bools] = {}  # until an owner changes
+        self._by_slot: dict[int, tuple[int, frozenset[int]]] = {}
+        self._of_user: dict[int, set[int]] = {}
+        self._of_team: dict[int, set[int]] = {}
+
+    def put(self, slot: int, node: Node) -> None:
+        entry = (node.owner, node.owner_teams)
+        if self._by_slot.get(slot) == entry:
+            return
+        self.remove(slot)
+        self._masks.clear()
+        self._by_slot[slot] = entry
+        self._of_user.setdefault(node.owner, set()).add(slot)
+        for team in node.owner_teams:
+            self._of_team.setdefault(team, set()).add(slot)
+
+    def remove(self, slot: int) -> None:
+        if slot in self._by_slot:
+            self._masks.clear()
+            owner, teams = self._by_slot.pop(slot)
+            _discard(self._of_user, owner, slot)
+            for team in teams:
+                _discard(self._of_team, team, slot)
+
+    def mask(self, on: Owners, size: int) -> Bools:
+        """Whether each of `size` slots is an accepted owner's. Do not write to it."""
+        known = self._masks.get(on)
+        if known is not None and len(known) == size:
+            return known
+        found = [self._of_user.get(user, _NO_SLOTS) for user in on.users]
+        found += [self._of_team.get(team, _NO_SLOTS) for team in on.teams]
+        mask = np.zeros(size, bool)
+        for slots in found:
+            mask[list(slots)] = True
+        if len(self._masks) >= _MAX_MASKS:
+            self._masks.clear()
+        self._masks[on] = mask
+        return mask
+
+
+_NO_SLOTS: set[int] = set()
+_MAX_MASKS = 1024
+
+
+def _discard(slots: dict[int, set[int]], key: int, slot: int) -> None:
+    slots[key].discard(slot)
+    if not slots[key]:
+        del slots[key]
 
 
 class EqualGroups:

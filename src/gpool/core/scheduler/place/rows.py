@@ -23,7 +23,7 @@ from gpool.core.scheduler.place.fit import (
     is_slice,
     memory_for,
     slice_of,
-    unfit,
+    unfit_for_any_owner,
     usable,
 )
 from gpool.core.scheduler.place.kinds import MAX_GPUS, lent_gpus
@@ -141,7 +141,7 @@ class KindFacts:
         request = self._request
         never = [NEVER] * width
         unable = (False, NEVER, 0, 0, (never, never, never), 0)
-        if node is None or unfit(node, self._shape) is not None:
+        if node is None or unfit_for_any_owner(node, self._shape) is not None:
             return unable
         share, vram, need, taken = list(never), list(never), list(never), 0
         needs = self._shape.requirements

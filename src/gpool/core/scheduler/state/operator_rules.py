@@ -12,6 +12,7 @@ from gpool.core.scheduler.order.builtin import ORDERS
 from gpool.core.scheduler.order.limits import Holder
 from gpool.core.scheduler.order.orders import Order, Policy
 from gpool.core.scheduler.place.portfolio import Learnt
+from gpool.core.specs import fields
 
 MAX_WEIGHT = 1_000_000
 _DAY = 24 * 3600 * 1_000_000
@@ -67,6 +68,7 @@ class OperatorRules:
     cordons: Mapping[NodeId, str] = field(default_factory=dict)  # with the reason
     reservations: tuple[Reservation, ...] = ()
     learnt: Learnt | None = None  # None: the usual pricing
+    certified: Mapping[NodeId, frozenset[str]] = field(default_factory=dict)  # labels
 
     def policy_upon(self, configured: Policy, orders: Mapping[str, Order] = ORDERS) -> Policy:
         """Raises `Invalid` if a value is out of range."""
@@ -77,6 +79,9 @@ class OperatorRules:
         """The same object if nothing changes."""
         cordoned = node.id in self.cordons
         reserved = self._reserved(node.id, now)
+        labels = fields.with_certified(node.offer.labels, self.certified.get(node.id, frozenset()))
+        if labels != node.offer.labels:
+            node = replace(node, offer=replace(node.offer, labels=labels))
         if node.cordoned == cordoned and node.reserved_for == reserved:
             return node
         return replace(node, cordoned=cordoned, reserved_for=reserved)

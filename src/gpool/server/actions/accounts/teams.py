@@ -14,6 +14,7 @@ from gpool.core.quotas import Quota
 from gpool.server.actions import quotas
 from gpool.server.actions.accounts.accounts import USER_INVITE_PREFIX
 from gpool.server.actions.audit import audited, entry
+from gpool.server.actions.owners import refresh_owners
 from gpool.server.identity import authorization
 from gpool.server.identity.authorization import own, permit
 from gpool.server.server import Once, Server
@@ -104,6 +105,7 @@ async def create_team(server: Server, who: Caller, name: str, once: Once | None)
         who.user, once, _make(team, who.user.id), lambda id_: msgspec.json.encode(_SavedTeam(id_))
     )
     server.credentials.forget()
+    await refresh_owners(server, [who.user.id])
     id_ = TeamId(msgspec.json.decode(answered.body, type=_SavedTeam).id)
     found = await server.store.read(operations.team(id_))
     return document(found or team, Role.OWNER)
@@ -154,8 +156,10 @@ def _change(
 
 
 async def delete(server: Server, who: Caller, id_: TeamId, once: Once | None) -> None:
+    members = await server.store.read(operations.members(id_))
     await server.write_once(who.user, once, _delete(id_, who), lambda _: b"")
     server.credentials.forget()
+    await refresh_owners(server, [member.user for member in members])
 
 
 @operation
@@ -187,6 +191,7 @@ async def set_member(
     kept = await server.write_once(who.user, once, change, _saved_member)
     server.credentials.forget()
     saved = msgspec.json.decode(kept.body, type=_SavedTeam)
+    await refresh_owners(server, [UserId(saved.id)])
     for member in await server.store.read(operations.members(id_)):
         if member.user == saved.id:
             return _member(member)
@@ -238,6 +243,7 @@ async def remove_member(
     change = audited(_remove_member(id_, who, user), [audit_entry])
     await server.write_once(who.user, once, change, lambda _: b"")
     server.credentials.forget()
+    await refresh_owners(server, [user])
 
 
 @operation
@@ -319,6 +325,7 @@ async def join(server: Server, who: Caller, token: str, once: Once | None) -> Te
         lambda id_: msgspec.json.encode(_SavedTeam(id_)),
     )
     server.credentials.forget()
+    await refresh_owners(server, [who.user.id])
     id_ = TeamId(msgspec.json.decode(answered.body, type=_SavedTeam).id)
     team, role = await server.store.read(_as_member(id_, who.user.id))
     if team is None:

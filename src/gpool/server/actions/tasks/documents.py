@@ -18,7 +18,7 @@ from gpool.core.model import (
     TaskRow,
     TaskStatus,
 )
-from gpool.core.specs import fields, gpu
+from gpool.core.specs import fields, gpu, owners
 from gpool.server.store.values import (
     PREEMPTING,
     Batch,
@@ -57,6 +57,7 @@ class ResultLine(msgspec.Struct, frozen=True):
     node: str | None = None
     node_name: str | None = None
     own_node: bool = False
+    on: str | None = None
 
 
 _encoder = msgspec.json.Encoder()
@@ -151,8 +152,14 @@ def result(view: TaskView, reader: UserId) -> bytes:
             None if row.node is None else encode("node", row.node),
             view.node_name,
             view.node_owner == reader,
+            _on(view),
         )
     )
+
+
+def _on(view: TaskView) -> str:
+    on = view.spec.requirements.on
+    return owners.ANYONE if on is None else on.asked
 
 
 def _outputs(view: TaskView) -> tuple[OutputFile, ...]:
@@ -211,6 +218,7 @@ def task(view: TaskView) -> TaskDocument:
         else fields.format_price(asked.max_price_microcredits),
         engine=spec.engine.value,
         on_loss=spec.on_loss.value,
+        on=_on(view),
     )
 
 

@@ -199,7 +199,7 @@ def _requirements(request: TaskRequest, recipe: Recipe | None) -> Requirements:
         python=_python(request, recipe),
         network=Network(request.network),
         nodes=request.nodes,
-        labels=fields.normal_labels(request.labels),
+        labels=fields.requested_labels(request.labels),
         max_price_microcredits=None
         if request.max_price is None
         else fields.parse_price(request.max_price),

@@ -5,14 +5,16 @@ from __future__ import annotations
 import binascii
 from binascii import a2b_base64
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from gpool.core.errors import Conflict, GpoolError, Invalid, TooLarge, TooMany, Unprocessable
 from gpool.core.ids import BatchId, SpecId, TaskId, UserId, decode, encode
-from gpool.core.model import INLINE_LIMIT_BYTES, KIB
+from gpool.core.model import INLINE_LIMIT_BYTES, KIB, TaskSpec
 from gpool.core.permissions import Action, TeamId
+from gpool.core.specs.owners import ANYONE
+from gpool.server.actions.owners import accepted_owners
 from gpool.server.actions.quotas import most_queued, queue_quota_errors
 from gpool.server.actions.tasks.documents import encode_many
 from gpool.server.actions.tasks.query import acting_account
@@ -35,10 +37,11 @@ from gpool.wire.documents import MAX_BATCH, TaskRequest
 from gpool.wire.frames import weight_of
 
 
-class _SubmittedAnswer(msgspec.Struct, frozen=True):
+class _SubmittedAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     batch: str
     first_position: int
     ids: list[str]
+    on: str = ANYONE
 
 
 _encode = msgspec.json.Encoder().encode
@@ -182,6 +185,9 @@ async def _submission(
     server: Server, who: Caller, request: TaskRequest, team: TeamId | None
 ) -> Submission:
     spec = spec_of(request)
+    if request.on is not None or spec.secrets or server.settings.default_on != ANYONE:
+        on = await accepted_owners(server, who, request.on, has_secrets=bool(spec.secrets))
+        spec = replace(spec, requirements=replace(spec.requirements, on=on))
     spec_id = SpecId(server.ids.next())
     secrets, mark = (
         await _sealed(server, who.user.id, spec_id, request) if spec.secrets else ((), "")
@@ -292,7 +298,7 @@ def _submit(group: Sequence[_Pending], most: int | None) -> Operation[list[_Outc
         if not isinstance(found, SubmittedTasks):
             outcomes[place] = found if isinstance(found, GpoolError) else _missing(found)
             continue
-        once, body = group[place].once, _document(found)
+        once, body = group[place].once, _document(found, group[place].submission.spec)
         outcomes[place] = Answered(found, body)
         if once is not None:
             user, at = group[place].who.user.id, group[place].submission.at
@@ -346,11 +352,13 @@ def _batch(id_: BatchId) -> str:
     return f"batch {encode('batch', id_)}"
 
 
-def _document(submitted: SubmittedTasks) -> bytes:
+def _document(submitted: SubmittedTasks, spec: TaskSpec) -> bytes:
+    on = spec.requirements.on
     return _encode(
         _SubmittedAnswer(
             encode("batch", submitted.batch),
             submitted.first_position,
             encode_many("task", [task.id for task in submitted.tasks]),
+            ANYONE if on is None else on.asked,
         )
     )

@@ -36,6 +36,8 @@ from gpool.wire.admin import (
     AuditCheck,
     AuditDocument,
     AuditPage,
+    CertifiedDocument,
+    CertifiedRequest,
     CordonDocument,
     CordonRequest,
     DryRunDocument,
@@ -134,6 +136,22 @@ async def uncordon_node(request: Request, id: NODE) -> Response:
     who = await user_of(request)
     await policy.uncordon(server_of(request), who, NodeId(decode("node", id)), once_of(request))
     return no_content()
+
+
+@routes.put(
+    "/v1/admin/certified/{id}",
+    Action.POLICY_CHANGE,
+    body=CertifiedRequest,
+    returns=CertifiedDocument,
+    problems=(404,),
+)
+async def certify_node(request: Request, id: NODE) -> Response:
+    """Vouch for labels of a node: tasks ask for them as `certified:LABEL`. Replaces earlier ones; none removes them."""
+    who = await user_of(request)
+    wanted, once = await document_of(request, CertifiedRequest)
+    node = NodeId(decode("node", id))
+    labels = await policy.certify(server_of(request), who, node, wanted.labels, once)
+    return answer(CertifiedDocument(node=encode("node", node), labels=list(labels)))
 
 
 @routes.get("/v1/admin/reservations", Action.POLICY_READ, returns=ReservationPage)

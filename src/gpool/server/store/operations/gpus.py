@@ -26,7 +26,7 @@ ANOTHERS = "an operator decided that this GPU is another owner's"
 BINDING = columns(GpuBindingsRecord, GpuBindingsRecord, "b")
 GPU = (
     "g.id, g.node_id, n.owner_id, g.uuid, g.position, g.available, g.gone, g.flagged, g.quarantined, "
-    "g.unproven, g.measured"
+    "g.unproven, g.measured, g.verdict"
 )
 
 
@@ -42,6 +42,7 @@ class _OwnedGpu(NamedTuple):
     quarantined: str | None
     unproven: str | None
     measured: str | None
+    verdict: str | None
 
 
 @operation
@@ -178,6 +179,7 @@ def _gpu(row: _OwnedGpu) -> GpuRow:
         row.quarantined,
         row.unproven,
         row.measured,
+        row.verdict == GpuVerdict.PASSED,
     )
 
 

@@ -57,6 +57,11 @@ class _NamedId(NamedTuple):
     id: int
 
 
+class _OwnerTeam(NamedTuple):
+    user_id: UserId
+    team_id: int
+
+
 class _GpuOfNode(NamedTuple):
     id: GpuId
     node_id: NodeId
@@ -232,12 +237,22 @@ def load_nodes(where: str, parameters: Mapping[str, int | str]) -> Operation[tup
         parameters,
     )
     known = yield from _known_names(offer_from(row.offer) for row in rows)
+    teams: dict[UserId, set[int]] = {}
+    joined = yield from select(
+        _OwnerTeam,
+        "SELECT DISTINCT m.user_id, m.team_id FROM memberships m JOIN nodes n ON n.owner_id = m.user_id "  # noqa: S608
+        f"WHERE {where}",
+        parameters,
+    )
+    for member in joined:
+        teams.setdefault(member.user_id, set()).add(member.team_id)
     return tuple(
         node_row(
             row,
             frozenset(withheld.get(row.id, ())),
             frozenset(flagged.get(row.id, ())),
             *_allowed_users(offer_from(row.offer), known),
+            owner_teams=frozenset(teams.get(row.owner_id, ())),
         )
         for row in rows
     )
@@ -331,21 +346,23 @@ _Names = tuple[Mapping[str, int], Mapping[str, int]]
 def _known_names(offers: Iterable[Offer]) -> Operation[_Names]:
     """Users and teams that these offers name; no statement where none does.
 
-    Read with every node, so that created, renamed and deleted accounts are found as they are now.
+    A name stands for the first team that had it (`team_names`), also after a rename: nobody else can take the name and
+    with it the node. A deleted team is not found.
     """
     words = {word for offer in offers for word in offer.audience}
-    users = yield from _ids_of("users", USER, words)
-    teams = yield from _ids_of("teams", TEAM, words)
+    users = yield from _ids_of("JOIN users f ON f.name = w.name", USER, words)
+    had = "JOIN team_names h ON h.name = w.name JOIN teams f ON f.id = h.team_id"
+    teams = yield from _ids_of(had, TEAM, words)
     return users, teams
 
 
-def _ids_of(table: str, prefix: str, words: set[str]) -> Operation[dict[str, int]]:
+def _ids_of(joined: str, prefix: str, words: set[str]) -> Operation[dict[str, int]]:
     names = of_names(word.removeprefix(prefix) for word in words if word.startswith(prefix))
     if not names.rows:
         return {}
     rows = yield from select(
         _NamedId,
-        f"SELECT w.name, f.id FROM {{names}} AS w JOIN {table} f ON f.name = w.name",  # noqa: S608
+        f"SELECT w.name, f.id FROM {{names}} AS w {joined}",  # noqa: S608
         {},
         {"names": names},
     )

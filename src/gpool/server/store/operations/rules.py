@@ -6,7 +6,7 @@ kept so that a restart does not reset the shares.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -21,7 +21,7 @@ from gpool.server.store.generated_rows import RulesRecord, UsageRecord
 from gpool.server.store.protocol import Operation, Relation, Statement, operation
 from gpool.server.store.rows import columns, exists, select
 
-RuleKind = Literal["policy", "cordon", "reservation", "learnt"]
+RuleKind = Literal["policy", "cordon", "reservation", "learnt", "certified"]
 POLICY = 0
 """The id of the policy and of the learnt prices, of which there is one each."""
 USAGE = (("kind", "text"), ("id", "int"), ("value", "int"))
@@ -56,6 +56,7 @@ def rules() -> Operation[OperatorRules]:
         f"SELECT {columns(RulesRecord, RulesRecord, 'r')} FROM rules r ORDER BY r.kind, r.id",  # noqa: S608
     )
     policy, cordons, reservations, learnt = PolicyChange(), {}, [], None
+    certified: dict[NodeId, frozenset[str]] = {}
     for row in rows:
         if row.kind == "policy":
             policy = _policy(row.value)
@@ -65,7 +66,9 @@ def rules() -> Operation[OperatorRules]:
             reservations.append(_reservation(row.id, row.value))
         elif row.kind == "learnt":
             learnt = learnt_from(row.value)
-    return OperatorRules(policy, cordons, tuple(reservations), learnt)
+        elif row.kind == "certified":
+            certified[NodeId(row.id)] = msgspec.json.decode(row.value, type=frozenset[str])
+    return OperatorRules(policy, cordons, tuple(reservations), learnt, certified)
 
 
 @operation
@@ -84,6 +87,11 @@ def put_learnt(learnt: Learnt, at: Instant) -> Operation[None]:
 @operation
 def put_cordon(node: NodeId, why: str, at: Instant) -> Operation[None]:
     yield from _put("cordon", node, msgspec.json.encode(why).decode(), at)
+
+
+@operation
+def put_certified(node: NodeId, labels: Collection[str], at: Instant) -> Operation[None]:
+    yield from _put("certified", node, msgspec.json.encode(sorted(labels)).decode(), at)
 
 
 @operation

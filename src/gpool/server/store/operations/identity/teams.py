@@ -59,14 +59,28 @@ class _QueuedCount(NamedTuple):
 
 @operation
 def create_team(team: Team, owner: UserId) -> Operation[None]:
-    sql = "SELECT 1 FROM teams WHERE name = :name"
-    if (yield from exists(sql, {"name": team.name})):
-        raise Conflict(f"there is a team {team.name!r} already; choose another name")
+    yield from _take_name(team.id, team.name)
     yield Statement(
         "INSERT INTO teams (id, name, created_at) VALUES (:id, :name, :at)",
         {"id": team.id, "name": team.name, "at": team.created_at},
     )
     yield from put_member(team.id, owner, Role.OWNER, team.created_at)
+
+
+def _take_name(team: TeamId, name: str) -> Operation[None]:
+    """Names are never given to a second team: owners' policies and `on` of tasks name teams."""
+    takers = yield from values(
+        TeamId, "SELECT team_id FROM team_names WHERE name = :name", {"name": name}
+    )
+    if any(taker != team for taker in takers):
+        is_in_use = yield from exists("SELECT 1 FROM teams WHERE name = :name", {"name": name})
+        why = "there is a team" if is_in_use else "another team had the name"
+        raise Conflict(f"{why} {name!r} already; choose another name")
+    if not takers:
+        yield Statement(
+            "INSERT INTO team_names (name, team_id) VALUES (:name, :team)",
+            {"name": name, "team": team},
+        )
 
 
 def _teams(where: str, **parameters: int | str) -> Operation[tuple[Team, ...]]:
@@ -97,11 +111,10 @@ def teams(after: int, limit: int) -> Operation[tuple[Team, ...]]:
 
 @operation
 def rename_team(id: TeamId, name: str) -> Operation[bool]:
-    taken = yield from exists(
-        "SELECT 1 FROM teams WHERE name = :name AND id <> :id", {"name": name, "id": id}
-    )
-    if taken:
-        raise Conflict(f"there is a team {name!r} already; choose another name")
+    """The former name stays the team's."""
+    if not (yield from _locked(id)):
+        return False
+    yield from _take_name(id, name)
     return (
         yield from exists(
             "UPDATE teams SET name = :name WHERE id = :id RETURNING id", {"name": name, "id": id}
