@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import platform
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from click.testing import CliRunner, Result
 
 from gpool.cli.main import cli
 from gpool.cli.wallet import normalised_signature
+from gpool.server.outbound import own_address
 from gpool.wallet.signing import WalletKey
 from tests.server.server_desk import Live, serving
 
@@ -155,6 +158,50 @@ def test_a_team_is_created_and_shared(ada: Terminal, bob: Terminal) -> None:
     bob("team", "members", "lab", code=4)
     ada("team", "delete", "lab", "--yes")
     assert ada.json("team", "ls") == []
+
+
+def test_a_named_person_joins_a_team_by_accepting(ada: Terminal, bob: Terminal) -> None:
+    ada("register", "ada")
+    bob("register", "bob")
+    team = ada.json("team", "create", "lab")["id"]
+    told = ada("team", "add", "lab", "bob")
+    assert f"gpool team join {team}" in told.stdout
+    assert told.stdout.replace("bob", "zoe") == ada("team", "add", "lab", "zoe").stdout
+    assert [one["user"] for one in ada.json("team", "invitations", "lab")] == ["zoe", "bob"]
+    ada("team", "remove", "lab", "zoe")
+    assert [one["team_name"] for one in bob.json("team", "invitations")] == ["lab"]
+    assert bob.json("team", "join", team)["role"] == "member"
+    ada("team", "add", "lab", "zoe")
+    assert [one["name"] for one in ada.json("team", "members", "lab")] == ["ada", "bob"]
+    bob("team", "decline", team, code=4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"public_url": "https://10.88.0.1:8642"}, {"host": "0.0.0.0", "tls": True}, {}],
+)
+def test_invites_and_links_name_an_address_that_others_reach(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """Frictions 7 and 8: they named loopback, or a host name that nobody resolves."""
+    with serving(tmp_path / "data", **settings) as live:
+        port = live.url.rpartition(":")[2]
+        own = own_address(4) or platform.node()
+        reached = settings.get("public_url") or (f"https://{own}:{port}" if settings else live.url)
+        operator = Terminal(live, tmp_path / "home")
+        known = {"GPOOL_KEY": live.key, "GPOOL_FINGERPRINT": live.fingerprint or ""}
+        invite = operator("admin", "invite", **known)
+        pinned = f"GPOOL_FINGERPRINT={live.fingerprint} " if live.fingerprint else ""
+        assert invite.stdout.startswith(f"{pinned}gpool --url {reached} register NAME --invite ")
+        assert ("For this machine only" in invite.stderr) is not bool(settings)
+        link = operator.json("node", "invite", **known)["link"]
+        assert link.startswith(f"gpool://{reached.partition('://')[2]}/join/")
+        asked = httpx2.post(
+            f"{live.url}/v1/auth/wallet/nonce",
+            json={},
+            verify=False,
+        ).json()
+        assert asked["uri"] == reached  # friction 14: of sign-in messages too
 
 
 def test_operators_administer_users(ada: Terminal, live: Live) -> None:

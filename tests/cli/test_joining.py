@@ -10,6 +10,7 @@ import pytest
 
 from gpool import Invalid
 from gpool.cli.lending.join import (
+    JoinLink,
     LendingTerms,
     agent_variables,
     enrol,
@@ -23,6 +24,7 @@ from gpool.core.errors import Conflict, Forbidden
 from gpool.transfer.requests import Address
 
 PRINT = "a" * 64
+LINK = JoinLink(Address("http://pool.example:8642"), "t", "pool-x")
 
 
 class Desk(httpx2.BaseTransport):
@@ -50,22 +52,22 @@ class Desk(httpx2.BaseTransport):
 
 
 def test_a_join_link_is_parsed() -> None:
-    link = parse_link(f"gpool://pool.example:8642/join/gpi_a-b_c#sha256={PRINT}")
-    assert (link.address, link.token) == (Address("https://pool.example:8642", PRINT), "gpi_a-b_c")
+    link = parse_link(f"gpool://pool.example:8642/join/gpi_a-b_c/pool-x#sha256={PRINT}")
+    assert link == JoinLink(Address("https://pool.example:8642", PRINT), "gpi_a-b_c", "pool-x")
     assert "gpi_a" not in repr(link)
 
 
 @pytest.mark.parametrize(
     ("link", "plain", "url"),
     [
-        ("gpool://127.0.0.1:8642/join/t", False, "http://127.0.0.1:8642"),
-        ("gpool://127.0.0.1:8642/join/t#tls", False, "https://127.0.0.1:8642"),
-        ("gpool://localhost:1/join/t", False, "http://localhost:1"),
-        ("gpool://[::1]:1/join/t", False, "http://[::1]:1"),
-        ("gpool://10.0.0.7:8642/join/t", False, "https://10.0.0.7:8642"),
-        ("gpool://10.0.0.7:8642/join/t", True, "http://10.0.0.7:8642"),
-        ("gpool://pool.example/join/t#tls", True, "https://pool.example"),
-        (f"gpool://pool.example/join/t#sha256={PRINT}", True, "https://pool.example"),
+        ("gpool://127.0.0.1:8642/join/t/pool-x", False, "http://127.0.0.1:8642"),
+        ("gpool://127.0.0.1:8642/join/t/pool-x#tls", False, "https://127.0.0.1:8642"),
+        ("gpool://localhost:1/join/t/pool-x", False, "http://localhost:1"),
+        ("gpool://[::1]:1/join/t/pool-x", False, "http://[::1]:1"),
+        ("gpool://10.0.0.7:8642/join/t/pool-x", False, "https://10.0.0.7:8642"),
+        ("gpool://10.0.0.7:8642/join/t/pool-x", True, "http://10.0.0.7:8642"),
+        ("gpool://pool.example/join/t/pool-x#tls", True, "https://pool.example"),
+        (f"gpool://pool.example/join/t/pool-x#sha256={PRINT}", True, "https://pool.example"),
     ],
 )
 def test_beyond_loopback_only_the_owner_can_disable_encryption(
@@ -76,22 +78,44 @@ def test_beyond_loopback_only_the_owner_can_disable_encryption(
 
 def test_a_link_with_half_a_fingerprint_is_refused() -> None:
     with pytest.raises(Invalid, match="64 hexadecimal digits"):
-        parse_link(f"gpool://pool.example:8642/join/t#sha256={PRINT[:32]}")
+        parse_link(f"gpool://pool.example:8642/join/t/pool-x#sha256={PRINT[:32]}")
 
 
 @pytest.mark.parametrize(
-    "text", ["", "gpool://h/x/y", "http://h/join/t", "gpool:///join/t", "gpool://h/join/"]
+    "text",
+    ["", "gpool://h/x/y", "http://h/join/t/pool-x", "gpool:///join/t/pool-x", "gpool://h/join/"],
 )
 def test_a_malformed_link_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(Invalid, match="gpool node invite"):
         parse_link(text)
 
 
+def test_a_link_that_names_no_pool_enrols_no_machine(tmp_path: Path) -> None:
+    """A machine that has joined may still be started with its old link."""
+    link = parse_link("gpool://pool.example:8642/join/gpi_t#tls")
+    desk = Desk()
+    with pytest.raises(Invalid, match="names no pool"):
+        enrol(ApiTransport(link.address, "", desk), tmp_path / "a.json", name="x", link=link)
+    assert (desk.nonces, desk.asked) == (0, [])
+
+
+def test_a_proof_is_signed_for_the_pool_of_the_link_only(tmp_path: Path) -> None:
+    """Finding 3: the client signed for whatever pool the challenge named."""
+    desk = Desk()
+    api = ApiTransport("http://pool.example:8642", "", desk)
+    other = JoinLink(LINK.address, "t", "pool-y")
+    with pytest.raises(Forbidden, match="the link is for pool-y"):
+        enrol(api, tmp_path / "a.json", name="first", link=other)
+    assert (desk.nonces, desk.asked) == (1, [])  # no signature left this machine
+    assert not (tmp_path / "a.json").exists()
+    assert enrol(api, tmp_path / "a.json", name="first", link=LINK).server == "pool-x"  # control
+
+
 def test_an_identity_is_saved_and_loaded(tmp_path: Path) -> None:
     file = identity_file(tmp_path, "http://pool.example:8642")
     assert load_identity(file) is None
     api = ApiTransport("http://pool.example:8642", "", Desk())
-    made = enrol(api, file, name="first", token="t")
+    made = enrol(api, file, name="first", link=LINK)
     assert load_identity(file) == made
     assert made.key_file.stat().st_mode & 0o777 == 0o600
     told = agent_variables(made, tmp_path / "d", LendingTerms(2, "H100"))
@@ -103,8 +127,8 @@ def test_each_attempt_to_join_has_a_new_challenge_and_the_same_key(tmp_path: Pat
     desk.names.append("taken")
     api = ApiTransport("http://pool.example:8642", "", desk)
     with pytest.raises(Conflict):
-        enrol(api, tmp_path / "a.json", name="taken", token="t")
-    enrol(api, tmp_path / "a.json", name="free", token="t")
+        enrol(api, tmp_path / "a.json", name="taken", link=LINK)
+    enrol(api, tmp_path / "a.json", name="free", link=LINK)
     first, second = desk.asked
     assert first["public_key"] == second["public_key"]
     assert first["proof"]["nonce"] != second["proof"]["nonce"]
@@ -126,8 +150,8 @@ def test_a_link_with_another_certificate_is_refused(tmp_path: Path) -> None:
 def test_a_host_name_in_use_gets_a_number_and_a_chosen_name_does_not(tmp_path: Path) -> None:
     desk = Desk()
     api = ApiTransport("http://pool.example:8642", "", desk)
-    enrol(api, tmp_path / "a.json", name=None, token=None)
-    second = enrol(api, tmp_path / "b.json", name=None, token=None)
+    enrol(api, tmp_path / "a.json", name=None)
+    second = enrol(api, tmp_path / "b.json", name=None)
     assert second.name.endswith("-2")
     with pytest.raises(Conflict):
-        enrol(api, tmp_path / "c.json", name=desk.names[0], token=None)
+        enrol(api, tmp_path / "c.json", name=desk.names[0])

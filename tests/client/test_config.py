@@ -1,4 +1,4 @@
-"""Flag over variable over ./gpool.toml over the user's profile; a key stays with its address."""
+"""Flag over variable over ./gpool.toml over the user's profile; credentials go where the user sends them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,14 @@ def test_a_flag_wins_over_a_variable_over_the_project_over_the_profile(tmp_path:
     assert found() == (config.LOCAL_URL, "")
     config.save_profile("local", "http://one:1", key_file, folder=tmp_path / "home")
     assert found() == ("http://one:1", "from-profile")
-    (here / "gpool.toml").write_text('url = "http://two:2"\nkey = "from-project"\n')
-    assert found() == ("http://two:2", "from-project")
+    other_key = tmp_path / "other"
+    other_key.write_text("of-the-second\n")
+    config.save_profile("second", "http://two:2", other_key, folder=tmp_path / "home")
+    assert found() == ("http://one:1", "from-profile")
+    for text in ('url = "http://two:2"', 'profile = "second"'):
+        (here / "gpool.toml").write_text(text)
+        assert found() == ("http://two:2", "of-the-second")
+    assert found(GPOOL_PROFILE="local") == ("http://one:1", "from-profile")
     assert found(GPOOL_URL="http://three:3", GPOOL_KEY="k") == ("http://three:3", "k")
     assert found("http://four:4", GPOOL_URL="http://three:3", GPOOL_KEY="k") == (
         "http://four:4",
@@ -40,6 +46,40 @@ def test_a_key_from_a_file_is_never_sent_to_another_address(tmp_path: Path) -> N
     environ = {"GPOOL_HOME": str(tmp_path)}
     assert config.load("http://evil:1", environ=environ, directory=tmp_path).key == ""
     assert config.load("http://one:1/", environ=environ, directory=tmp_path).key == "secret"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'url = "http://evil:1"',
+        'url = "http://one:1@evil.example"',
+        'url = "http://evil:1"\nplain_http = true',
+        'url = "http://evil:1"\nprofile = "local"',
+        'url = "http://evil:1"\nkey_file = "key"',
+        'url = "http://evil:1"\nsession_file = "session.json"',
+        'url = "http://evil:1"\nkey = "gpk_of_the_file"',
+    ],
+)
+def test_a_project_file_sends_credentials_to_no_address_of_its_own(
+    tmp_path: Path, text: str
+) -> None:
+    """Finding 17: GPOOL_KEY went to any address that ./gpool.toml of a cloned repository named."""
+    key_file = tmp_path / "key"
+    key_file.write_text("secret")
+    config.save_profile("local", "http://one:1", key_file, folder=tmp_path / "home")
+    here = tmp_path / "cloned"
+    here.mkdir()
+    (here / "gpool.toml").write_text(text)
+    environ = {"GPOOL_HOME": str(tmp_path / "home"), "GPOOL_KEY": "gpk_MY_REAL_POOL_KEY"}
+    with pytest.raises(Invalid, match=r"no profile in|may not stand there|has another URL"):
+        config.load(environ=environ, directory=here)
+    with pytest.raises(Invalid):  # nor the profile's own credentials
+        config.load(environ={"GPOOL_HOME": environ["GPOOL_HOME"]}, directory=here)
+    # The control: the key goes to the address that the user names, and to the user's own profile.
+    assert config.load("http://evil:1", environ=environ, directory=here).key == environ["GPOOL_KEY"]
+    (here / "gpool.toml").write_text('url = "http://one:1/"')
+    found = config.load(environ=environ, directory=here)
+    assert (found.url, found.key) == ("http://one:1", environ["GPOOL_KEY"])
 
 
 def test_the_profile_file_is_for_its_owner_only(tmp_path: Path) -> None:
@@ -68,13 +108,19 @@ def test_saving_a_profile_keeps_the_others_and_the_choice(tmp_path: Path) -> Non
         ('url = "http://"', "not the URL of a pool"),
         ('url = "http://one:99999"', "not the URL of a pool"),
         ('profile = ["local"]', "there is no profile"),
-        ('url = "http://one:1"\nkey = "gpk_ä"', "holds a character no key has"),
+        ('key = "gpk_1"', "may not stand there"),
     ],
 )
 def test_a_bad_file_is_named_with_what_is_wrong(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "gpool.toml").write_text(text)
     with pytest.raises(Invalid, match=said):
         config.load(environ={"GPOOL_HOME": str(tmp_path / "home")}, directory=tmp_path)
+
+
+def test_a_key_with_a_foreign_character_is_refused(tmp_path: Path) -> None:
+    environ = {"GPOOL_HOME": str(tmp_path), "GPOOL_KEY": "gpk_ä"}
+    with pytest.raises(Invalid, match="holds a character no key has"):
+        config.load(environ=environ, directory=tmp_path)
 
 
 def test_a_missing_key_file_says_which(tmp_path: Path) -> None:

@@ -242,7 +242,7 @@ def test_without_encryption_nothing_is_sent_off_this_machine(remote: Remote) -> 
         refused = remote.run("ps", GPOOL_URL=f"http://{remote.host}:{remote.port}")
         assert refused.returncode == 2
         assert "not encrypted" in refused.stderr
-        joining = remote.join(f"gpool://{remote.host}:{remote.port}/join/gpi_x")
+        joining = remote.join(f"gpool://{remote.host}:{remote.port}/join/gpi_x/pool-x")
         eventually("it is refused", lambda: not joining.is_running, PATIENCE_S)
     assert b"gpi_x" not in b"".join(tap.streams().values())
     assert remote.key.encode() not in b"".join(tap.streams().values())

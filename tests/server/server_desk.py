@@ -296,7 +296,8 @@ def serving(data: Path, *, keep_alive_s: float | None = None, **settings: Any) -
     opened: queue.SimpleQueue[tuple[str, uvicorn.Server, Server] | None] = queue.SimpleQueue()
 
     async def run() -> None:
-        usual = {"password_passes": 1, "password_memory_kib": 64, "ttl_s": 900}
+        usual: dict[str, Any] = {"password_passes": 1, "password_memory_kib": 64, "ttl_s": 900}
+        usual["port"] = listening.getsockname()[1]
         server = await open_server(Settings(data=data, **{**usual, **settings}))
         config: Any = configuration(server)
         if keep_alive_s is not None:

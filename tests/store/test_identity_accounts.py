@@ -137,23 +137,23 @@ def test_an_invite_to_a_team_never_lowers_a_role(pool: Pool) -> None:
     team, bob = pool.team("lab"), pool.user("bob")
     invited(pool, "1", team=team, role=Role.VIEWER)
     invited(pool, "2", team=team, role=Role.VIEWER)
-    assert pool.write(accounts.join_team("1", pool.ann, pool.now())) == (team, Role.VIEWER)
+    assert pool.write(accounts.join_team("1", pool.ann, pool.now(), 100)) == (team, Role.VIEWER)
     assert pool.read(teams.teams_of(pool.ann)) == {team: Role.OWNER}
-    pool.write(accounts.join_team("2", bob, pool.now()))
+    pool.write(accounts.join_team("2", bob, pool.now(), 100))
     assert pool.read(teams.teams_of(bob)) == {team: Role.VIEWER}
     with pytest.raises(Forbidden, match="used"):
-        pool.write(accounts.join_team("2", bob, pool.now()))
+        pool.write(accounts.join_team("2", bob, pool.now(), 100))
 
 
 def test_an_invite_without_a_team_or_to_one_that_is_gone_lets_nobody_in(pool: Pool) -> None:
     invited(pool, "plain")
     with pytest.raises(Forbidden, match="new account"):
-        pool.write(accounts.join_team("plain", pool.ann, pool.now()))
+        pool.write(accounts.join_team("plain", pool.ann, pool.now(), 100))
     team = pool.team("lab")
     invited(pool, "gone", team=team, role=Role.OWNER)
     pool.write(teams.delete_team(team))
     with pytest.raises(Forbidden, match="deleted"):
-        pool.write(accounts.join_team("gone", pool.ann, pool.now()))
+        pool.write(accounts.join_team("gone", pool.ann, pool.now(), 100))
 
 
 # ---- ways in
@@ -287,24 +287,25 @@ def test_who_is_disabled_is_signed_out_and_their_keys_sleep(pool: Pool) -> None:
 
 def test_a_nonce_is_taken_once_and_in_time(pool: Pool) -> None:
     at = pool.now()
-    pool.write(accounts.put_nonce("n", Instant(at + 10)))
-    assert pool.write(accounts.take_nonce("m", at)) is False
-    assert pool.write(accounts.take_nonce("n", at)) is True
-    assert pool.write(accounts.take_nonce("n", at)) is False
-    pool.write(accounts.put_nonce("late", at))
-    assert pool.write(accounts.take_nonce("late", at)) is False
+    pool.write(accounts.put_nonce("n", "link", Instant(at + 10)))
+    assert pool.write(accounts.take_nonce("m", "link", at)) is False
+    assert pool.write(accounts.take_nonce("n", "sign_in", at)) is False
+    assert pool.write(accounts.take_nonce("n", "link", at)) is True
+    assert pool.write(accounts.take_nonce("n", "link", at)) is False
+    pool.write(accounts.put_nonce("late", "link", at))
+    assert pool.write(accounts.take_nonce("late", "link", at)) is False
 
 
 def test_of_many_who_take_a_nonce_at_once_one_has_it(pool: Pool, database: Database) -> None:
     at = pool.now()
-    pool.write(accounts.put_nonce("n", Instant(at + 10)))
-    answers = race(database, [accounts.take_nonce("n", at) for _ in range(20)])
+    pool.write(accounts.put_nonce("n", "link", Instant(at + 10)))
+    answers = race(database, [accounts.take_nonce("n", "link", at) for _ in range(20)])
     assert sorted(answers) == [False] * 19 + [True]
 
 
 def test_old_nonces_are_forgotten(pool: Pool) -> None:
     for number in range(5):
-        pool.write(accounts.put_nonce(str(number), Instant(number)))
+        pool.write(accounts.put_nonce(str(number), "link", Instant(number)))
     assert pool.write(accounts.forget_nonces(Instant(3), 2)) == 2
     assert pool.write(accounts.forget_nonces(Instant(3), 10)) == 1
-    assert pool.write(accounts.take_nonce("4", Instant(3))) is True
+    assert pool.write(accounts.take_nonce("4", "link", Instant(3))) is True

@@ -29,6 +29,7 @@ UNITS = {
     "_kib": "KiB",
     "_gpus": "GPUs",
     "_queued": "tasks",
+    "_teams": "teams",
 }
 TABLE = ("| variable | default | unit | meaning |", "|---|---|---|---|")
 

@@ -122,7 +122,7 @@ def login(
     as_json: bool,
 ) -> None:
     """Sign in with a password or a wallet."""
-    from gpool.cli.wallet import signed
+    from gpool.cli.wallet import WalletChoice, signed
 
     if sum(way is not None for way in (name, wallet_key, wallet)) > 1:
         raise Invalid(
@@ -130,7 +130,7 @@ def login(
         )
     api = anonymous(ctx)
     if wallet_key is not None or wallet is not None:
-        message = signed(api, wallet_key, wallet)
+        message = signed(api, WalletChoice(wallet_key, wallet))
         wanted = message | ({"invite": invite} if invite else {})
         answer = api.send_json("POST", "/v1/auth/wallet", wanted)
     else:

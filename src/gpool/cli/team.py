@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from gpool.cli.command import VerbGroup, as_json, client_of, own_team_id
+from gpool.cli.command import VerbGroup, as_json, client_of, own_team_id, quoted
 from gpool.cli.printing import emit_json, show, table
 from gpool.core.errors import NotFound
 
@@ -72,11 +72,47 @@ def team_members(ctx: click.Context, team_: str, as_json: bool) -> None:
 @as_json
 @click.pass_context
 def team_add(ctx: click.Context, team_: str, user: str, role: str, as_json: bool) -> None:
-    """Add a member, or change their role."""
+    """Invite a user, or change a member's role."""
     client = client_of(ctx)
     path = f"/v1/teams/{own_team_id(client, team_)}/members"
     made = client.api.send_json("POST", path, {"user": user, "role": role})
-    show(made, as_json, "user name role")
+    if as_json or "expires_at" not in made:
+        show(made, as_json, "user name role")
+        return
+    click.echo(f"Invited {user} as {role}; if there is such an account, it joins with:")
+    click.echo(f"  gpool team join {made['team']}")
+    click.echo(f"  Valid until {made['expires_at']}.", err=True)
+
+
+@team.command("invitations")
+@click.argument("team_", metavar="TEAM", required=False)
+@as_json
+@click.pass_context
+def team_invitations(ctx: click.Context, team_: str | None, as_json: bool) -> None:
+    """List the teams that invited you, or the open invitations of TEAM."""
+    client = client_of(ctx)
+    path = "/v1/invitations"
+    if team_ is not None:
+        path = f"/v1/teams/{own_team_id(client, team_)}/invitations"
+    found = client.api.get_json(path)["items"]
+    if as_json:
+        emit_json(found)
+        return
+    columns = ("team", "team_name", "user", "role", "invited_by", "expires_at")
+    table(
+        ("team", "name", "user", "role", "invited by", "expires"),
+        [tuple(one[column] for column in columns) for one in found],
+        "No open invitations.",
+    )
+
+
+@team.command("decline")
+@click.argument("team_", metavar="TEAM_ID")
+@click.pass_context
+def team_decline(ctx: click.Context, team_: str) -> None:
+    """Decline the invitation to a team."""
+    client_of(ctx).api.send("DELETE", f"/v1/invitations/{quoted(team_)}")
+    click.echo(f"Invitation to {team_} declined")
 
 
 @team.command("remove")
@@ -84,14 +120,22 @@ def team_add(ctx: click.Context, team_: str, user: str, role: str, as_json: bool
 @click.argument("user")
 @click.pass_context
 def team_remove(ctx: click.Context, team_: str, user: str) -> None:
-    """Remove a member."""
+    """Remove a member, or withdraw an invitation."""
     client = client_of(ctx)
-    path = f"/v1/teams/{own_team_id(client, team_)}/members"
-    found = [one for one in client.api.get_json(path)["items"] if user in _names(one)]
-    if not found:
-        raise NotFound(f"no member {user!r} in {team_}; `gpool team members {team_}` lists them")
-    client.api.send("DELETE", f"{path}/{found[0]['user']}")
-    click.echo(f"{user} removed from {team_}")
+    path = f"/v1/teams/{own_team_id(client, team_)}"
+    found = [one for one in client.api.get_json(f"{path}/members")["items"] if user in _names(one)]
+    if found:
+        client.api.send("DELETE", f"{path}/members/{found[0]['user']}")
+        click.echo(f"{user} removed from {team_}")
+        return
+    invited = client.api.get_json(f"{path}/invitations")["items"]
+    if user not in [one["user"] for one in invited]:
+        raise NotFound(
+            f"{user!r} is neither in {team_} nor invited; `gpool team members {team_}` and "
+            f"`gpool team invitations {team_}` list them"
+        )
+    client.api.send("DELETE", f"{path}/invitations/{quoted(user)}")
+    click.echo(f"Invitation of {user} to {team_} withdrawn")
 
 
 def _names(member: dict[str, Any]) -> tuple[str, str]:
@@ -132,16 +176,14 @@ def team_invite(ctx: click.Context, team_: str, role: str, expires: str, as_json
 
 
 @team.command("join")
-@click.argument("token")
+@click.argument("token", metavar="TOKEN|TEAM_ID")
 @as_json
 @click.pass_context
 def team_join(ctx: click.Context, token: str, as_json: bool) -> None:
-    """Join a team with an invite token."""
-    show(
-        client_of(ctx).api.send_json("POST", "/v1/teams/join", {"token": token}),
-        as_json,
-        "id name role",
-    )
+    """Join a team with an invite token, or accept an invitation."""
+    wanted = {"team": token} if token.startswith("tm-") else {"token": token}
+    joined = client_of(ctx).api.send_json("POST", "/v1/teams/join", wanted)
+    show(joined, as_json, "id name role")
 
 
 @team.command("rename")

@@ -3,41 +3,59 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpool.core.errors import Invalid, Unprocessable
+from gpool.core.errors import Forbidden, Invalid, Unprocessable
+from gpool.transfer.requests import origin_of
 
 if TYPE_CHECKING:
     from gpool.client.transport import ApiTransport
+    from gpool.wallet.signin import WalletPurpose
     from gpool.wallet.signing import WalletKey
 from gpool.cli.account import anonymous, password_of
 from gpool.cli.command import as_json, client_of, quoted
 from gpool.cli.printing import emit_json, table
 
-STATEMENT = "Sign in to gpool."
 _ADDRESS = re.compile(r"(?:0x)?([0-9a-fA-F]{40})")
 
 
-def signed(api: ApiTransport, key_file: Path | None, address: str | None) -> dict[str, str]:
-    """`Invalid` for a malformed address."""
+@dataclass(frozen=True, slots=True)
+class WalletChoice:
+    """Wallet that signs: its key file, or the address of an external one, whose signature is asked for."""
+
+    key_file: Path | None
+    address: str | None = None
+
+
+def signed(
+    api: ApiTransport, chosen: WalletChoice, purpose: str = "sign_in", account: str = ""
+) -> dict[str, str]:
+    """Message for the server that `api` dials, shown and signed. `Invalid` for a malformed address.
+
+    `purpose`: a `WalletPurpose`; `account`: the user name that the statement names.
+    """
     try:
         from gpool.wallet.signing import from_bytes
     except ImportError as exc:
         raise Unprocessable("wallets need more packages: pip install 'gpool[wallet]'") from exc
 
-    if key_file is not None:
-        key = key_from(key_file)
-        text = message_for(api, key.address)
+    from gpool.wallet.signin import WalletPurpose
+
+    wanted = WalletPurpose(purpose)
+    if chosen.key_file is not None:
+        key = key_from(chosen.key_file)
+        text = message_for(api, key.address, wanted, account)
+        click.echo(f"Signing with {key.address}:\n\n{text}\n", err=True)
         return {"message": text, "signature": str(key.sign(text.encode()))}
-    match = _ADDRESS.fullmatch((address or "").strip())
+    address = chosen.address or ""
+    match = _ADDRESS.fullmatch(address.strip())
     if match is None:
-        raise Invalid(
-            f"{(address or '')[:60]!r} is not a wallet address; write 0x and 40 hex digits"
-        )
-    text = message_for(api, from_bytes(bytes.fromhex(match[1])))
+        raise Invalid(f"{address[:60]!r} is not a wallet address; write 0x and 40 hex digits")
+    text = message_for(api, from_bytes(bytes.fromhex(match[1])), wanted, account)
     click.echo("Sign this message with your wallet (personal_sign), all lines:\n", err=True)
     click.echo(text)
     click.echo("", err=True)
@@ -45,19 +63,33 @@ def signed(api: ApiTransport, key_file: Path | None, address: str | None) -> dic
     return {"message": text, "signature": normalised_signature(pasted)}
 
 
-def message_for(api: ApiTransport, address: Any) -> str:
+def message_for(api: ApiTransport, address: Any, purpose: WalletPurpose, account: str = "") -> str:
+    """Message that is valid at the dialled server only (EIP-4361); `Forbidden` if the server names another one.
+
+    Only nonce, times and chain come from the server: a hostile pool that passes on the nonce of another pool, or
+    names another site, gets no signature that is valid there.
+    """
     from gpool.wallet import signin
     from gpool.wallet.moments import Moment
 
-    challenge = api.send_json("POST", "/v1/auth/wallet/nonce", {})
+    challenge = api.send_json("POST", "/v1/auth/wallet/nonce", {"purpose": purpose.value})
+    origin = origin_of(api.url)
+    domain = origin.partition("://")[2]
+    if (challenge["domain"], challenge["uri"]) != (domain, origin):
+        raise Forbidden(
+            f"nothing was signed: you dialled {origin}, and the server asks for a signature for "
+            f"{str(challenge['uri'])[:200]!r} ({str(challenge['domain'])[:200]!r}). If that is your pool's address, "
+            "use it as --url or GPOOL_URL; if the pool is known under the address you dialled, its operator sets "
+            f"--public-url {origin}; else the server is not what it claims to be"
+        )
     return signin.format(
         signin.SignIn(
-            domain=challenge["domain"],
+            domain=domain,
             address=address,
-            uri=challenge["uri"],
+            uri=origin,
             chain_id=challenge["chain_id"],
             nonce=challenge["nonce"],
-            statement=STATEMENT,
+            statement=signin.statement_of(purpose, account),
             issued_at=Moment(challenge["issued_at"]),
             expires_at=Moment(challenge["expires_at"]),
         )
@@ -127,7 +159,7 @@ def wallet_link(
     as_json: bool,
 ) -> None:
     """Link a wallet to your account."""
-    document = _proved(ctx, address, wallet_key, proof_key)
+    document = _proved(ctx, WalletChoice(wallet_key, address), proof_key, "link")
     linked = client_of(ctx).api.send_json("POST", "/v1/wallets", document)
     if as_json:
         emit_json(linked)
@@ -146,7 +178,8 @@ def wallet_unlink(
     """Unlink a wallet; another way to sign in must remain."""
     import json
 
-    document = _proved(ctx, address if wallet_key is None else None, wallet_key, proof_key)
+    wallet = WalletChoice(wallet_key, address if wallet_key is None else None)
+    document = _proved(ctx, wallet, proof_key, "unlink")
     client_of(ctx).api.send(
         "DELETE",
         f"/v1/wallets/{quoted(address)}",
@@ -174,14 +207,15 @@ def wallet_payout(ctx: click.Context, address: str, off: bool, as_json: bool) ->
 
 
 def _proved(
-    ctx: click.Context, address: str | None, wallet_key: Path | None, proof_key: Path | None
+    ctx: click.Context, chosen: WalletChoice, proof_key: Path | None, purpose: str
 ) -> dict[str, Any]:
-    if (address is None) == (wallet_key is None):
+    if (chosen.address is None) == (chosen.key_file is None):
         raise Invalid("name the wallet: give either ADDRESS or --wallet-key FILE")
+    account: str = client_of(ctx).api.get_json("/v1/me")["name"]
     api = anonymous(ctx)
-    document: dict[str, Any] = dict(signed(api, wallet_key, address))
+    document: dict[str, Any] = dict(signed(api, chosen, purpose, account))
     if proof_key is not None:
-        document["proof"] = signed(api, proof_key, None)
+        document["proof"] = signed(api, WalletChoice(proof_key), "approve", account)
     else:
         document["password"] = password_of("Password of your account")
     return document

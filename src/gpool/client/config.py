@@ -103,7 +103,6 @@ LOCAL_URL = "http://127.0.0.1:8642"
 """Default address of `gpool up`."""
 
 LOCAL_PROFILE = "local"
-_KEYS = {"url", "key", "key_file", "session_file", "fingerprint", "plain_http"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,39 +147,35 @@ def load(
     directory: Path | None = None,
     profile: str | None = None,
 ) -> ConnectionSettings:
-    """Load the settings. A key from a file is used only with that file's URL.
+    """Load the settings: arguments, then variables, then ./gpool.toml, then the user's profile.
 
-    Otherwise `--url http://elsewhere` would send the local pool's key to a stranger.
+    Credentials go to an address that the user chose: by argument or GPOOL_URL, or in the own config.toml. A key from
+    a profile is used only with that profile's URL. ./gpool.toml comes with a cloned repository and is not trusted:
+    it selects among the user's profiles, by name or URL, and holds nothing else.
     """
     environ = os.environ if environ is None else environ
-    project_file = (directory or Path()) / "gpool.toml"
-    project = _read(project_file)
-    _refuse_unknown(project, _KEYS | {"profile"}, project_file)
     user_file = home(environ) / "config.toml"
     user = _read(user_file)
-    name = profile or environ.get("GPOOL_PROFILE") or project.get("profile") or user.get("profile")
     profiles = _table(user.get("profiles", {}), user_file)
-    if name is not None and (not isinstance(name, str) or name not in profiles):
-        raise Invalid(
-            f"there is no profile {name!r} in {user_file}; it has: {', '.join(profiles) or 'none'}"
-        )
-    chosen = _table(profiles[name], user_file) if name is not None else {}
-
     given_url = url or environ.get("GPOOL_URL")
+    named = profile or environ.get("GPOOL_PROFILE")
+    if not named and not given_url:
+        named = _project_profile((directory or Path()) / "gpool.toml", profiles, user_file)
+    name = named or user.get("profile")
+    chosen = _profile(name, profiles, user_file) if name is not None else {}
+
     given_key = key or environ.get("GPOOL_KEY")
     given_print = environ.get("GPOOL_FINGERPRINT") or None
     plain = environ.get("GPOOL_PLAIN_HTTP", "") not in ("", "0")
-    for table, file in ((project, project_file), (chosen, user_file)):
-        found_url = table.get("url")
-        if not found_url or (given_url and not _same_place(given_url, str(found_url))):
-            continue
+    found_url = chosen.get("url")
+    if found_url and (not given_url or _same_place(given_url, str(found_url))):
         return ConnectionSettings(
             _checked_url(given_url or str(found_url)),
-            _checked_key(given_key or _key_of(table, file)),
-            str(file),
-            _print_of(given_print or table.get("fingerprint"), file),
-            plain or table.get("plain_http") is True,
-            session_file=None if given_key else _session_of(table, file),
+            _checked_key(given_key or _key_of(chosen, user_file)),
+            str(user_file),
+            _print_of(given_print or chosen.get("fingerprint"), user_file),
+            plain or chosen.get("plain_http") is True,
+            session_file=None if given_key else _session_of(chosen, user_file),
         )
     return ConnectionSettings(
         _checked_url(given_url or LOCAL_URL),
@@ -189,6 +184,45 @@ def load(
         _print_of(given_print, user_file),
         plain,
     )
+
+
+def _project_profile(file: Path, profiles: Mapping[str, Any], user_file: Path) -> str | None:
+    """Profile of the user that the project's file selects; `Invalid` if it tries to name more than that."""
+    project = _read(file)
+    for member in ("key", "key_file", "session_file", "fingerprint", "plain_http"):
+        if member in project:
+            raise Invalid(
+                f"{file}: {member!r} may not stand there, since a cloned repository could bring the file along; "
+                f"keep it in a profile in {user_file} (gpool login writes one) or in a variable"
+            )
+    _refuse_unknown(project, {"url", "profile"}, file)
+    name = project.get("profile")
+    if name is not None:
+        _profile(name, profiles, user_file)
+    url = project.get("url")
+    if not url:
+        return name
+    known = [
+        each
+        for each, table in profiles.items()
+        if _same_place(str(url), str(_table(table, user_file).get("url", "")))
+    ]
+    if not known:
+        raise Invalid(
+            f"{file} names {_checked_url(str(url))}, which no profile in {user_file} has; nothing was sent there. "
+            f"If you trust this pool, sign in once with: gpool --url {url} login; or set GPOOL_URL"
+        )
+    if name is not None and name not in known:
+        raise Invalid(f"{file}: the profile {name!r} has another URL than {url}; leave one out")
+    return name or known[0]
+
+
+def _profile(name: object, profiles: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    if not isinstance(name, str) or name not in profiles:
+        raise Invalid(
+            f"there is no profile {name!r} in {file}; it has: {', '.join(profiles) or 'none'}"
+        )
+    return _table(profiles[name], file)
 
 
 def _print_of(value: object, file: Path) -> str | None:

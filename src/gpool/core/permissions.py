@@ -139,6 +139,7 @@ class Action(StrEnum):
     # sign-in
     REGISTER = "account.register"
     SIGN_IN_BEGIN = "session.begin_sign_in"  # redirect to an identity provider
+    SIGN_IN_PROVE = "session.prove"  # a nonce for a wallet to sign
     SIGN_IN = "session.sign_in"
     REFRESH = "session.refresh"
     SIGN_OUT = "session.sign_out"
@@ -222,6 +223,14 @@ class Action(StrEnum):
     AUDIT_READ = "audit.read"
 
 
+class AuditRule(StrEnum):
+    """Whether an action leaves a row in the audit record, in the transaction of its effect."""
+
+    ALWAYS = "always"
+    OTHERS = "others"  # if an operator does it to an object of another account
+    NEVER = "never"  # a read, or recorded elsewhere: in the task, its attempts, the session
+
+
 @dataclass(frozen=True, slots=True)
 class PermissionRule:
     """`scope` None: never with an API key. `needs`: a further permission."""
@@ -231,6 +240,7 @@ class PermissionRule:
     scope: Scope | None
     changes: bool
     needs: Permission | None = None
+    audit: AuditRule = AuditRule.NEVER
 
 
 _ANYONE = frozenset({AccessRelation.ANYONE})
@@ -248,8 +258,9 @@ def _reads(
     may: frozenset[AccessRelation],
     scope: Scope | None,
     needs: Permission | None = None,
+    audit: AuditRule = AuditRule.NEVER,
 ) -> PermissionRule:
-    return PermissionRule(kind, may, scope, False, needs)
+    return PermissionRule(kind, may, scope, False, needs, audit)
 
 
 def _changes(
@@ -257,17 +268,20 @@ def _changes(
     may: frozenset[AccessRelation],
     scope: Scope | None,
     needs: Permission | None = None,
+    audit: AuditRule = AuditRule.ALWAYS,
 ) -> PermissionRule:
-    return PermissionRule(kind, may, scope, True, needs)
+    return PermissionRule(kind, may, scope, True, needs, audit)
 
 
 _A, _K, _S = Action, ObjectKind, Scope
+_OTHERS, _NEVER = AuditRule.OTHERS, AuditRule.NEVER
 
 RULES: Mapping[Action, PermissionRule] = {
     _A.REGISTER: _changes(_K.SERVER, _ANYONE, None),
     _A.SIGN_IN_BEGIN: _reads(_K.SERVER, _ANYONE, None),
+    _A.SIGN_IN_PROVE: _changes(_K.SERVER, _ANYONE, None, audit=_NEVER),
     _A.SIGN_IN: _changes(_K.SERVER, _ANYONE, None),
-    _A.REFRESH: _changes(_K.SERVER, _ANYONE, None),
+    _A.REFRESH: _changes(_K.SERVER, _ANYONE, None, audit=_NEVER),
     _A.SIGN_OUT: _changes(_K.SESSION, _SELF, None),
     _A.SESSIONS_LIST: _reads(_K.ACCOUNT, _SELF | _OPERATOR, None),
     _A.SESSION_END: _changes(_K.SESSION, _SELF | _OPERATOR, None),
@@ -290,27 +304,27 @@ RULES: Mapping[Action, PermissionRule] = {
     _A.TEAM_JOIN: _changes(_K.SERVER, _SIGNED_IN, _S.TEAMS_WRITE),
     _A.TEAM_ROLE_SET: _changes(_K.TEAM, _OWN, _S.TEAMS_WRITE),
     _A.TEAM_LEAVE: _changes(_K.MEMBERSHIP, _SELF, _S.TEAMS_WRITE),
-    _A.TASK_SUBMIT: _changes(_K.ACCOUNT, _WORK, _S.TASKS_WRITE, Permission.CONSUMER),
-    _A.TASKS_LIST: _reads(_K.ACCOUNT, _VIEW | _OPERATOR, _S.TASKS_READ),
-    _A.TASKS_LIST_ALL: _reads(_K.SERVER, _OPERATOR, _S.ADMIN),
-    _A.TASK_READ: _reads(_K.TASK, _VIEW | _OPERATOR, _S.TASKS_READ),
-    _A.TASK_CANCEL: _changes(_K.TASK, _OWN | _OPERATOR, _S.TASKS_WRITE),
+    _A.TASK_SUBMIT: _changes(_K.ACCOUNT, _WORK, _S.TASKS_WRITE, Permission.CONSUMER, audit=_NEVER),
+    _A.TASKS_LIST: _reads(_K.ACCOUNT, _VIEW | _OPERATOR, _S.TASKS_READ, audit=_OTHERS),
+    _A.TASKS_LIST_ALL: _reads(_K.SERVER, _OPERATOR, _S.ADMIN, audit=_OTHERS),
+    _A.TASK_READ: _reads(_K.TASK, _VIEW | _OPERATOR, _S.TASKS_READ, audit=_OTHERS),
+    _A.TASK_CANCEL: _changes(_K.TASK, _OWN | _OPERATOR, _S.TASKS_WRITE, audit=_OTHERS),
     _A.TASK_PREEMPT: _changes(_K.TASK, _OPERATOR, _S.ADMIN),
-    _A.BATCH_READ: _reads(_K.BATCH, _VIEW | _OPERATOR, _S.TASKS_READ),
-    _A.BATCH_EXTEND: _changes(_K.BATCH, _SELF, _S.TASKS_WRITE, Permission.CONSUMER),
-    _A.BATCH_CANCEL: _changes(_K.BATCH, _OWN | _OPERATOR, _S.TASKS_WRITE),
-    _A.ARTIFACT_UPLOAD: _changes(_K.ACCOUNT, _WORK, _S.TASKS_WRITE),
-    _A.ARTIFACT_UPLOAD_OUTPUT: _changes(_K.TASK, _NODE, None),
-    _A.ARTIFACT_READ: _reads(_K.ARTIFACT, _VIEW | _OPERATOR | _NODE, _S.TASKS_READ),
+    _A.BATCH_READ: _reads(_K.BATCH, _VIEW | _OPERATOR, _S.TASKS_READ, audit=_OTHERS),
+    _A.BATCH_EXTEND: _changes(_K.BATCH, _SELF, _S.TASKS_WRITE, Permission.CONSUMER, audit=_NEVER),
+    _A.BATCH_CANCEL: _changes(_K.BATCH, _OWN | _OPERATOR, _S.TASKS_WRITE, audit=_OTHERS),
+    _A.ARTIFACT_UPLOAD: _changes(_K.ACCOUNT, _WORK, _S.TASKS_WRITE, audit=_NEVER),
+    _A.ARTIFACT_UPLOAD_OUTPUT: _changes(_K.TASK, _NODE, None, audit=_NEVER),
+    _A.ARTIFACT_READ: _reads(_K.ARTIFACT, _VIEW | _OPERATOR | _NODE, _S.TASKS_READ, audit=_OTHERS),
     _A.NODES_LIST: _reads(_K.SERVER, _SIGNED_IN, _S.NODES_READ),
     _A.NODE_READ: _reads(_K.NODE, _SIGNED_IN, _S.NODES_READ),
     _A.NODE_INVITE: _changes(_K.ACCOUNT, _SELF, _S.NODES_WRITE, Permission.PROVIDER),
     _A.NODE_JOIN: _changes(_K.ACCOUNT, _SELF, _S.NODES_WRITE, Permission.PROVIDER),
     _A.NODE_JOIN_BY_INVITE: _changes(_K.SERVER, _ANYONE, None),
-    _A.NODE_PROVE: _changes(_K.SERVER, _ANYONE, None),
-    _A.NODE_OFFER: _changes(_K.NODE, _NODE, None),
-    _A.NODE_CHANNEL: _changes(_K.NODE, _NODE, None),
-    _A.NODE_REPORT: _changes(_K.TASK, _NODE, None),
+    _A.NODE_PROVE: _changes(_K.SERVER, _ANYONE, None, audit=_NEVER),
+    _A.NODE_OFFER: _changes(_K.NODE, _NODE, None, audit=_NEVER),
+    _A.NODE_CHANNEL: _changes(_K.NODE, _NODE, None, audit=_NEVER),
+    _A.NODE_REPORT: _changes(_K.TASK, _NODE, None, audit=_NEVER),
     _A.NODE_CHANGE: _changes(_K.NODE, _SELF | _OPERATOR, _S.NODES_WRITE),
     _A.NODE_REMOVE: _changes(_K.NODE, _SELF | _OPERATOR, _S.NODES_WRITE),
     _A.GPUS_LIST: _reads(_K.SERVER, _SIGNED_IN, _S.NODES_READ),
@@ -484,8 +498,8 @@ def as_markdown() -> str:
         "",
         "Generated from `gpool.core.permissions.RULES`; a test fails when it is stale.",
         "",
-        "| action | on | who may | scope of an API key | permission |",
-        "|---|---|---|---|---|",
+        "| action | on | who may | scope of an API key | permission | audit record |",
+        "|---|---|---|---|---|---|",
     ]
     for action, rule in RULES.items():
         scope = (
@@ -493,13 +507,17 @@ def as_markdown() -> str:
         )
         who = ", ".join(standing.value for standing in AccessRelation if standing in rule.may)
         needs = rule.needs.value if rule.needs else ""
-        lines.append(f"| {action} | {rule.kind} | {who} | {scope} | {needs} |")
+        audit = "" if rule.audit is AuditRule.NEVER else rule.audit.value
+        lines.append(f"| {action} | {rule.kind} | {who} | {scope} | {needs} | {audit} |")
     lines += [
         "",
         "Scope `none`: the action needs a signed-in session; no API key can perform it. A caller without any",
         "role on an object gets the answer for an object that does not exist; a caller who may see the object",
         "but not perform the action is refused. The actions of webhooks, ledger, receipts, payouts, credits",
         "and `server.backup` have no route in this version.",
+        "",
+        "Audit record: `always`: one row per request that succeeds, in the transaction of its effect;",
+        "`others`: a row if an operator does it to another account's object (reads: once an hour per object).",
         "",
     ]
     return "\n".join(lines)

@@ -11,7 +11,8 @@ import json
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import httpx2
@@ -20,6 +21,8 @@ from gpool.core.errors import Invalid, Unreachable
 
 TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 1024 * 1024
+_PUBLIC = {4: (socket.AF_INET, "192.0.2.1"), 6: (socket.AF_INET6, "2001:db8::1")}
+"""Documentation addresses (RFC 5737, RFC 3849): a route to one is the default route."""
 _HEADERS = {"accept": "application/json", "user-agent": "gpool"}
 
 
@@ -130,3 +133,19 @@ def is_public(address: str) -> bool:
 def _origin(url: str) -> str:
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")
+
+
+@lru_cache(maxsize=2)
+def own_address(version: Literal[4, 6]) -> str:
+    """Address of this machine on the default route, "" without one. Sends nothing.
+
+    Kept while the process runs: sign-in messages must name the same server from nonce to signature.
+    """
+    family, target = _PUBLIC[version]
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 443))
+            found = ipaddress.ip_address(probe.getsockname()[0])
+    except (OSError, ValueError):
+        return ""
+    return "" if found.is_unspecified or found.is_link_local else str(found)

@@ -12,6 +12,7 @@ from gpool.core.ids import IdSource
 from gpool.core.model import Instant
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock
+from gpool.server.identity.audit import RecentReads
 from gpool.server.identity.authorization import Credentials
 from gpool.server.identity.certificates import Certificate
 from gpool.server.identity.node_proofs import NodeAuthenticator
@@ -67,6 +68,7 @@ class SignInServices:
     outbound: Outbound
     terms: RefreshTerms
     cost: PasswordCost = field(default_factory=PasswordCost)
+    reads: RecentReads = field(default_factory=RecentReads)  # by operators, in the audit record
 
     @cached_property
     def passwords(self) -> Passwords:
@@ -108,6 +110,11 @@ class Server:
     @property
     def now(self) -> Instant:
         return self.clock.now()
+
+    @property
+    def pinned(self) -> str | None:
+        """Fingerprint of the own certificate, which clients pin; None: an authority vouches, or plain HTTP."""
+        return self.certificate.fingerprint if self.certificate and self.certificate.own else None
 
     @property
     def identity(self) -> SignInServices:

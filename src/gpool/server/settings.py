@@ -9,15 +9,21 @@ import ipaddress
 import platform
 from pathlib import Path
 from typing import Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from gpool.core.errors import Invalid
 from gpool.core.model import GIB, Permission, Span
 from gpool.core.quotas import Quota
 from gpool.server.identity.sealer import MasterSource
 from gpool.server.nodes.reports import SITE
-from gpool.transfer.requests import is_loopback
+from gpool.server.outbound import own_address
+from gpool.transfer.requests import is_loopback, origin_of
+
+WILDCARDS = frozenset({"0.0.0.0", "::", ""})
+"""Listening addresses that mean every address of the machine."""
 
 Registration = Literal["open", "invite", "closed"]
 DefaultOn = Literal["anyone", "team", "me"]
@@ -59,7 +65,7 @@ class Settings(BaseSettings):
     )
     public_url: str | None = Field(
         default=None,
-        description="URL under which clients and nodes reach the server, used in join links; unset: host and port.",
+        description="URL under which clients and nodes reach the server, in links, invites and sign-in messages; unset: host and port, the address on the default route if the server listens on all.",
     )
     tls: bool | None = Field(
         default=None, description="Serve TLS; unset: only if the server listens beyond loopback."
@@ -227,6 +233,8 @@ class Settings(BaseSettings):
     user_storage_bytes: int | None = Field(
         default=1024 * GIB, ge=0, description="Quota of an account: stored artifacts."
     )
+    user_teams: int = Field(default=100, ge=1, description="Teams that an account may belong to.")
+    user_own_teams: int = Field(default=20, ge=0, description="Teams that an account may own.")
     team_gpus: float | None = Field(
         default=None, ge=0, description="Quota of a team: GPUs in use at once; unset: no limit."
     )
@@ -274,6 +282,22 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _public_url_is_an_origin(self) -> Self:
+        if self.public_url is None:
+            return self
+        try:
+            parts, _ = urlsplit(self.public_url), origin_of(self.public_url)
+        except (Invalid, ValueError) as error:
+            raise ValueError(f"public_url: {error}") from error
+        if parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None:
+            raise ValueError(f"public_url={self.public_url} must be SCHEME://HOST[:PORT] alone")
+        if parts.hostname in WILDCARDS:
+            raise ValueError(
+                f"public_url={self.public_url} names no machine; write the address that clients dial"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _sites_are_names(self) -> Self:
         for name in self.sites:
             if not SITE.fullmatch(name):
@@ -304,9 +328,18 @@ class Settings(BaseSettings):
 
     @property
     def url(self) -> str:
+        """Address for other machines: `public_url`, else of the listening socket; one machine, never a wildcard."""
+        if self.public_url is not None:
+            return self.public_url.rstrip("/")
+        host = self._reachable_host
         scheme = "https" if self.uses_tls else "http"
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return (self.public_url or f"{scheme}://{host}:{self.port}").rstrip("/")
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    @property
+    def _reachable_host(self) -> str:
+        if self.host not in WILDCARDS:
+            return self.host
+        return own_address(6 if self.host == "::" else 4) or platform.node() or "localhost"
 
     @property
     def store_url(self) -> str:
@@ -318,16 +351,14 @@ class Settings(BaseSettings):
         return self.database_url is not None and not self.database_url.startswith("sqlite")
 
     @property
-    def address(self) -> str:
-        """`HOST:PORT` for clients; the machine's name if the server listens on all addresses."""
-        if self.public_url is None and self.host in ("0.0.0.0", "::"):
-            return f"{platform.node()}:{self.port}"
-        return self.url.removeprefix("https://").removeprefix("http://")
+    def origin(self) -> str:
+        """`SCHEME://HOST[:PORT]` of `url`, in the spelling that sign-in messages and clients use."""
+        return origin_of(self.url)
 
     @property
-    def origin(self) -> str:
-        """`SCHEME://HOST:PORT` that sign-in messages are bound to."""
-        return (self.public_url or f"http://{self.host}:{self.port}").rstrip("/")
+    def address(self) -> str:
+        """`HOST[:PORT]` of `origin`, for links and as the domain of sign-in messages."""
+        return self.origin.partition("://")[2]
 
     @property
     def registers(self) -> Registration:

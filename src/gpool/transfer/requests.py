@@ -37,6 +37,8 @@ from gpool.core.model import MIB
 AWAY = frozenset({502, 503, 504})
 """Statuses of a stopping server, or of a proxy whose server is down."""
 
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+
 _BY_STATUS: Mapping[int, type[GpoolError]] = {
     400: Invalid,
     401: NotSignedIn,
@@ -79,6 +81,23 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def origin_of(url: str) -> str:
+    """`SCHEME://HOST[:PORT]` in one spelling: lower case, no default port, IPv6 in brackets, no path.
+
+    Server and client both bind sign-in messages to it. `Invalid` if `url` is not an HTTP address.
+    """
+    try:
+        parts = urlsplit(url)
+        scheme, host, port = parts.scheme, parts.hostname or "", parts.port
+        if ":" in host:
+            host = f"[{ipaddress.ip_address(host).compressed}]"
+    except ValueError:  # of its port or its brackets
+        scheme, host, port = "", "", None
+    if scheme not in _DEFAULT_PORTS or not host:
+        raise Invalid(f"{url[:200]!r} is not the address of a server; write https://HOST:PORT")
+    return f"{scheme}://{host}" + ("" if port in (None, _DEFAULT_PORTS[scheme]) else f":{port}")
 
 
 @dataclass(frozen=True, slots=True)

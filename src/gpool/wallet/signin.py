@@ -21,6 +21,29 @@ MAX_LENGTH = 8192
 MAX_AHEAD = 5 * 60 * 1_000_000
 """Tolerated lead of a client's clock: five minutes, in microseconds."""
 
+
+class WalletPurpose(StrEnum):
+    """Reason for which a server issued a nonce; a signature is good for that one only."""
+
+    SIGN_IN = "sign_in"
+    LINK = "link"  # by the wallet that is linked
+    UNLINK = "unlink"  # by the wallet that is unlinked
+    APPROVE = "approve"  # by another wallet of the account, to link or unlink one
+
+
+_STATEMENTS = {
+    WalletPurpose.SIGN_IN: "Sign in to gpool.",
+    WalletPurpose.LINK: "Link this wallet to gpool account {account}.",
+    WalletPurpose.UNLINK: "Unlink this wallet from gpool account {account}.",
+    WalletPurpose.APPROVE: "Approve a change of the wallets of gpool account {account}.",
+}
+
+
+def statement_of(purpose: WalletPurpose, account: str = "") -> str:
+    """Statement that a message for this purpose must contain; `account` is a user name."""
+    return _STATEMENTS[purpose].format(account=account)
+
+
 VERSION = "1"
 _HEADER = " wants you to sign in with your Ethereum account:"
 _STATEMENT = re.compile(r"[A-Za-z0-9\-._~:/?#\[\]@!$&'()*+,;= ]+")
@@ -133,6 +156,7 @@ class SignInReason(StrEnum):
     WRONG_SCHEME = "wrong_scheme"
     WRONG_URI = "wrong_uri"
     WRONG_CHAIN = "wrong_chain"
+    WRONG_STATEMENT = "wrong_statement"
     WRONG_NONCE = "wrong_nonce"
     EXPIRED = "expired"
     NOT_YET_VALID = "not_yet_valid"
@@ -147,9 +171,16 @@ class SignInProblem:
 
 
 def check(
-    message: SignIn, *, domain: str, uri: str, chain_id: int, nonce: str, now: Instant
+    message: SignIn,
+    *,
+    domain: str,
+    uri: str,
+    chain_id: int,
+    nonce: str,
+    now: Instant,
+    statement: str | None = None,
 ) -> SignInProblem | None:
-    """Check against the expected message and time. The store ensures that a nonce works once."""
+    """Check against the expected message and time; `statement` None: any. The store ensures that a nonce works once."""
     if message.domain != domain:
         return _problem(SignInReason.WRONG_DOMAIN, "domain", message.domain, domain)
     scheme = moments.scheme_of(uri)
@@ -159,6 +190,11 @@ def check(
         return _problem(SignInReason.WRONG_URI, "URI", message.uri, uri)
     if message.chain_id != chain_id:
         return _problem(SignInReason.WRONG_CHAIN, "chain id", message.chain_id, chain_id)
+    if statement is not None and message.statement != statement:
+        return SignInProblem(
+            SignInReason.WRONG_STATEMENT,
+            f"the message says {shown(message.statement or '')}, here it must say {shown(statement)}",
+        )
     if message.nonce != nonce:
         return SignInProblem(
             SignInReason.WRONG_NONCE,

@@ -49,8 +49,17 @@ class PasswordSignIn(Document):
     password: Password
 
 
+class NonceRequest(Document):
+    """Purpose of the message that will contain the nonce; its statement must name the same."""
+
+    purpose: Literal["sign_in", "link", "unlink", "approve"] = "sign_in"
+
+
 class NonceDocument(Answer):
-    """Values for a sign-in message; valid once, until it expires."""
+    """Values for a message to a wallet; valid once, for its purpose, until it expires.
+
+    A client computes domain and URI from the address it dialled and refuses an answer with others.
+    """
 
     nonce: str
     domain: str
@@ -289,7 +298,26 @@ class TeamInviteRequest(Document):
 
 
 class TeamJoin(Document):
-    token: Token
+    """Consent to join: the token of an invite, or the id of a team that has invited you by name."""
+
+    token: Token | None = None
+    team: Annotated[str, StringConstraints(max_length=64)] | None = None
+
+
+class InvitationDocument(Answer):
+    """Invitation that waits for the consent of `user`: a name or id as the owner wrote it, whether it exists or not."""
+
+    team: str
+    team_name: str
+    user: str
+    role: RoleName
+    invited_by: str
+    expires_at: AwareDatetime
+
+
+class InvitationPage(Answer):
+    items: list[InvitationDocument]
+    next: str | None = None
 
 
 # ---- operators
@@ -324,7 +352,9 @@ class UserInviteRequest(Document):
 
 
 class UserInviteDocument(Answer):
-    """The token is shown only once."""
+    """The token is shown only once. `url`, `fingerprint`: the server's address for others, and its own certificate."""
 
     token: str
     expires_at: AwareDatetime
+    url: str
+    fingerprint: str | None = None

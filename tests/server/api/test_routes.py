@@ -249,7 +249,7 @@ async def test_a_removed_node_is_cut_off(desk: Desk) -> None:
 
 async def test_a_node_joins_once_with_an_invite(desk: Desk) -> None:
     made = (await desk.post("/v1/nodes/invites", {"expires_in_s": 60})).json()
-    assert made["link"] == f"gpool://127.0.0.1:8642/join/{made['token']}"
+    assert made["link"] == f"gpool://127.0.0.1:8642/join/{made['token']}/{desk.server.gate.name}"
 
     async def join(number: int, **members: Any) -> httpx2.Response:
         challenge = (await desk.bare.post("/v1/nodes/challenges", json={})).json()

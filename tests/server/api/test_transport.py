@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import ipaddress
 import platform
 import socket
 import threading
@@ -12,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
 import pytest
@@ -25,17 +27,20 @@ from gpool.core.model import GIB, Offer, TaskStatus, Tier
 from gpool.server.app import open_server
 from gpool.server.identity.certificates import make
 from gpool.server.main import configuration
+from gpool.server.outbound import own_address
 from gpool.server.server import Server
 from gpool.server.settings import Settings
 from gpool.testing.fake_runtime import FakeRun, FakeRuntime
 from gpool.transfer.keys import write_private
-from gpool.transfer.requests import Address
+from gpool.transfer.requests import Address, origin_of
 from tests.server.server_desk import Live, serving
 from tests.tools.nodes import a_key, joined
 from tests.tools.processes import PATIENCE_S, eventually
 from tests.tools.wiretap import tls_ends_at
 
 MARK = b"a word that only we know"
+OWN = own_address(4) or platform.node()
+OWN_6 = f"[{own_address(6)}]" if own_address(6) else platform.node()
 
 
 # ---- when it is on
@@ -47,9 +52,9 @@ MARK = b"a word that only we know"
         ({}, False, "http://127.0.0.1:8642"),
         ({"host": "::1"}, False, "http://[::1]:8642"),
         ({"host": "localhost", "tls": True}, True, "https://localhost:8642"),
-        ({"host": "0.0.0.0"}, True, "https://0.0.0.0:8642"),
+        ({"host": "0.0.0.0"}, True, f"https://{OWN}:8642"),
         ({"host": "10.0.0.7"}, True, "https://10.0.0.7:8642"),
-        ({"host": "0.0.0.0", "plain_http": True}, False, "http://0.0.0.0:8642"),
+        ({"host": "0.0.0.0", "plain_http": True}, False, f"http://{OWN}:8642"),
         (
             {"host": "0.0.0.0", "plain_http": True, "public_url": "https://pool.example/"},
             False,
@@ -83,9 +88,42 @@ def test_what_would_leave_keys_in_the_clear_is_refused(
         Settings(**settings)
 
 
-def test_a_link_never_says_everywhere() -> None:
-    assert Settings(host="0.0.0.0", port=1).address == f"{platform.node()}:1"
-    assert Settings(host="::", public_url="https://pool.example").address == "pool.example"
+@pytest.mark.parametrize(
+    ("settings", "origin"),
+    [
+        ({}, "http://127.0.0.1:8642"),
+        ({"tls": True, "port": 19117}, "https://127.0.0.1:19117"),
+        ({"host": "0.0.0.0"}, f"https://{OWN}:8642"),
+        ({"host": "::1"}, "http://[::1]:8642"),
+        ({"host": "::", "port": 443}, f"https://{OWN_6}"),
+        ({"host": "0.0.0.0", "public_url": "https://Pool.example:443/"}, "https://pool.example"),
+        ({"public_url": "http://[2001:DB8:0::7]:80"}, "http://[2001:db8::7]"),
+    ],
+)
+def test_the_origin_has_the_scheme_of_tls_and_an_address_others_reach(
+    settings: dict[str, Any], origin: str
+) -> None:
+    made = Settings(**settings)
+    assert made.origin == origin_of(origin) == origin
+    assert f"{urlsplit(origin).scheme}://{made.address}" == origin
+    assert ipaddress.ip_address("::") not in _addresses(made.address)
+    assert ipaddress.ip_address("0.0.0.0") not in _addresses(made.address)
+
+
+def _addresses(place: str) -> list[object]:
+    try:
+        return [ipaddress.ip_address(urlsplit(f"//{place}").hostname or "")]
+    except ValueError:
+        return []  # a name
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["pool.example", "ftp://pool.example", "https://0.0.0.0:1", "https://[::]", "https://a/b"],
+)
+def test_a_public_url_that_nobody_can_dial_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="public_url"):
+        Settings(public_url=url)
 
 
 # ---- what passes

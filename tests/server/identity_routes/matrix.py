@@ -187,6 +187,12 @@ CASES: dict[tuple[str, str, str], Cell] = {
         "may": words("owner leaver"),
         "sees": words("member viewer operator"),
     },
+    ("DELETE", "/v1/teams/{id}/invitations/{user}", ""): {"objects": ("invited:t", "invited:-")},
+    ("DELETE", "/v1/invitations/{id}", ""): {
+        "may": words("invited"),
+        "sees": words(""),
+        "objects": ("invitation:t", "invitation:-"),
+    },
     # operators
     ("POST", "/v1/users/invites", ""): {"body": {}},
     ("POST", "/v1/admin/keys/rotate", ""): {"body": {}},
@@ -257,6 +263,14 @@ CASES: dict[tuple[str, str, str], Cell] = {
     ("DELETE", "/v1/resources/{gpu}", ""): _RESOURCE,
 }
 NOT_IN_SCHEMA = {("GET", "/openapi.json"), ("WEBSOCKET", "/v1/nodes/channel")}
+
+
+def action_of(key: tuple[str, str, str]) -> Action:
+    """The action that a row of the table is about."""
+    endpoint = next(each for each in endpoints() if (each.method, each.path) == key[:2])
+    action: Action = CASES.get(key, {}).get("action", endpoint.actions[0])
+    assert action in endpoint.actions, f"{endpoint.name} does not declare {action}"
+    return action
 
 
 def _row(endpoint: Endpoint, case: Cell) -> Row:

@@ -13,12 +13,15 @@ from typing import Any, TypeVar
 import httpx2
 
 from gpool.core.errors import GpoolError
+from gpool.server.identity.audit import AuditEntry, AuditLink
+from gpool.server.store.operations.identity import audit
 from gpool.server.store.protocol import Operation, Store, again, operation
 from tests.server.identity_routes.matrix import CONTENT, EVERYTHING, SHA256, USUAL, Asker, Row
 from tests.server.identity_routes.people_desk import (
     PASSWORD,
     Somebody,
     bearer,
+    joins,
     registered,
     signed,
     wallet,
@@ -35,9 +38,9 @@ TEAM_INPUT = b"the team's input"
 class _Done(Exception):
     """Its value is what it would have given. No refusal of ours, so the store rolls everything back."""
 
-    def __init__(self, value: object) -> None:
+    def __init__(self, value: object, audited: tuple[AuditLink, ...]) -> None:
         super().__init__("rolled back")
-        self.value = value
+        self.value, self.audited = value, audited
 
 
 class Rehearsing:
@@ -46,6 +49,7 @@ class Rehearsing:
     def __init__(self, store: Store) -> None:
         self._store = store
         self.ended = 0
+        self.audited: list[AuditEntry] = []  # in the transactions that ended
 
     async def write(self, op: Operation[T]) -> T:
         try:
@@ -53,6 +57,7 @@ class Rehearsing:
         except _Done as done:
             if not _is_refused(done.value):
                 self.ended += 1
+                self.audited += [link.entry for link in done.audited]
             return done.value  # type: ignore[return-value]
         raise AssertionError("a rehearsal always ends with an error")
 
@@ -69,7 +74,9 @@ def _is_refused(value: object) -> bool:
 
 @operation
 def _rehearsed(op: Operation[T]) -> Operation[T]:
-    raise _Done((yield from again(op)))
+    head = yield from audit.head()
+    value = yield from again(op)
+    raise _Done(value, (yield from audit.entries(head.sequence if head else 0, 100)))
 
 
 @dataclass
@@ -136,8 +143,7 @@ async def _objects(pool: Pool, people: dict[str, Somebody]) -> None:
     team = await _id(tess, "/v1/teams", {"name": "lab"})
     ids["team:t"] = team
     for name, role in (("mel", "member"), ("mem", "member"), ("vic", "viewer"), ("exa", "member")):
-        path = f"/v1/teams/{team}/members"
-        assert (await tess.ask("POST", path, {"user": name, "role": role})).status_code == 201
+        await joins(tess, team, people[name], role)
     ids["member:t"] = f"{team} {people['vic'].id}"
     sha256 = hashlib.sha256(TEAM_INPUT).hexdigest()
     await mel.desk.bare.put(f"/v1/artifacts/{sha256}", content=TEAM_INPUT, headers=mel.headers)
@@ -147,6 +153,9 @@ async def _objects(pool: Pool, people: dict[str, Somebody]) -> None:
     ids["task:t"], ids["batch:t"] = await _task(mel, team=team, inputs=[one])
     ids["task:o"], ids["batch:o"] = await _task(exa, team=team)
     assert (await exa.ask("DELETE", f"/v1/teams/{team}/members/{exa.id}")).status_code == 204
+    again = await tess.ask("POST", f"/v1/teams/{team}/members", {"user": "exa"})
+    assert again.status_code == 202
+    ids["invited:t"], ids["invitation:t"] = f"{team} exa", team
     await ada.desk.bare.put(f"/v1/artifacts/{SHA256}", content=CONTENT, headers=ada.headers)
     ids["artifact:p"] = SHA256
     done, ids["batch:done"] = await _task(ada)
@@ -168,12 +177,14 @@ async def _objects(pool: Pool, people: dict[str, Somebody]) -> None:
     ids["key:p"] = await _id(ada, "/v1/keys", {"name": "an old one"})
     ids["session:p"] = (await ada.ask("GET", "/v1/sessions")).json()["items"][0]["id"]
     ids["user:p"] = ada.id
-    linking = {**await signed(pool.desk, wallet(7)), "password": PASSWORD}
+    linking = {**await signed(pool.desk, wallet(7), "link", "ada"), "password": PASSWORD}
     assert (await ada.ask("POST", "/v1/wallets", linking)).status_code == 201
     ids["wallet:p"] = wallet(7).address
     ids |= {
         "team:-": f"tm-{NONE}",
         "member:-": f"tm-{NONE} {people['vic'].id}",
+        "invited:-": f"tm-{NONE} exa",
+        "invitation:-": f"tm-{NONE}",
         "task:-": f"t-{NONE}",
         "batch:-": f"b-{NONE}",
         "node:-": f"n-{NONE}",
@@ -192,7 +203,7 @@ async def _askers(pool: Pool, people: dict[str, Somebody]) -> None:
     personal = ["task", "batch", "node", "gpu", "key", "session", "user", "wallet", "artifact"]
     own = {f"{kind}:p": frozenset({"self"}) for kind in personal}
     own["batch:done"] = frozenset({"self"})
-    of_team = ["task", "batch", "artifact", "team", "member"]
+    of_team = ["task", "batch", "artifact", "team", "member", "invited"]
 
     def in_team(*words: str, orphans: str) -> dict[str, frozenset[str]]:
         stands = {f"{kind}:t": frozenset(words) for kind in of_team}
@@ -204,9 +215,10 @@ async def _askers(pool: Pool, people: dict[str, Somebody]) -> None:
         "mel": in_team("member", "self", orphans="member"),
         "mem": in_team("member", orphans="member"),
         "vic": in_team("viewer", orphans="viewer") | {"member:t": frozenset({"viewer", "leaver"})},
+        "exa": {"invitation:t": frozenset({"invited"})},
     }
     # `self` of a team's member is about what they made, not about the team
-    for kind in ("team:t", "member:t"):
+    for kind in ("team:t", "member:t", "invited:t"):
         stands["mel"][kind] = frozenset({"member"})
     desk, ada, mel = pool.desk, people["ada"], people["mel"]
     for name in ("ada", "stranger", "weak", "tess", "mel", "mem", "vic", "exa"):

@@ -68,6 +68,15 @@ async def _somebody(desk: Desk, tokens: dict[str, Any]) -> Somebody:
     return Somebody(desk, me.json()["id"], me.json()["name"], tokens)
 
 
+async def joins(owner: Somebody, team: str, person: Somebody, role: str = "member") -> None:
+    """The owner invites the person by name, who accepts."""
+    wanted = {"user": person.name, "role": role}
+    invited = await owner.ask("POST", f"/v1/teams/{team}/members", wanted)
+    assert invited.status_code == 202, invited.text
+    joined = await person.ask("POST", "/v1/teams/join", {"team": team})
+    assert (joined.status_code, joined.json()["role"]) == (200, role), joined.text
+
+
 # ---- wallets
 
 
@@ -75,9 +84,11 @@ def wallet(number: int) -> WalletKey:
     return WalletKey(number.to_bytes(32, "big"))
 
 
-async def signed(desk: Desk, key: WalletKey, **changes: Any) -> dict[str, str]:
-    """A fresh sign-in message and its signature."""
-    asked = (await desk.bare.post("/v1/auth/wallet/nonce")).json()
+async def signed(
+    desk: Desk, key: WalletKey, purpose: str = "sign_in", account: str = "", **changes: Any
+) -> dict[str, str]:
+    """A fresh message for this purpose and its signature."""
+    asked = (await desk.bare.post("/v1/auth/wallet/nonce", json={"purpose": purpose})).json()
     message = signin.SignIn(
         **{
             "domain": asked["domain"],
@@ -86,6 +97,7 @@ async def signed(desk: Desk, key: WalletKey, **changes: Any) -> dict[str, str]:
             "chain_id": asked["chain_id"],
             "nonce": asked["nonce"],
             "issued_at": Moment.of(desk.clock.now()),
+            "statement": signin.statement_of(signin.WalletPurpose(purpose), account),
             **changes,
         }
     )

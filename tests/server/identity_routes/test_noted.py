@@ -49,8 +49,8 @@ async def test_sign_ins_good_and_bad_are_noted_with_their_address(desk: Desk) ->
 
 async def test_a_wallet_s_story_is_noted(desk: Desk) -> None:
     bob = await signed_in_by(desk, wallet(1))
-    second = await signed(desk, wallet(2))
-    proof = await signed(desk, wallet(1))
+    second = await signed(desk, wallet(2), "link", bob.name)
+    proof = await signed(desk, wallet(1), "approve", bob.name)
     body = {**second, "proof": proof}
     await bob.ask("POST", "/v1/wallets", body)
     told = await actions(desk)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import os
 import subprocess
@@ -22,11 +23,11 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from joserfc.errors import SecurityWarning
 
 from gpool.core.errors import NotSignedIn, Unreachable
-from gpool.core.model import SECOND, Instant
+from gpool.core.model import SECOND, Instant, Permission
 from gpool.server.clock import SystemClock
 from gpool.server.identity import oidc
 from gpool.server.identity.oidc import ExpectedClaims, ProviderIdentity
-from tests.server.identity_routes.people_desk import bearer
+from tests.server.identity_routes.people_desk import PASSWORD, bearer
 from tests.server.server_desk import Desk, open_desk
 from tests.tools.processes import PATIENCE_S, eventually, free_port
 
@@ -119,6 +120,25 @@ async def test_somebody_signs_in_with_a_providers_account(data: Path, provider: 
         assert ada["name"].startswith("mock-")
         assert (await signed_in(desk, "ada"))["id"] == ada["id"]
         assert (await signed_in(desk, "bob"))["id"] != ada["id"]
+
+
+async def test_a_name_taken_beforehand_does_not_keep_a_providers_account_out(
+    data: Path, provider: str
+) -> None:
+    """Finding 25: whoever registered the computed name locked that person out for ever."""
+    mark = hashlib.sha256(f"{provider}\0bob".encode()).hexdigest()[:12]
+    async with a_desk(data, provider) as desk:
+        taken = {"name": f"mock-{mark}", "password": PASSWORD}
+        refused = await desk.bare.post("/v1/users", json=taken)
+        assert (refused.status_code, "identity provider" in refused.json()["detail"]) == (409, True)
+        # An account from before the provider was configured has the name all the same.
+        squatter = await desk.person(f"mock-{mark}", Permission.CONSUMER)
+        assert (await desk.bare.get("/v1/me", headers=squatter)).json()["name"] == f"mock-{mark}"
+        me = await signed_in(desk, "bob")
+        assert me["name"].startswith(f"mock-{mark}-")
+        assert (await signed_in(desk, "bob"))["id"] == me["id"]
+        free = hashlib.sha256(f"{provider}\0cy".encode()).hexdigest()[:12]
+        assert (await signed_in(desk, "cy"))["name"] == f"mock-{free}"  # the control
 
 
 async def test_a_providers_account_needs_an_invite_where_registration_does(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 
 from gpool.server.scheduling.loops import MaintainIdentity
@@ -9,6 +11,7 @@ from tests.server.identity_routes.people_desk import (
     PASSWORD,
     Somebody,
     bearer,
+    joins,
     registered,
     signed_in,
 )
@@ -104,6 +107,66 @@ async def test_a_key_for_a_team_opens_nothing_else(desk: Desk) -> None:
     assert alone.status_code == 404
 
 
+async def test_a_key_for_a_team_reads_and_names_the_teams_artifacts_and_its_own_uploads(
+    desk: Desk,
+) -> None:
+    """Finding 21: such a key read the uploads and outputs of the account behind it."""
+    ada = await registered(desk, "ada")
+    team = await a_team(ada)
+    made = await ada.ask("POST", "/v1/keys", {"name": "ci", "team": team})
+    key = bearer(made.json()["key"])
+    of_ada = await uploaded(desk, ada.headers, b"ada's own")
+    of_team = await uploaded(desk, ada.headers, b"the team's input")
+    await naming(desk, ada.headers, of_team, team)
+    of_key = await uploaded(desk, key, b"uploaded by the key")
+
+    async def seen(sha256: str, headers: dict[str, str]) -> list[int]:
+        path = f"/v1/artifacts/{sha256}"
+        asked = [await desk.bare.request(way, path, headers=headers) for way in ("GET", "HEAD")]
+        return [each.status_code for each in asked]
+
+    assert await seen(of_ada, ada.headers) == [200, 200]  # the control: without the restriction
+    assert await seen(of_ada, key) == [404, 404]
+    assert await seen(of_team, key) == [200, 200]
+    assert await seen(of_key, key) == [200, 200]
+    assert await seen(of_key, ada.headers) == [200, 200]
+    second = await ada.ask("POST", "/v1/keys", {"name": "other", "team": team})
+    assert await seen(of_key, bearer(second.json()["key"])) == [404, 404]
+    # Nor may a task of the team name it, after which it would be the team's.
+    assert await naming(desk, key, of_ada, team) == 422
+    assert await naming(desk, key, of_key, team) == 202
+    assert await naming(desk, ada.headers, of_ada, team) == 202  # the control
+    assert await seen(of_ada, key) == [200, 200]
+
+
+async def test_a_key_for_a_team_does_not_see_how_far_an_upload_of_its_user_came(desk: Desk) -> None:
+    ada = await registered(desk, "ada")
+    made = await ada.ask("POST", "/v1/keys", {"name": "ci", "team": await a_team(ada)})
+    content = b"in two parts"
+    path = f"/v1/artifacts/{hashlib.sha256(content).hexdigest()}"
+    part = {"content-range": f"bytes 0-5/{len(content)}"}
+    await desk.bare.put(path, content=content[:6], headers={**ada.headers, **part})
+    begun = await desk.bare.head(path, headers=ada.headers)
+    assert begun.headers["upload-offset"] == "6"
+    hidden = await desk.bare.head(path, headers=bearer(made.json()["key"]))
+    assert (hidden.status_code, hidden.headers.get("upload-offset")) == (404, None)
+
+
+async def uploaded(desk: Desk, headers: dict[str, str], content: bytes) -> str:
+    sha256 = hashlib.sha256(content).hexdigest()
+    put = await desk.bare.put(f"/v1/artifacts/{sha256}", content=content, headers=headers)
+    assert put.status_code == 201
+    return sha256
+
+
+async def naming(desk: Desk, headers: dict[str, str], sha256: str, team: str) -> int:
+    """Submit a task of the team with this input; the status."""
+    size = int((await desk.http.get(f"/v1/artifacts/{sha256}")).headers["content-length"])
+    one = {"path": "in", "sha256": sha256, "size_bytes": size}
+    body = {"command": ["true"], "team": team, "inputs": [one]}
+    return (await desk.bare.post("/v1/tasks", json=body, headers=headers)).status_code
+
+
 # ---- teams
 
 
@@ -111,8 +174,8 @@ async def test_a_team_shares_its_tasks_by_role(desk: Desk) -> None:
     ada, bob, cy = [await registered(desk, name) for name in ("ada", "bob", "cy-viewer")]
     eve = await registered(desk, "eve")
     team = await a_team(ada)
-    await ada.ask("POST", f"/v1/teams/{team}/members", {"user": "bob", "role": "member"})
-    await ada.ask("POST", f"/v1/teams/{team}/members", {"user": cy.id, "role": "viewer"})
+    await joins(ada, team, bob)
+    await joins(ada, team, cy, "viewer")
     submitted = await bob.ask("POST", "/v1/tasks", {"command": ["true"], "team": team})
     assert submitted.status_code == 202
     task = submitted.json()["ids"][0]
@@ -134,7 +197,7 @@ async def test_a_team_shares_its_tasks_by_role(desk: Desk) -> None:
 async def test_who_leaves_a_team_leaves_its_tasks(desk: Desk) -> None:
     ada, bob = await registered(desk, "ada"), await registered(desk, "bob")
     team = await a_team(ada)
-    await ada.ask("POST", f"/v1/teams/{team}/members", {"user": "bob"})
+    await joins(ada, team, bob)
     task = (await bob.ask("POST", "/v1/tasks", {"command": ["x"], "team": team})).json()["ids"][0]
     assert (await bob.ask("DELETE", f"/v1/teams/{team}/members/{bob.id}")).status_code == 204
     assert (await bob.ask("GET", f"/v1/tasks/{task}")).status_code == 404
@@ -147,7 +210,9 @@ async def test_a_team_keeps_an_owner(desk: Desk) -> None:
     path = f"/v1/teams/{team}/members"
     assert (await ada.ask("DELETE", f"{path}/{ada.id}")).status_code == 409
     assert (await ada.ask("PATCH", f"{path}/{ada.id}", {"role": "viewer"})).status_code == 409
-    await ada.ask("POST", path, {"user": "bob", "role": "owner"})
+    await joins(ada, team, bob)
+    raised = await ada.ask("POST", path, {"user": "bob", "role": "owner"})  # consented already
+    assert (raised.status_code, raised.json()["role"]) == (201, "owner")
     assert (await bob.ask("PATCH", f"{path}/{ada.id}", {"role": "viewer"})).status_code == 200
     names = {one["name"]: one["role"] for one in (await ada.ask("GET", path)).json()["items"]}
     assert names == {"ada": "viewer", "bob": "owner"}

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpool.server.app import open_server
 from gpool.server.settings import Settings
+from gpool.wallet import signin
+from gpool.wallet.signing import WalletKey
 from tests.server.identity_routes.people_desk import (
     PASSWORD,
+    Somebody,
     bearer,
     registered,
     signed,
@@ -283,6 +287,8 @@ async def test_a_nonce_expires(desk: Desk) -> None:
         {"uri": "http://elsewhere.example"},
         {"chain_id": 5},
         {"nonce": "madeUpByMyself12345"},
+        {"statement": "Link this wallet to gpool account mallory."},
+        {"statement": None},
     ],
 )
 async def test_a_message_for_somewhere_else_is_refused(
@@ -300,22 +306,55 @@ async def test_anothers_signature_is_refused(desk: Desk) -> None:
 
 async def test_linking_needs_proof_of_both(desk: Desk) -> None:
     ada = await registered(desk, "ada")
-    bare = await ada.ask("POST", "/v1/wallets", await signed(desk, wallet(1)))
+    bare = await ada.ask("POST", "/v1/wallets", await signed(desk, wallet(1), "link", "ada"))
     assert bare.status_code == 400
-    wrong = {**await signed(desk, wallet(1)), "password": "not the password"}
+    wrong = {**await signed(desk, wallet(1), "link", "ada"), "password": "not the password"}
     assert (await ada.ask("POST", "/v1/wallets", wrong)).status_code == 403
-    right = {**await signed(desk, wallet(1)), "password": PASSWORD}
+    right = {**await signed(desk, wallet(1), "link", "ada"), "password": PASSWORD}
     linked = await ada.ask("POST", "/v1/wallets", right)
     assert linked.status_code == 201
     assert linked.json()["address"] == wallet(1).address
     assert (await signed_in_by(desk, wallet(1))).id == ada.id
 
 
+async def linking(one: Somebody, by: WalletKey) -> dict[str, Any]:
+    """Request to link the second wallet, approved by another one."""
+    message = await signed(one.desk, wallet(2), "link", one.name)
+    return {**message, "proof": await signed(one.desk, by, "approve", one.name)}
+
+
+async def test_a_signature_is_good_for_its_purpose_and_account_only(desk: Desk) -> None:
+    """Finding 18: a sign-in signature linked the victim's wallet to the account of whoever passed it on."""
+    mallory = await registered(desk, "mallory")
+    victim = wallet(3)
+    for purpose, account in (
+        ("sign_in", ""),
+        ("unlink", "mallory"),
+        ("approve", "mallory"),
+        ("link", "victor"),
+    ):
+        taken = await signed(desk, victim, purpose, account)
+        answer = await mallory.ask("POST", "/v1/wallets", {**taken, "password": PASSWORD})
+        assert answer.status_code == 401, purpose
+        assert "here it must say" in answer.json()["detail"]
+    for purpose in ("link", "unlink", "approve"):
+        taken = await signed(desk, victim, purpose, "mallory")
+        assert (await desk.bare.post("/v1/auth/wallet", json=taken)).status_code == 401
+    # A nonce of one purpose under the statement of another.
+    statement = signin.statement_of(signin.WalletPurpose.LINK, "mallory")
+    mixed = await signed(desk, victim, "sign_in", statement=statement)
+    answer = await mallory.ask("POST", "/v1/wallets", {**mixed, "password": PASSWORD})
+    assert (answer.status_code, "not for 'link'" in answer.json()["detail"]) == (401, True)
+    # The control: the message that names purpose and account is accepted.
+    consent = {**await signed(desk, victim, "link", "mallory"), "password": PASSWORD}
+    assert (await mallory.ask("POST", "/v1/wallets", consent)).status_code == 201
+
+
 async def test_a_second_wallet_is_linked_with_the_first(desk: Desk) -> None:
     one = await signed_in_by(desk, wallet(1))
-    by_itself = {**await signed(desk, wallet(2)), "proof": await signed(desk, wallet(2))}
+    by_itself = await linking(one, by=wallet(2))
     assert (await one.ask("POST", "/v1/wallets", by_itself)).status_code == 403
-    both = {**await signed(desk, wallet(2)), "proof": await signed(desk, wallet(1))}
+    both = await linking(one, by=wallet(1))
     assert (await one.ask("POST", "/v1/wallets", both)).status_code == 201
     assert (await signed_in_by(desk, wallet(2))).id == one.id
 
@@ -323,20 +362,23 @@ async def test_a_second_wallet_is_linked_with_the_first(desk: Desk) -> None:
 async def test_a_wallet_belongs_to_one_account(desk: Desk) -> None:
     await signed_in_by(desk, wallet(1))
     ada = await registered(desk, "ada")
-    taken = {**await signed(desk, wallet(1)), "password": PASSWORD}
+    taken = {**await signed(desk, wallet(1), "link", "ada"), "password": PASSWORD}
     assert (await ada.ask("POST", "/v1/wallets", taken)).status_code == 409
 
 
 async def test_unlinking_needs_proof_of_both_and_leaves_a_way_in(desk: Desk) -> None:
     one = await signed_in_by(desk, wallet(1))
     path = f"/v1/wallets/{wallet(1).address}"
-    last = {**await signed(desk, wallet(1)), "proof": await signed(desk, wallet(1))}
+    last = {
+        **await signed(desk, wallet(1), "unlink", one.name),
+        "proof": await signed(desk, wallet(1), "approve", one.name),
+    }
     assert (await one.ask("DELETE", path, last)).status_code == 403
     set_password = await one.ask("PUT", "/v1/me/password", {"new": PASSWORD})
     assert set_password.status_code == 204
     only_password = {"message": "x", "signature": "0x", "password": PASSWORD}
     assert (await one.ask("DELETE", path, only_password)).status_code == 400
-    both = {**await signed(desk, wallet(1)), "password": PASSWORD}
+    both = {**await signed(desk, wallet(1), "unlink", one.name), "password": PASSWORD}
     assert (await one.ask("DELETE", path, both)).status_code == 204
     again = await signed_in_by(desk, wallet(1))
     assert again.id != one.id  # the wallet is nobody's now: its next sign-in makes an account
@@ -344,7 +386,7 @@ async def test_unlinking_needs_proof_of_both_and_leaves_a_way_in(desk: Desk) -> 
 
 async def test_the_payout_wallet_is_chosen(desk: Desk) -> None:
     one = await signed_in_by(desk, wallet(1))
-    both = {**await signed(desk, wallet(2)), "proof": await signed(desk, wallet(1))}
+    both = await linking(one, by=wallet(1))
     await one.ask("POST", "/v1/wallets", both)
     path = f"/v1/wallets/{wallet(2).address}"
     assert (await one.ask("PATCH", path, {"payout": True})).json()["payout"] is True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import click
 
@@ -21,6 +22,7 @@ from gpool.cli.command import (
 from gpool.cli.printing import emit_json, show, table
 from gpool.core.errors import Invalid
 from gpool.core.specs.gpu import parse_bytes
+from gpool.transfer.requests import is_loopback
 
 if TYPE_CHECKING:
     from gpool.client.client import Client
@@ -283,7 +285,9 @@ def invite(ctx: click.Context, permissions: tuple[str, ...], expires: str, as_js
     if as_json:
         emit_json(made)
     else:
-        pinned = client.api.address.fingerprint
+        pinned = made["fingerprint"]
         prefix = "" if pinned is None else f"GPOOL_FINGERPRINT={pinned} "
-        click.echo(f"{prefix}gpool --url {client.url} register NAME --invite {made['token']}")
+        click.echo(f"{prefix}gpool --url {made['url']} register NAME --invite {made['token']}")
+        if is_loopback(urlsplit(made["url"]).hostname or ""):
+            click.echo("  For this machine only: the server listens on loopback.", err=True)
         click.echo(f"  Valid for one person, once, until {made['expires_at']}.", err=True)

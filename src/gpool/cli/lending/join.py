@@ -28,13 +28,14 @@ from gpool.transfer.node_proofs import ChallengeStatement, NodeKey, Purpose, pub
 from gpool.transfer.requests import Address, is_loopback
 
 _MOST_NAMESAKES = 100
-_EXAMPLE = "gpool://HOST:PORT/join/TOKEN#sha256=FINGERPRINT"
+_EXAMPLE = "gpool://HOST:PORT/join/TOKEN/POOL#sha256=FINGERPRINT"
 
 
 @dataclass(frozen=True, slots=True)
 class JoinLink:
     address: Address
     token: str = field(repr=False)
+    server: str = ""  # name of the pool in proofs; "": a link of an older server
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +53,22 @@ def parse_link(text: str, *, plain: bool = False) -> JoinLink:
     """Parse a join link; `Invalid` if it is malformed.
 
     Its fragment is the fingerprint of the server's certificate; `#tls`, or none for a remote host: signed by an authority.
-    Plain HTTP is used on loopback or with `plain` only, never because of a link.
+    Plain HTTP is used on loopback or with `plain` only, never because of a link. The last part of the path is the
+    pool's name, which the node's proofs are signed for.
     """
     parts = urlsplit(text)
-    found = re.fullmatch(r"/join/([A-Za-z0-9_\-.~]+)", parts.path)
+    found = re.fullmatch(r"/join/([A-Za-z0-9_\-.~]+)(?:/(pool-[A-Za-z0-9]{1,64}))?", parts.path)
     if parts.scheme != "gpool" or not parts.hostname or parts.username or found is None:
         raise Invalid(
             f"{text[:60]!r} is not a join link; expected {_EXAMPLE}. Create one with: gpool node invite"
         )
+    token, server = found.group(1), found.group(2) or ""
     if parts.fragment not in ("", "tls"):
         fingerprint = parse_fingerprint(parts.fragment)
-        return JoinLink(Address(f"https://{parts.netloc}", fingerprint), found.group(1))
+        return JoinLink(Address(f"https://{parts.netloc}", fingerprint), token, server)
     open_ = not parts.fragment and (plain or is_loopback(parts.hostname))
     scheme = "http" if open_ else "https"
-    return JoinLink(Address(f"{scheme}://{parts.netloc}", plain=plain), found.group(1))
+    return JoinLink(Address(f"{scheme}://{parts.netloc}", plain=plain), token, server)
 
 
 def identity_file(folder: Path, url: str) -> Path:
@@ -94,10 +97,21 @@ def load_identity(file: Path) -> EnrolledNode | None:
         ) from exc
 
 
-def enrol(api: ApiTransport, file: Path, *, name: str | None, token: str | None) -> EnrolledNode:
-    """Authorised by the token, or by the API key of `api`."""
+def enrol(
+    api: ApiTransport, file: Path, *, name: str | None, link: JoinLink | None = None
+) -> EnrolledNode:
+    """Authorised by the link's token, or by the API key of `api`.
+
+    Proofs are signed for the pool that the link names; `Forbidden` if the server claims to be another. Without a
+    link, `api` is authorised by its key to the server that `gpool up` has just started, and that one says its name.
+    """
+    if link is not None and not link.server:
+        raise Invalid(
+            f"the join link for {link.address.url} names no pool (/pool-… after the token): it is cut off, or of an "
+            "older server. Create a new one with: gpool node invite"
+        )
     key = NodeKey.from_file(key_file(file))
-    answer = _joined(api, key, name or platform.node() or "node", token, choose=name is None)
+    answer = _joined(api, key, name or platform.node() or "node", link, choose=name is None)
     address = api.address
     content = {
         "url": address.url,
@@ -114,30 +128,33 @@ def enrol(api: ApiTransport, file: Path, *, name: str | None, token: str | None)
 
 
 def _joined(
-    api: ApiTransport, key: NodeKey, name: str, token: str | None, *, choose: bool
+    api: ApiTransport, key: NodeKey, name: str, link: JoinLink | None, *, choose: bool
 ) -> dict[str, str]:
     """A host name in use gets a number; with `choose` false it raises `Conflict`."""
     number = 1
     while True:
         wanted: dict[str, object] = {"name": name if number == 1 else f"{name}-{number}"}
-        if token is not None:
-            wanted["token"] = token
+        if link is not None:
+            wanted["token"] = link.token
         try:
-            return _proving(api, key, wanted)
+            return _proving(api, key, wanted, None if link is None else link.server)
         except Conflict:
             if not choose or number >= _MOST_NAMESAKES:
                 raise
             number += 1
 
 
-def _proving(api: ApiTransport, key: NodeKey, wanted: dict[str, object]) -> dict[str, str]:
+def _proving(
+    api: ApiTransport, key: NodeKey, wanted: dict[str, object], server: str | None
+) -> dict[str, str]:
     """New challenge per attempt: a proof is valid once. Retries are idempotent by the node's key."""
     pauses = None
     while True:
         challenge = api.send_json("POST", "/v1/nodes/challenges", {})
-        statement = ChallengeStatement(
-            Purpose.JOIN, challenge["server"], "", key.public, challenge["nonce"]
-        )
+        pool = challenge["server"] if server is None else server
+        if challenge["server"] != pool:
+            raise _another_pool(api.url, pool, challenge["server"])
+        statement = ChallengeStatement(Purpose.JOIN, pool, "", key.public, challenge["nonce"])
         proof = {"nonce": challenge["nonce"], "signature": key.sign(statement)}
         request = {**wanted, "public_key": public_text(key.public), "proof": proof}
         try:
@@ -148,7 +165,16 @@ def _proving(api: ApiTransport, key: NodeKey, wanted: dict[str, object]) -> dict
             if pause is None or api.wait(pause):
                 raise
         else:
+            if answer["server"] != pool:
+                raise _another_pool(api.url, pool, answer["server"])
             return answer
+
+
+def _another_pool(url: str, linked: str, found: str) -> Forbidden:
+    return Forbidden(
+        f"the link is for {linked}, and {url} says that it is {found[:80]!r}; nothing was joined. "
+        "Ask the pool's operator for a new link"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +324,7 @@ def agent_variables(identity: EnrolledNode, data: Path, terms: LendingTerms) -> 
 @click.command(
     cls=SectionedCommand,
     epilog=examples(
-        "gpool join gpool://pool.example:8642/join/TOKEN#sha256=FINGERPRINT",
+        "gpool join gpool://pool.example:8642/join/TOKEN/POOL#sha256=FINGERPRINT",
         "gpool join LINK --policy rules.toml --label ssd --price 0.31/h",
     ),
 )
@@ -330,8 +356,16 @@ def join(link: str, name: str | None, plain_http: bool, terms: LendingTerms) -> 
                 "This machine joined with a version without node keys; joining again.", err=True
             )
         api = ApiTransport(wanted.address, "")
-        identity = enrol(api, file, name=name, token=wanted.token)
-        api.close()
+        try:
+            identity = enrol(api, file, name=name, link=wanted)
+        except Unreachable as error:
+            raise Unreachable(
+                f"{error.detail.partition('; ')[0]}. The link names this address: check that this machine reaches it "
+                "(routes, firewall). If it is not the pool's address, the operator sets another one with: "
+                "gpool up --public-url URL"
+            ) from error
+        finally:
+            api.close()
         click.echo(f"Joined {url} as {identity.name} ({identity.id}).", err=True)
     click.echo("The agent runs until Ctrl-C.", err=True)
     exec_module(AGENT_MODULE, agent_variables(identity, file.with_suffix(""), terms))

@@ -74,7 +74,8 @@ _TLS = (
         "--public-url",
         envvar="GPOOL_SERVER_PUBLIC_URL",
         metavar="URL",
-        help="Address of the server in links (default: from host and port).",
+        help="Address under which others reach the server: in links, invites and sign-in messages "
+        "(default: host and port, the machine's own address if it listens on all).",
     ),
 )
 
@@ -144,6 +145,8 @@ def listening(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _dialled(host: str) -> str:
-    if host in ("0.0.0.0", "::", ""):
+    if host == "::":  # no IPv4 socket
+        return "[::1]"
+    if host in ("0.0.0.0", ""):
         return "127.0.0.1"
     return f"[{host}]" if ":" in host else host

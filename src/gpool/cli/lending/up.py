@@ -113,7 +113,7 @@ def _agent(folder: Path, address: Address, key_file: Path, terms: LendingTerms) 
     identity = load_identity(file)
     if identity is None:
         api = ApiTransport(address, key_file.read_text(encoding="ascii").strip())
-        identity = enrol(api, file, name=None, token=None)
+        identity = enrol(api, file, name=None)
         api.close()
     identity = replace(identity, address=address)  # our own server; its address may have changed
     variables = agent_variables(identity, folder / "agent", terms)
@@ -151,6 +151,9 @@ def _announce(address: Address, key_file: Path, profile: Path) -> None:
     click.echo(f"gpool is up at {address.url}")
     if address.fingerprint is not None:
         click.echo(f"  certificate {spelt_out(address.fingerprint)}")
+    reached = urlsplit(link).netloc
+    if reached and reached != urlsplit(address.url).netloc:
+        click.echo(f"  others     {urlsplit(address.url).scheme}://{reached}")
     click.echo(f"  key        {key_file} (profile 'local' in {profile})")
     click.echo(f"  try        {this} run -- python -c 'print(6*7)'")
     if link:

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from gpool.core.ids import UserId, encode
 from gpool.core.model import SECOND, Instant
+from gpool.core.permissions import Action, Thing
 from gpool.server.identity.audit import (
     AuditAnchor,
     AuditEntry,
@@ -19,6 +20,7 @@ from gpool.server.identity.audit import (
     check,
     facts,
 )
+from gpool.server.identity.authorization import acts_as_operator
 from gpool.server.server import Server
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operations.identity import audit as operations
@@ -116,6 +118,22 @@ def keys_used(used: Sequence[tuple[int, Instant]]) -> Operation[None]:
 
 async def note(server: Server, *entries: AuditEntry) -> None:
     await server.store.write(operations.append(entries))
+
+
+async def note_read(server: Server, who: Caller, action: Action, thing: Thing, name: str) -> None:
+    """Record, before it is answered, that an operator reads what belongs to another account. `name`: id of the object."""
+    if not acts_as_operator(who, action, thing):
+        return
+    if server.identity.reads.is_new(who.user.id, action.value, name, server.now):
+        await note(server, entry(server.now, who, action.value, name))
+
+
+def as_operator(
+    at: Instant, who: Caller, action: Action, thing: Thing, name: str
+) -> Operation[None]:
+    """Last step of an operation: record that an operator changes what belongs to another account."""
+    if acts_as_operator(who, action, thing):
+        yield from operations.append_all([entry(at, who, action.value, name)])
 
 
 async def page(server: Server, before: int | None, limit: int) -> tuple[AuditLink, ...]:

@@ -132,23 +132,24 @@ async def invite(
     user = who.user
     token = _token(server, user, once)
     expires_at = Instant(server.now + span(expires_in_s))
+    audit_entry = entry(server.now, who, "node.invite", expires_in_s=str(expires_in_s))
     answered = await server.write_once(
         user,
         once,
-        _invite(authorization.hashed(token), user, expires_at, server.now),
+        audited(_invite(authorization.hashed(token), user, expires_at, server.now), [audit_entry]),
         lambda at: msgspec.json.encode(_SavedNodeInvite(at)),
     )
     expires_at = Instant(msgspec.json.decode(answered.body, type=_SavedNodeInvite).expires_at)
     return InviteDocument(
         token=token,
-        link=f"gpool://{server.settings.address}/join/{token}{_pin(server)}",
+        link=f"gpool://{server.settings.address}/join/{token}/{server.gate.name}{_pin(server)}",
         expires_at=instant_to_datetime(expires_at),
     )
 
 
 def _pin(server: Server) -> str:
-    if server.certificate is not None and server.certificate.own:
-        return f"#sha256={server.certificate.fingerprint}"
+    if server.pinned is not None:
+        return f"#sha256={server.pinned}"
     return "#tls" if server.settings.is_reached_by_tls else ""
 
 

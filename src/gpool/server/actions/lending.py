@@ -8,7 +8,7 @@ from gpool.core.errors import Conflict, NotFound
 from gpool.core.ids import GpuId, NodeId, TaskId, encode
 from gpool.core.model import Availability, Health, Instant
 from gpool.core.permissions import Action, ObjectKind, Thing, missing
-from gpool.server.actions.audit import audited, entry
+from gpool.server.actions.audit import audited, entry, note_read
 from gpool.server.actions.listing import gpu, no_gpu, no_node, node, reading_document
 from gpool.server.actions.tasks.query import named, preempt_tasks
 from gpool.server.identity.authorization import node_thing, permit, task_thing
@@ -28,7 +28,21 @@ async def set_availability(
     server: Server, who: Caller, id_: NodeId, availability: Availability, once: Once | None
 ) -> NodeDocument:
     answered = await server.write_once(
-        who.user, once, _set_availability(id_, who, availability, server.now), lambda _: b""
+        who.user,
+        once,
+        audited(
+            _set_availability(id_, who, availability, server.now),
+            [
+                entry(
+                    server.now,
+                    who,
+                    "node.change",
+                    encode("node", id_),
+                    availability=availability.value,
+                )
+            ],
+        ),
+        lambda _: b"",
     )
     if answered.value is not None:
         server.picture.node_changed(answered.value.node)
@@ -39,7 +53,13 @@ async def set_gpu_available(
     server: Server, who: Caller, id_: GpuId, available: bool, once: Once | None
 ) -> GpuDocument:
     answered = await server.write_once(
-        who.user, once, _set_gpu_available(id_, who, available), lambda _: b""
+        who.user,
+        once,
+        audited(
+            _set_gpu_available(id_, who, available),
+            [entry(server.now, who, "gpu.change", encode("gpu", id_), available=str(available))],
+        ),
+        lambda _: b"",
     )
     if answered.value is not None:
         server.picture.node_changed(answered.value.node)
@@ -47,7 +67,10 @@ async def set_gpu_available(
 
 
 async def unflag(server: Server, who: Caller, id_: GpuId, once: Once | None) -> GpuDocument:
-    answered = await server.write_once(who.user, once, _unflag(id_, who, server.now), lambda _: b"")
+    unflagging = audited(
+        _unflag(id_, who, server.now), [entry(server.now, who, "gpu.unflag", encode("gpu", id_))]
+    )
+    answered = await server.write_once(who.user, once, unflagging, lambda _: b"")
     for row in answered.value or ():
         server.picture.node_changed(row.node)
     return await gpu(server, id_)
@@ -178,6 +201,7 @@ async def telemetry(server: Server, id_: GpuId) -> TelemetryDocument:
 async def task_telemetry(server: Server, who: Caller, id_: TaskId) -> TelemetryDocument:
     found = await server.store.read(task_operations.task(id_, None))
     permit(who, Action.TASK_READ, task_thing(found), named(id_))
+    await note_read(server, who, Action.TASK_READ, task_thing(found), encode("task", id_))
     return TelemetryDocument(
         id=encode("task", id_),
         every_s=server.settings.beat_s,

@@ -184,6 +184,7 @@ class StoredUpload:
     user: UserId | None
     node: NodeId | None = None
     lease: Hold | None = None
+    team_key: int | None = None  # API key for one team, which alone sees the upload
 
 
 async def body_within_quota(
@@ -239,7 +240,9 @@ def add_within_quota(
     fence = None
     if lease is not None and upload.node is not None:
         fence = (TaskId(lease.task), lease.epoch)
-    add = artifacts.add_artifact(upload.sha256, size, upload.user, upload.node, fence, at)
+    add = artifacts.add_artifact(
+        upload.sha256, size, upload.user, upload.node, fence, at, upload.team_key
+    )
     return (yield from add)
 
 

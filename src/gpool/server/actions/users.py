@@ -122,12 +122,19 @@ async def invite(
         None if wanted.team is None else TeamId(decode("team", wanted.team)),
         None if wanted.role is None else Role(wanted.role),
     )
+    facts = {"permissions": " ".join(sorted(each.value for each in granted))}
+    if wanted.team is not None and wanted.role is not None:
+        facts |= {"team": wanted.team, "role": wanted.role}
+    inviting = audited(_invite(made), [entry(server.now, who, "user.invite", **facts)])
     answered = await server.write_once(
-        who.user, once, _invite(made), lambda at: msgspec.json.encode(SavedInvite(at))
+        who.user, once, inviting, lambda at: msgspec.json.encode(SavedInvite(at))
     )
     saved = msgspec.json.decode(answered.body, type=SavedInvite)
     return UserInviteDocument(
-        token=token, expires_at=instant_to_datetime(Instant(saved.expires_at))
+        token=token,
+        expires_at=instant_to_datetime(Instant(saved.expires_at)),
+        url=server.settings.url,
+        fingerprint=server.pinned,
     )
 
 

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from gpool.core.model import Instant
+from gpool.core.model import SECOND, Instant
 
 LABEL = b"gpool audit 1\n"
 GENESIS = hashlib.sha256(LABEL).digest()
@@ -54,6 +54,23 @@ class ChainIntact:
 class ChainBroken:
     sequence: int
     why: str
+
+
+class RecentReads:
+    """Reads recorded within the last hour: an operator that polls an object leaves one row per hour."""
+
+    def __init__(self, span: int = 3600 * SECOND, most: int = 10_000) -> None:
+        self._span, self._most = span, most
+        self._until: dict[tuple[int, str, str], int] = {}
+
+    def is_new(self, actor: int, action: str, thing: str, now: Instant) -> bool:
+        key = (actor, action, thing)
+        if self._until.get(key, now) > now:
+            return False
+        if len(self._until) >= self._most:
+            self._until.clear()  # further rows are recorded rather than fewer
+        self._until[key] = now + self._span
+        return True
 
 
 def facts(given: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

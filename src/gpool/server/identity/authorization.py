@@ -20,6 +20,7 @@ from gpool.core.permissions import (
     POOL,
     RULES,
     AccessOutcome,
+    AccessRelation,
     Action,
     Actor,
     Nobody,
@@ -30,6 +31,7 @@ from gpool.core.permissions import (
     Thing,
     may,
     missing,
+    standings,
 )
 from gpool.server.identity.access_tokens import Claims, TokenType
 from gpool.server.identity.signing_keys import TokenSigner
@@ -180,6 +182,13 @@ def permit(who: Who, action: Action, thing: Thing, what: str = "") -> None:
             raise Forbidden(f"not allowed: {decision.reason}")
         case AccessOutcome.HIDDEN:
             raise NotFound(f"no {what or thing.kind.value} of yours")
+
+
+def acts_as_operator(who: Caller, action: Action, thing: Thing) -> bool:
+    """Whether the caller may do this for being an operator only: the object is another account's."""
+    if Permission.OPERATOR not in who.user.permissions:
+        return False
+    return standings(actor_of(who), thing) & RULES[action].may == {AccessRelation.OPERATOR}
 
 
 def gate(who: Who, action: Action) -> None:

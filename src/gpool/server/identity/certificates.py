@@ -23,12 +23,11 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from gpool.core.errors import Invalid
 from gpool.core.model import SECOND, Instant
-from gpool.server.settings import Settings
+from gpool.server.settings import WILDCARDS, Settings
 from gpool.transfer.keys import fingerprint_of, read_private, write_private
 
 LIFE_DAYS = 3650
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
-_EVERYWHERE = frozenset({"0.0.0.0", "::", ""})
 CLOCK_SLACK_DAYS = 1
 """For clients whose clock is behind."""
 
@@ -54,8 +53,8 @@ def certificate_of(settings: Settings, now: Instant) -> Certificate | None:
 
 def _names_for(settings: Settings) -> list[str]:
     """Names for the own certificate: clients pin it and check no name, but browsers do."""
-    named = (settings.host, urlsplit(settings.public_url or "").hostname or "", platform.node())
-    found = [name for name in named if name not in _EVERYWHERE and _is_name(name)]
+    named = (settings.host, urlsplit(settings.url).hostname or "", platform.node())
+    found = [name for name in named if name not in WILDCARDS and _is_name(name)]
     return list(dict.fromkeys((*found, "localhost", "127.0.0.1", "::1")))
 
 

@@ -255,6 +255,7 @@ class OidcIdentitiesRecord(NamedTuple):
 class SignInNoncesRecord(NamedTuple):
     nonce: str
     expires_at: Instant
+    purpose: str
 
 
 class UserInvitesRecord(NamedTuple):
@@ -308,6 +309,16 @@ class MembershipsRecord(NamedTuple):
     user_id: UserId
     role: str
     since: Instant
+
+
+class TeamInvitationsRecord(NamedTuple):
+    team_id: TeamId
+    invitee: str
+    user_id: UserId | None
+    role: str
+    made_by: UserId
+    created_at: Instant
+    expires_at: Instant
 
 
 class QuotasRecord(NamedTuple):

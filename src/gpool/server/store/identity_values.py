@@ -61,6 +61,11 @@ class Caller:
     session: str | None = None  # id of the sign-in; None: an API key
     address: str = ""  # of the client
 
+    @property
+    def team_key(self) -> int | None:
+        """Id of the API key if it is for one team only: it sees the team's objects and its own uploads."""
+        return None if self.key_team is None else self.key
+
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
@@ -128,6 +133,18 @@ class TeamMember:
     name: str
     role: Role
     since: Instant
+
+
+@dataclass(frozen=True, slots=True)
+class TeamInvitation:
+    """`invitee`: user name or id as the owner wrote it; `inviter`: name of the owner."""
+
+    team: Team
+    invitee: str
+    role: Role
+    inviter: str
+    created_at: Instant
+    expires_at: Instant
 
 
 @dataclass(frozen=True, slots=True)

@@ -411,6 +411,7 @@ sign_in_nonces = Table(
     metadata,
     _text("nonce", primary_key=True),
     _int("expires_at"),
+    _note("purpose"),
     Index("ix_sign_in_nonces_expires_at", "expires_at"),
 )
 
@@ -486,6 +487,21 @@ memberships = Table(
     _int("since"),
     Index("ix_memberships_user_id", "user_id"),
 )
+
+team_invitations = Table(
+    "team_invitations",
+    metadata,
+    _int("team_id", primary_key=True),
+    _text("invitee", primary_key=True),
+    _maybe("user_id"),
+    _text("role"),
+    _int("made_by"),
+    _int("created_at"),
+    _int("expires_at"),
+    Index("ix_team_invitations_user_id", "user_id"),
+)
+"""Invitations that wait for the invited user's consent. `invitee`: name or id as the owner wrote it; `user_id` is NULL
+if no account has it, so that owners cannot tell names that exist from others."""
 
 quotas = Table(
     "quotas",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from gpool.core.errors import Forbidden, Invalid
+from gpool.core.errors import Conflict, Forbidden, Invalid
 from gpool.core.ids import UserId, decode, encode
 from gpool.core.model import Instant, Permission
 from gpool.core.permissions import Action, ObjectKind, Role, Scope, TeamId, Thing, missing
@@ -19,10 +19,11 @@ from gpool.server.server import Once, Server
 from gpool.server.settings import span
 from gpool.server.store.identity_values import Account, ApiKey, Caller, LinkedWallet, Team
 from gpool.server.store.operations.identity import accounts as operations
+from gpool.server.store.operations.identity import audit as audit_operations
 from gpool.server.store.operations.identity import sessions as session_operations
 from gpool.server.store.operations.identity import teams as team_operations
 from gpool.server.store.operations.identity import users as key_operations
-from gpool.server.store.protocol import Operation, operation
+from gpool.server.store.protocol import Operation, again, operation
 from gpool.server.store.values import User
 from gpool.wallet.signing import from_bytes
 from gpool.wire.documents import instant_to_datetime
@@ -89,7 +90,13 @@ async def create_key(
     )
     words = None if scopes is None else " ".join(sorted(scope.value for scope in scopes))
     audit_entry = entry(
-        now, who, "key.make", encode("key", made.id), name=made.name, scopes=words or "all"
+        now,
+        who,
+        "key.make",
+        encode("key", made.id),
+        name=made.name,
+        scopes=words or "all",
+        **({} if request.team is None else {"team": request.team}),
     )
     answered = await server.write_once(
         who.user,
@@ -174,6 +181,11 @@ def may_register(server: Server, invite: str | None) -> None:
 
 async def register(server: Server, request: UserRequest) -> UserDocument:
     may_register(server, request.invite)
+    for provider in server.settings.oidc:
+        if request.name.startswith(f"{provider.name}-"):
+            raise Conflict(
+                f"names that begin with '{provider.name}-' are for accounts of that identity provider; choose another"
+            )
     hashed = await server.identity.passwords.hash(request.name, request.password)
     made = await create(server, request.name, FirstCredential(password_hash=hashed), request.invite)
     return user_document(Account(made, hashed, None))
@@ -191,8 +203,24 @@ async def create(server: Server, name: str, first: FirstCredential, invite: str 
         now,
         first.identity,
     )
-    audit_entry = entry(now, user, "register", encode("user", user.id), name=name)
-    return await server.write(audited(registering, [audit_entry]))
+    return await server.write(_recorded(registering, invite_hash, now))
+
+
+@operation
+def _recorded(
+    registering: Operation[User], invite_hash: str | None, at: Instant
+) -> Operation[User]:
+    """Registration with its audit entry: permissions, and whose invite it was."""
+    user = yield from again(registering)
+    facts = {
+        "name": user.name,
+        "permissions": " ".join(sorted(each.value for each in user.permissions)),
+    }
+    if invite_hash is not None:
+        facts["invited_by"] = encode("user", (yield from operations.invite_maker(invite_hash)))
+    made = entry(at, user, "register", encode("user", user.id), **facts)
+    yield from audit_operations.append_all([made])
+    return user
 
 
 # ---- the caller's account

@@ -25,9 +25,10 @@ from gpool.server.server import Server
 from gpool.server.settings import OidcProvider, span
 from gpool.server.store.identity_values import Account
 from gpool.server.store.operations.identity import accounts as operations
-from gpool.transfer.requests import is_loopback
+from gpool.transfer.requests import is_loopback, origin_of
 from gpool.wire.identity import OidcFinish, OidcStarted, TokensDocument
 
+NONCE_PURPOSE = "oidc"
 _STATE = FieldLocation("oidc", "state", "sealed")
 
 
@@ -55,7 +56,7 @@ async def start(server: Server, provider: str, redirect_uri: str) -> OidcStarted
         redirect_uri,
         expires_at,
     )
-    await server.write(operations.put_nonce(flow.nonce, expires_at))
+    await server.write(operations.put_nonce(flow.nonce, NONCE_PURPOSE, expires_at))
     sealed = await server.identity.sealer.seal(_STATE, json.dumps(asdict(flow)).encode())
     state = base64.urlsafe_b64encode(sealed).decode()
     url = oidc.authorization_url(
@@ -79,7 +80,7 @@ async def finish(
 ) -> TokensDocument:
     flow = await _opened(server, request.state)
     configured = _configured(server, flow.provider)
-    if not await server.write(operations.take_nonce(flow.nonce, server.now)):
+    if not await server.write(operations.take_nonce(flow.nonce, NONCE_PURPOSE, server.now)):
         raise NotSignedIn("this sign-in was already finished, or it expired; start again")
     identity = await _identity(server, configured, flow, request.code)
     account = await server.store.read(operations.user_by_oidc(identity.issuer, identity.subject))
@@ -116,17 +117,24 @@ async def _identity(
 async def _first(
     server: Server, configured: OidcProvider, identity: ProviderIdentity, invite: str | None
 ) -> Account:
+    """Create the account, named by provider and subject, with a suffix if another account has that name."""
     mark = hashlib.sha256(f"{identity.issuer}\0{identity.subject}".encode()).hexdigest()[:12]
     name = f"{configured.name}-{mark}"
     first = FirstCredential(identity=(identity.issuer, identity.subject))
-    try:
-        user = await accounts.create(server, name, first, invite)
-    except Conflict:
-        found = await server.store.read(operations.user_by_oidc(identity.issuer, identity.subject))
-        if found is None:
-            raise
-        return found  # concurrent first sign-ins
-    return Account(user, None, None)
+    for each in (name, f"{name}-{secrets.token_hex(4)}"):
+        try:
+            user = await accounts.create(server, each, first, invite)
+        except Conflict:
+            found = await server.store.read(
+                operations.user_by_oidc(identity.issuer, identity.subject)
+            )
+            if found is not None:
+                return found  # concurrent first sign-ins
+        else:
+            return Account(user, None, None)
+    raise Conflict(
+        "the account of this identity could not be created because of a concurrent request; sign in again"
+    )
 
 
 async def _opened(server: Server, state: str) -> _OidcFlow:
@@ -156,11 +164,11 @@ def _configured(server: Server, name: str) -> OidcProvider:
 
 def _may_redirect_to(server: Server, uri: str) -> bool:
     try:
-        parts = urlsplit(uri)
-    except ValueError:
+        parts, origin = urlsplit(uri), origin_of(uri)
+    except (ValueError, Invalid):
         return False
     if not uri.isascii() or not uri.isprintable() or parts.username is not None or parts.fragment:
         return False
-    if f"{parts.scheme}://{parts.netloc}" == server.settings.origin:
+    if origin == server.settings.origin:
         return True
     return parts.scheme == "http" and parts.hostname is not None and is_loopback(parts.hostname)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 
 from gpool.core.errors import Invalid, NotFound
-from gpool.core.ids import UserId, decode, encode
+from gpool.core.ids import UserId, encode
 from gpool.core.model import Instant, Permission
 from gpool.core.permissions import Action, ObjectKind, Role, TeamId, Thing, missing
 from gpool.core.quotas import Quota
@@ -20,7 +20,8 @@ from gpool.server.identity.authorization import own, permit
 from gpool.server.server import Once, Server
 from gpool.server.settings import span
 from gpool.server.store.identity_values import Caller, GivenQuota, Team, TeamMember, UserInvite
-from gpool.server.store.operations.identity import accounts, users
+from gpool.server.store.operations.identity import accounts
+from gpool.server.store.operations.identity import invitations as invitation_operations
 from gpool.server.store.operations.identity import teams as operations
 from gpool.server.store.protocol import Operation, operation
 from gpool.wire.documents import instant_to_datetime
@@ -64,7 +65,7 @@ async def list_all_teams(
 
 
 async def get_team(server: Server, who: Caller, id_: TeamId) -> TeamDocument:
-    team, quota = await server.store.read(_permitted(id_, who, Action.TEAM_READ))
+    team, quota = await server.store.read(permitted(id_, who, Action.TEAM_READ))
     return document(team, who.teams.get(id_), quota)
 
 
@@ -74,7 +75,7 @@ async def members(server: Server, who: Caller, id_: TeamId) -> list[TeamMemberDo
 
 
 @operation
-def _permitted(id_: TeamId, who: Caller, action: Action) -> Operation[tuple[Team, GivenQuota]]:
+def permitted(id_: TeamId, who: Caller, action: Action) -> Operation[tuple[Team, GivenQuota]]:
     team = yield from operations.team(id_)
     permit(who, action, _thing(team), named(id_))
     assert team is not None
@@ -83,7 +84,7 @@ def _permitted(id_: TeamId, who: Caller, action: Action) -> Operation[tuple[Team
 
 @operation
 def _members(id_: TeamId, who: Caller) -> Operation[tuple[TeamMember, ...]]:
-    yield from _permitted(id_, who, Action.TEAM_READ)
+    yield from permitted(id_, who, Action.TEAM_READ)
     return (yield from operations.members(id_))
 
 
@@ -101,8 +102,10 @@ def named(id_: TeamId) -> str:
 async def create_team(server: Server, who: Caller, name: str, once: Once | None) -> TeamDocument:
     permit(who, Action.TEAM_MAKE, own(who))
     team = Team(TeamId(server.ids.next()), name, server.now)
+    audit_entry = entry(server.now, who, "team.make", encode("team", team.id), name=name)
+    making = audited(_make(team, who.user.id, server.settings.user_own_teams), [audit_entry])
     answered = await server.write_once(
-        who.user, once, _make(team, who.user.id), lambda id_: msgspec.json.encode(_SavedTeam(id_))
+        who.user, once, making, lambda id_: msgspec.json.encode(_SavedTeam(id_))
     )
     server.credentials.forget()
     await refresh_owners(server, [who.user.id])
@@ -112,7 +115,8 @@ async def create_team(server: Server, who: Caller, name: str, once: Once | None)
 
 
 @operation
-def _make(team: Team, owner: UserId) -> Operation[int]:
+def _make(team: Team, owner: UserId, most: int) -> Operation[int]:
+    yield from invitation_operations.room_for_own_team(owner, most)
     yield from operations.create_team(team, owner)
     return team.id
 
@@ -130,7 +134,7 @@ async def change(
     change = audited(_change(id_, who, wanted, server.settings.team_quota), [audit_entry])
     answered = await server.write_once(who.user, once, change, lambda _: b"")
     if answered.value is None:  # a repetition, for which no permission was asked
-        team, quota = await server.store.read(_permitted(id_, who, Action.TEAM_CHANGE))
+        team, quota = await server.store.read(permitted(id_, who, Action.TEAM_CHANGE))
     else:
         team, quota = answered.value
     if wanted.quota is not None:
@@ -142,7 +146,7 @@ async def change(
 def _change(
     id_: TeamId, who: Caller, wanted: TeamPatch, usual: Quota
 ) -> Operation[tuple[Team, GivenQuota]]:
-    team, quota = yield from _permitted(id_, who, Action.TEAM_CHANGE)
+    team, quota = yield from permitted(id_, who, Action.TEAM_CHANGE)
     if wanted.quota is not None:
         permit(who, Action.QUOTA_SET, Thing(ObjectKind.ACCOUNT, team=id_), named(id_))
         quotas.check(given(wanted.quota), usual)
@@ -157,57 +161,29 @@ def _change(
 
 async def delete(server: Server, who: Caller, id_: TeamId, once: Once | None) -> None:
     members = await server.store.read(operations.members(id_))
-    await server.write_once(who.user, once, _delete(id_, who), lambda _: b"")
+    audit_entry = entry(server.now, who, "team.delete", encode("team", id_))
+    await server.write_once(
+        who.user, once, audited(_delete(id_, who), [audit_entry]), lambda _: b""
+    )
     server.credentials.forget()
     await refresh_owners(server, [member.user for member in members])
 
 
 @operation
 def _delete(id_: TeamId, who: Caller) -> Operation[bool]:
-    yield from _permitted(id_, who, Action.TEAM_DELETE)
+    yield from permitted(id_, who, Action.TEAM_DELETE)
     return (yield from operations.delete_team(id_))
 
 
 # ---- members
 
 
-async def set_member(
-    server: Server, who: Caller, id_: TeamId, user: str, role: Role, once: Once | None
-) -> TeamMemberDocument:
-    now = server.now
-    change = audited(
-        _set_member(id_, who, user, role, now),
-        lambda found: [
-            entry(
-                now,
-                who,
-                "team.role",
-                encode("team", id_),
-                user=encode("user", found),
-                role=role.value,
-            )
-        ],
-    )
-    kept = await server.write_once(who.user, once, change, _saved_member)
-    server.credentials.forget()
-    saved = msgspec.json.decode(kept.body, type=_SavedTeam)
-    await refresh_owners(server, [UserId(saved.id)])
-    for member in await server.store.read(operations.members(id_)):
-        if member.user == saved.id:
-            return _member(member)
-    raise NotFound(f"no user {user[:64]!r} in {named(id_)}")
-
-
-def _saved_member(user: UserId) -> bytes:
-    return msgspec.json.encode(_SavedTeam(user))
-
-
-@operation
-def _set_member(id_: TeamId, who: Caller, user: str, role: Role, at: Instant) -> Operation[UserId]:
-    yield from _permitted(id_, who, Action.TEAM_ROLE_SET)
-    found = yield from _user(user)
-    yield from operations.set_role(id_, found, role, at)
-    return found
+async def member(server: Server, id_: TeamId, user: UserId) -> TeamMemberDocument:
+    """The caller has checked the permission; `NotFound` if the user is no member."""
+    for each in await server.store.read(operations.members(id_)):
+        if each.user == user:
+            return _member(each)
+    raise _no_member(id_, user)
 
 
 async def change_role(
@@ -218,17 +194,14 @@ async def change_role(
     change = audited(_change_role(id_, who, user, role, server.now), [audit_entry])
     await server.write_once(who.user, once, change, lambda _: b"")
     server.credentials.forget()
-    for member in await server.store.read(operations.members(id_)):
-        if member.user == user:
-            return _member(member)
-    raise _no_member(id_, user)
+    return await member(server, id_, user)
 
 
 @operation
 def _change_role(
     id_: TeamId, who: Caller, user: UserId, role: Role, at: Instant
 ) -> Operation[bool]:
-    yield from _permitted(id_, who, Action.TEAM_ROLE_SET)
+    yield from permitted(id_, who, Action.TEAM_ROLE_SET)
     if id_ not in (yield from operations.teams_of(user)):
         raise _no_member(id_, user)
     yield from operations.set_role(id_, user, role, at)
@@ -255,20 +228,10 @@ def _remove_member(id_: TeamId, who: Caller, user: UserId) -> Operation[bool]:
         )
         permit(who, Action.TEAM_LEAVE, membership, named(id_))
     else:
-        yield from _permitted(id_, who, Action.TEAM_ROLE_SET)
+        yield from permitted(id_, who, Action.TEAM_ROLE_SET)
     if not (yield from operations.remove_member(id_, user)):
         raise _no_member(id_, user)
     return True
-
-
-def _user(text: str) -> Operation[UserId]:
-    if text.startswith("u-"):
-        found = yield from users.user(UserId(decode("user", text)))
-    else:
-        found = yield from users.user_by_name(text)
-    if found is None:
-        raise NotFound(f"no user {text[:64]!r} on this server")
-    return found.id
 
 
 def _no_member(id_: TeamId, user: UserId) -> NotFound:
@@ -292,18 +255,23 @@ async def invite(
         id_,
         Role(wanted.role),
     )
+    audit_entry = entry(server.now, who, "team.invite", encode("team", id_), role=wanted.role)
+    inviting = audited(_invite(id_, who, made), [audit_entry])
     answered = await server.write_once(
-        who.user, once, _invite(id_, who, made), lambda at: msgspec.json.encode(SavedInvite(at))
+        who.user, once, inviting, lambda at: msgspec.json.encode(SavedInvite(at))
     )
     saved = msgspec.json.decode(answered.body, type=SavedInvite)
     return UserInviteDocument(
-        token=token, expires_at=instant_to_datetime(Instant(saved.expires_at))
+        token=token,
+        expires_at=instant_to_datetime(Instant(saved.expires_at)),
+        url=server.settings.url,
+        fingerprint=server.pinned,
     )
 
 
 @operation
 def _invite(id_: TeamId, who: Caller, made: UserInvite) -> Operation[int]:
-    yield from _permitted(id_, who, Action.TEAM_INVITE)
+    yield from permitted(id_, who, Action.TEAM_INVITE)
     yield from accounts.create_user_invite(made)
     return made.expires_at
 
@@ -318,15 +286,24 @@ def new_invite_token(server: Server, who: Caller, prefix: str, once: Once | None
 async def join(server: Server, who: Caller, token: str, once: Once | None) -> TeamDocument:
     if not token.startswith((TEAM_INVITE_PREFIX, USER_INVITE_PREFIX)):
         raise Invalid("the token is not an invite to a team; one begins with gpt_")
+    now = server.now
     answered = await server.write_once(
         who.user,
         once,
-        _join(authorization.hashed(token), who.user.id, server.now),
+        audited(
+            _join(authorization.hashed(token), who.user.id, server.settings.user_teams, now),
+            lambda id_: [entry(now, who, "team.join", encode("team", id_), via="token")],
+        ),
         lambda id_: msgspec.json.encode(_SavedTeam(id_)),
     )
     server.credentials.forget()
     await refresh_owners(server, [who.user.id])
     id_ = TeamId(msgspec.json.decode(answered.body, type=_SavedTeam).id)
+    return await as_member(server, who, id_)
+
+
+async def as_member(server: Server, who: Caller, id_: TeamId) -> TeamDocument:
+    """Team that the caller has just joined."""
     team, role = await server.store.read(_as_member(id_, who.user.id))
     if team is None:
         raise NotFound(f"no {named(id_)} of yours")
@@ -334,8 +311,8 @@ async def join(server: Server, who: Caller, token: str, once: Once | None) -> Te
 
 
 @operation
-def _join(hashed: str, user: UserId, at: Instant) -> Operation[int]:
-    team, _ = yield from accounts.join_team(hashed, user, at)
+def _join(hashed: str, user: UserId, most: int, at: Instant) -> Operation[int]:
+    team, _ = yield from accounts.join_team(hashed, user, at, most)
     return team
 
 

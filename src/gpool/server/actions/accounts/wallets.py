@@ -24,6 +24,7 @@ from gpool.server.store.operations.identity import accounts as operations
 from gpool.server.store.protocol import Operation, operation
 from gpool.wallet import signin, signing
 from gpool.wallet.errors import BadSignature
+from gpool.wallet.signin import WalletPurpose
 from gpool.wallet.signing import Address, Signature
 from gpool.wire.documents import instant_to_datetime
 from gpool.wire.identity import (
@@ -42,11 +43,11 @@ _ADDRESS = re.compile(r"0x[0-9a-f]{40}")
 _WORD = re.compile(r"0x(?:[0-9a-fA-F]{2})*")
 
 
-async def nonce(server: Server) -> NonceDocument:
+async def nonce(server: Server, purpose: WalletPurpose) -> NonceDocument:
     made = "".join(secrets.choice(_ALPHABET) for _ in range(NONCE_LETTERS))
     now = server.now
     expires_at = Instant(now + span(server.settings.nonce_s))
-    await server.write(operations.put_nonce(made, expires_at))
+    await server.write(operations.put_nonce(made, purpose.value, expires_at))
     return NonceDocument(
         nonce=made,
         domain=server.settings.address,
@@ -61,7 +62,7 @@ async def sign_in(
     server: Server, request: WalletSignIn, label: str, origin: str = ""
 ) -> TokensDocument:
     try:
-        address = (await verified_wallet(server, request)).lower()
+        address = (await verified_wallet(server, request, WalletPurpose.SIGN_IN)).lower()
     except NotSignedIn:
         facts = {"outcome": REFUSED, "address": origin, "via": "wallet"}
         await note(server, entry(server.now, None, "sign_in", **facts))
@@ -92,7 +93,13 @@ async def _first(server: Server, address: str, invite: str | None) -> Account:
 # ---- verification
 
 
-async def verified_wallet(server: Server, signed: SignedMessage) -> Address:
+async def verified_wallet(
+    server: Server, signed: SignedMessage, purpose: WalletPurpose, account: str = ""
+) -> Address:
+    """Signer of a message for this server, purpose and account; else `NotSignedIn`.
+
+    Statement and nonce both name the purpose, so a signature for one is refused for another.
+    """
     message = signin.parse(signed.message)
     settings = server.settings
     problem = signin.check(
@@ -102,6 +109,7 @@ async def verified_wallet(server: Server, signed: SignedMessage) -> Address:
         chain_id=settings.chain_id,
         nonce=message.nonce,  # `take_nonce` checks that this server issued it
         now=server.now,
+        statement=signin.statement_of(purpose, account),
     )
     if problem is not None:
         raise NotSignedIn(problem.detail)
@@ -114,8 +122,10 @@ async def verified_wallet(server: Server, signed: SignedMessage) -> Address:
             raise
     if not is_signer and settings.chain_url is None:
         raise NotSignedIn(f"the signature was not made by {message.address} for this message")
-    if not await server.write(operations.take_nonce(message.nonce, server.now)):
-        raise NotSignedIn("the nonce is unknown, used or expired; request a new one")
+    if not await server.write(operations.take_nonce(message.nonce, purpose.value, server.now)):
+        raise NotSignedIn(
+            f"the nonce is unknown, used, expired or not for '{purpose}'; request a new one"
+        )
     if not is_signer and not await _contract_accepts(
         server, message.address, text, signed.signature
     ):
@@ -156,7 +166,8 @@ async def _prove_account(
         return
     if request.proof is None:
         raise Invalid("'password' or 'proof' is required: a credential the account already has")
-    address = (await verified_wallet(server, request.proof)).lower()
+    signer = await verified_wallet(server, request.proof, WalletPurpose.APPROVE, who.user.name)
+    address = signer.lower()
     linked = await server.store.read(operations.wallets_of(who.user.id))
     if address == other_than or address not in {wallet.address for wallet in linked}:
         raise Forbidden("the proof is not signed by another wallet of this account")
@@ -183,7 +194,8 @@ async def link(
     server: Server, who: Caller, request: WalletLink, once: Once | None
 ) -> WalletDocument:
     permit(who, Action.WALLET_LINK, own(who))
-    address = (await verified_wallet(server, request)).lower()
+    signer = await verified_wallet(server, request, WalletPurpose.LINK, who.user.name)
+    address = signer.lower()
     await _prove_account(server, who, request, address)
     audit_entry = entry(server.now, who, "wallet.link", address)
     linking = audited(_link(who, address, server.now), [audit_entry])
@@ -204,7 +216,8 @@ async def unlink(
     """Unlink a wallet. Takes two credentials, so that neither a stolen wallet nor a stolen password removes the other."""
     permit(who, Action.WALLET_UNLINK, own(who))
     wanted = _parsed(address)
-    if (await verified_wallet(server, request)).lower() != wanted:
+    signer = await verified_wallet(server, request, WalletPurpose.UNLINK, who.user.name)
+    if signer.lower() != wanted:
         raise Forbidden("the message is not signed by the wallet to be unlinked")
     await _prove_account(server, who, request, wanted)
     audit_entry = entry(server.now, who, "wallet.unlink", wanted)

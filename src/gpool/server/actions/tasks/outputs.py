@@ -14,6 +14,7 @@ from gpool.core.ids import TaskId
 from gpool.core.model import Permission
 from gpool.core.permissions import Action, ObjectKind, Thing, missing
 from gpool.server.actions import quotas
+from gpool.server.actions.audit import note_read
 from gpool.server.actions.tasks import documents, query
 from gpool.server.blobs import UploadPart
 from gpool.server.identity.authorization import own, permit
@@ -49,7 +50,7 @@ async def put(
         if not await server.store.read(artifact_operations.may_upload(who.node, task, epoch)):
             raise _stale()
     charged = (
-        quotas.StoredUpload(upload.sha256, who.user.id)
+        quotas.StoredUpload(upload.sha256, who.user.id, team_key=who.team_key)
         if isinstance(who, Caller)
         else quotas.StoredUpload(upload.sha256, None, who.node, upload.lease)
     )
@@ -104,6 +105,8 @@ async def size_of(
             raise NotFound(hidden.detail, offset=offset) from None
         raise
     assert size is not None
+    if isinstance(who, Caller):
+        await note_read(server, who, Action.ARTIFACT_READ, thing, sha256)
     return size
 
 
@@ -117,7 +120,7 @@ async def _seen(
             ObjectKind.ARTIFACT, holder=who.node
         )
     size = await server.store.read(
-        artifact_operations.visible(sha256, who.user.id, tuple(who.teams))
+        artifact_operations.visible(sha256, who.user.id, tuple(who.teams), who.team_key)
     )
     if size is not None:
         return size, Thing(
@@ -125,13 +128,16 @@ async def _seen(
             owner=who.user.id if who.key_team is None else None,
             team=who.key_team,
         )
-    if Permission.OPERATOR in who.user.permissions:
+    if Permission.OPERATOR in who.user.permissions and who.key_team is None:
         size = await server.store.read(artifact_operations.size_of(sha256))
     return size, missing(ObjectKind.ARTIFACT) if size is None else Thing(ObjectKind.ARTIFACT)
 
 
 def _uploader(who: Caller | NodeCredentials) -> str:
-    return f"u{who.user.id}" if isinstance(who, Caller) else f"n{who.node}"
+    """Name under which parts are kept; a key for one team does not see the parts of its user."""
+    if isinstance(who, NodeCredentials):
+        return f"n{who.node}"
+    return f"u{who.user.id}" if who.team_key is None else f"k{who.team_key}"
 
 
 LOG_ROWS = 500

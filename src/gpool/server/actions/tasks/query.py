@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from gpool.core.errors import Conflict, NotFound
 from gpool.core.ids import BatchId, TaskId, UserId, encode
 from gpool.core.model import Instant, TaskStatus
-from gpool.core.permissions import Action, ObjectKind, TeamId, Thing, missing
+from gpool.core.permissions import POOL, Action, ObjectKind, TeamId, Thing, missing
 from gpool.core.scheduler.state.events import TasksPreempted
-from gpool.server.actions.audit import audited, entry
+from gpool.server.actions.audit import as_operator, audited, entry, note_read
 from gpool.server.actions.tasks import documents
 from gpool.server.identity.authorization import batch_thing, own, permit, task_thing
 from gpool.server.server import Once, Server
@@ -47,6 +47,7 @@ async def task(
 ) -> TaskView:
     view = await server.store.read(brief(operations.task(id_, None)))
     permit(who, action, task_thing(view), named(id_))
+    await note_read(server, who, Action.TASK_READ, task_thing(view), encode("task", id_))
     assert view is not None
     return view
 
@@ -72,9 +73,12 @@ async def listed_account(
     server: Server, who: Caller, everybody: bool, team: TeamId | None
 ) -> tuple[UserId | None, TeamId | None]:
     if everybody:
+        await note_read(server, who, Action.TASKS_LIST_ALL, POOL, "")
         return None, None
     thing = await acting_account(server, who, team)
     permit(who, Action.TASKS_LIST, thing, _team(team))
+    if team is not None:
+        await note_read(server, who, Action.TASKS_LIST, thing, encode("team", team))
     return (who.user.id, None) if team is None else (None, team)
 
 
@@ -141,6 +145,7 @@ async def batch(
 ) -> Batch:
     found = await server.store.read(operations.batch(id_, None))
     permit(who, action, batch_thing(found), f"batch {encode('batch', id_)}")
+    await note_read(server, who, Action.BATCH_READ, batch_thing(found), encode("batch", id_))
     assert found is not None
     return found
 
@@ -184,6 +189,7 @@ def _more(id_: BatchId, after: int) -> Operation[tuple[tuple[BatchResult, ...], 
 async def events(server: Server, who: Caller, id_: TaskId) -> list[EventDocument]:
     story = await server.store.read(operations.story(id_, None))
     permit(who, Action.TASK_READ, task_thing(story), named(id_))
+    await note_read(server, who, Action.TASK_READ, task_thing(story), encode("task", id_))
     assert story is not None
     return documents.events(story)
 
@@ -216,17 +222,23 @@ async def cancel_batch(server: Server, who: Caller, id_: BatchId, once: Once | N
 @operation
 def _cancel_task(id_: TaskId, who: Caller, at: Instant) -> Operation[Recording]:
     found = yield from operations.task(id_, None)
-    permit(who, Action.TASK_CANCEL, task_thing(found), named(id_))
-    return (yield from operations.cancel((id_,), None, at))
+    thing = task_thing(found)
+    permit(who, Action.TASK_CANCEL, thing, named(id_))
+    recording = yield from operations.cancel((id_,), None, at)
+    yield from as_operator(at, who, Action.TASK_CANCEL, thing, encode("task", id_))
+    return recording
 
 
 @operation
 def _cancel_batch(id_: BatchId, who: Caller, at: Instant) -> Operation[Recording]:
     found = yield from operations.batch(id_, None)
-    permit(who, Action.BATCH_CANCEL, batch_thing(found), f"batch {encode('batch', id_)}")
+    thing = batch_thing(found)
+    permit(who, Action.BATCH_CANCEL, thing, f"batch {encode('batch', id_)}")
     yield from operations.close_batch(id_)
     waiting = yield from operations.batch_tasks(id_)
-    return (yield from operations.cancel(waiting, None, at))
+    recording = yield from operations.cancel(waiting, None, at)
+    yield from as_operator(at, who, Action.BATCH_CANCEL, thing, encode("batch", id_))
+    return recording
 
 
 # ---- preemption

@@ -204,6 +204,7 @@ async def _submission(
         tasks=_tasks(server, request),
         at=server.now,
         team=team,
+        team_key=who.team_key,
         secrets=secrets,
         secrets_mark=mark,
     )

@@ -23,12 +23,14 @@ from gpool.server.api.messages import (
 )
 from gpool.server.identity.throttle import RouteClass
 from gpool.server.store.values import NodeCredentials
+from gpool.wallet.signin import WalletPurpose
 from gpool.wire.identity import (
     KeyMade,
     KeyPage,
     KeyRequest,
     MeDocument,
     NonceDocument,
+    NonceRequest,
     OidcFinish,
     OidcStarted,
     PasswordChange,
@@ -93,10 +95,18 @@ async def sign_in_with_password(request: Request) -> Response:
     return uncached(found)
 
 
-@routes.post("/v1/auth/wallet/nonce", Action.SIGN_IN, rate=SIGN_IN, returns=NonceDocument)
+@routes.post(
+    "/v1/auth/wallet/nonce",
+    Action.SIGN_IN_PROVE,
+    rate=SIGN_IN,
+    body=NonceRequest,
+    is_body_required=False,
+    returns=NonceDocument,
+)
 async def create_wallet_nonce(request: Request) -> Response:
-    """Get the nonce that the next sign-in message must contain."""
-    return uncached(await wallets.nonce(server_of(request)))
+    """Get the nonce that the next message signed by a wallet must contain, for one purpose."""
+    wanted, _ = await document_of(request, NonceRequest)
+    return uncached(await wallets.nonce(server_of(request), WalletPurpose(wanted.purpose)))
 
 
 @routes.post(

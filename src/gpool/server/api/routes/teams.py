@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import Query
+from fastapi import Path, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gpool.core.errors import Invalid
 from gpool.core.ids import UserId, decode, encode
 from gpool.core.permissions import Action, Role, TeamId
 from gpool.server.actions import users
-from gpool.server.actions.accounts import teams
+from gpool.server.actions.accounts import invitations, teams
 from gpool.server.api.callers import caller, check, server_of, user_of
-from gpool.server.api.endpoints import NO_CONTENT, EndpointRouter, created
+from gpool.server.api.endpoints import NO_CONTENT, EndpointRouter, SuccessReply, created
 from gpool.server.api.messages import (
     TEAM,
     USER,
@@ -27,6 +28,8 @@ from gpool.server.api.messages import (
 from gpool.server.identity.throttle import RouteClass
 from gpool.server.store.identity_values import Caller
 from gpool.wire.identity import (
+    InvitationDocument,
+    InvitationPage,
     MemberPage,
     MemberPatch,
     MemberRequest,
@@ -45,6 +48,8 @@ from gpool.wire.identity import (
 )
 
 routes = EndpointRouter("teams")
+
+INVITEE = Annotated[str, Path(description="User name or id, as in the invitation", max_length=64)]
 
 
 @routes.get("/v1/teams", Action.TEAMS_LIST, Action.USERS_LIST, returns=TeamPage)
@@ -82,10 +87,30 @@ async def create_team(request: Request) -> Response:
     problems=(404,),
 )
 async def join_team(request: Request) -> Response:
-    """Join a team with the token of an invite."""
+    """Join a team: with the token of an invite, or by accepting an invitation of your account."""
     who = await user_of(request)
     wanted, once = await document_of(request, TeamJoin)
-    return answer(await teams.join(server_of(request), who, wanted.token, once))
+    server = server_of(request)
+    if wanted.token is not None and wanted.team is None:
+        return answer(await teams.join(server, who, wanted.token, once))
+    if wanted.team is not None and wanted.token is None:
+        return answer(await invitations.accept(server, who, _team(wanted.team), once))
+    raise Invalid("send either 'token' or 'team'")
+
+
+@routes.get("/v1/invitations", Action.TEAMS_LIST, returns=InvitationPage)
+async def list_invitations(request: Request) -> Response:
+    """List the teams that have invited you, the newest invitation first."""
+    who = await user_of(request)
+    return answer(InvitationPage(items=await invitations.list_own(server_of(request), who)))
+
+
+@routes.delete("/v1/invitations/{id}", Action.TEAM_JOIN, returns=NO_CONTENT, problems=(404,))
+async def decline_invitation(request: Request, id: TEAM) -> Response:
+    """Decline the invitation to a team."""
+    who = await user_of(request)
+    await invitations.decline(server_of(request), who, _team(id), once_of(request))
+    return no_content()
 
 
 @routes.get("/v1/teams/{id}", Action.TEAM_READ, returns=TeamDocument)
@@ -138,15 +163,34 @@ async def list_team_members(request: Request, id: TEAM) -> Response:
     "/v1/teams/{id}/members",
     Action.TEAM_ROLE_SET,
     body=MemberRequest,
-    returns=created(TeamMemberDocument, "The member"),
+    returns=(
+        created(TeamMemberDocument, "The member, with the new role"),
+        SuccessReply(InvitationDocument, 202, "Invited, if there is such an account"),
+    ),
 )
 async def add_team_member(request: Request, id: TEAM) -> Response:
-    """Add a user to a team by name or id, or change a member's role."""
+    """Invite a user to a team by name or id, or change a member's role. The user joins by accepting."""
     who = await user_of(request)
     wanted, once = await document_of(request, MemberRequest)
     role = Role(wanted.role)
-    made = await teams.set_member(server_of(request), who, _team(id), wanted.user, role, once)
-    return answer(made, 201)
+    made = await invitations.set_member(server_of(request), who, _team(id), wanted.user, role, once)
+    return answer(made, 201 if isinstance(made, TeamMemberDocument) else 202)
+
+
+@routes.get("/v1/teams/{id}/invitations", Action.TEAM_READ, returns=InvitationPage)
+async def list_team_invitations(request: Request, id: TEAM) -> Response:
+    """List the invitations of a team that nobody has accepted yet."""
+    who = await user_of(request)
+    found = await invitations.list_of_team(server_of(request), who, _team(id))
+    return answer(InvitationPage(items=found))
+
+
+@routes.delete("/v1/teams/{id}/invitations/{user}", Action.TEAM_INVITE, returns=NO_CONTENT)
+async def withdraw_invitation(request: Request, id: TEAM, user: INVITEE) -> Response:
+    """Withdraw an invitation, named as it was made."""
+    who = await user_of(request)
+    await invitations.withdraw(server_of(request), who, _team(id), user, once_of(request))
+    return no_content()
 
 
 @routes.patch(

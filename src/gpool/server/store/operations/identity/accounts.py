@@ -14,6 +14,7 @@ from gpool.core.model import Instant, Permission
 from gpool.core.permissions import Role, TeamId
 from gpool.server.store.generated_rows import OidcIdentitiesRecord, UserInvitesRecord, WalletsRecord
 from gpool.server.store.identity_values import Account, LinkedWallet, UserInvite
+from gpool.server.store.operations.identity.invitations import room_for_team
 from gpool.server.store.operations.identity.sessions import end_all
 from gpool.server.store.operations.identity.teams import put_member
 from gpool.server.store.operations.identity.users import (
@@ -107,12 +108,23 @@ def create_user_invite(invite: UserInvite) -> Operation[None]:
     )
 
 
+def invite_maker(invite_hash: str) -> Operation[UserId]:
+    """Account that made this invite, which exists."""
+    [found] = yield from values(
+        UserId, "SELECT made_by FROM user_invites WHERE hashed = :hashed", {"hashed": invite_hash}
+    )
+    return found
+
+
 @operation
-def join_team(invite_hash: str, user: UserId, at: Instant) -> Operation[tuple[TeamId, Role]]:
-    """Redeem a team invite for an existing account. A higher role stays."""
+def join_team(
+    invite_hash: str, user: UserId, at: Instant, most: int
+) -> Operation[tuple[TeamId, Role]]:
+    """Redeem a team invite for an existing account. A higher role stays. `TooMany` past `most` teams."""
     invite = yield from _open_invite(invite_hash, at)
     if invite.team is None or invite.role is None:
         raise Forbidden("this invite is for a new account, not for a team")
+    yield from room_for_team(user, invite.team, most)
     yield from _use_invite(invite, user, at)
     return invite.team, invite.role
 
@@ -429,19 +441,20 @@ def _another_operator(user: UserId) -> Operation[None]:
 
 
 @operation
-def put_nonce(nonce: str, expires_at: Instant) -> Operation[None]:
+def put_nonce(nonce: str, purpose: str, expires_at: Instant) -> Operation[None]:
     yield Statement(
-        "INSERT INTO sign_in_nonces (nonce, expires_at) VALUES (:nonce, :expires_at)",
-        {"nonce": nonce, "expires_at": expires_at},
+        "INSERT INTO sign_in_nonces (nonce, purpose, expires_at) VALUES (:nonce, :purpose, :expires_at)",
+        {"nonce": nonce, "purpose": purpose, "expires_at": expires_at},
     )
 
 
 @operation
-def take_nonce(nonce: str, at: Instant) -> Operation[bool]:
+def take_nonce(nonce: str, purpose: str, at: Instant) -> Operation[bool]:
+    """Use the nonce, once and for the purpose it was issued for."""
     expiries = yield from values(
         Instant,
-        "DELETE FROM sign_in_nonces WHERE nonce = :nonce RETURNING expires_at",
-        {"nonce": nonce},
+        "DELETE FROM sign_in_nonces WHERE nonce = :nonce AND purpose = :purpose RETURNING expires_at",
+        {"nonce": nonce, "purpose": purpose},
     )
     return any(expires_at > at for expires_at in expiries)
 

@@ -136,6 +136,7 @@ def delete_team(id: TeamId) -> Operation[bool]:
         raise Conflict("this team has tasks that are not finished; cancel them first")
     for sql in (
         "DELETE FROM memberships WHERE team_id = :id",
+        "DELETE FROM team_invitations WHERE team_id = :id",
         "DELETE FROM quotas WHERE kind = 'team' AND id = :id",
         "DELETE FROM teams WHERE id = :id",
     ):

@@ -99,6 +99,11 @@ SEES = (
     "r.kind <> 'lease' AND (r.team_id IS NULL AND r.user_id = :user "
     "OR r.team_id IN (SELECT id FROM {teams} AS m))"
 )
+SEES_BY_KEY = (
+    "(r.kind = 'upload' AND r.holder = :key "
+    "OR r.kind <> 'lease' AND r.team_id IN (SELECT id FROM {teams} AS m))"
+)
+"""References that an API key for one team sees: those of the team, and uploads by this key."""
 
 WRITES = (
     "t.id = :task AND t.epoch = :epoch AND t.holding = 1 AND (t.node_id = :node OR t.node_id IS NULL AND EXISTS ("
@@ -169,8 +174,12 @@ def add_artifact(
     node: NodeId | None,
     task_epoch: tuple[TaskId, int] | None,
     at: Instant,
+    key: int | None = None,
 ) -> Operation[bool]:
-    """Record an artifact whose bytes are stored: of a user, or of a node that holds the lease (else False)."""
+    """Record an artifact whose bytes are stored: of a user, or of a node that holds the lease (else False).
+
+    `key`: the API key for one team that uploaded it; the key itself then holds the reference.
+    """
     if task_epoch is not None:
         rows = yield from select(
             TaskOwner,
@@ -188,17 +197,20 @@ def add_artifact(
     if user is None:
         return False
     yield from put_artifact(sha256, size_bytes, at)
-    yield from put_reference(sha256, "upload", user, user)
+    yield from put_reference(sha256, "upload", user if key is None else key, user)
     return True
 
 
 @operation
-def visible(sha256: str, user: UserId, teams: Collection[int] = ()) -> Operation[int | None]:
+def visible(
+    sha256: str, user: UserId, teams: Collection[int] = (), key: int | None = None
+) -> Operation[int | None]:
+    """Size if the user sees the artifact. `key`: of an API key for one team, which is the only one in `teams`."""
     sizes = yield from values(
         int,
         "SELECT a.size_bytes FROM artifacts a WHERE a.sha256 = :sha256 AND EXISTS ("  # noqa: S608
-        f"SELECT 1 FROM artifact_refs r WHERE r.sha256 = a.sha256 AND {SEES})",
-        {"sha256": sha256, "user": user},
+        f"SELECT 1 FROM artifact_refs r WHERE r.sha256 = a.sha256 AND {SEES if key is None else SEES_BY_KEY})",
+        {"sha256": sha256, **({"user": user} if key is None else {"key": key})},
         {"teams": of_ids(teams)},
     )
     return sizes[0] if sizes else None
@@ -264,17 +276,17 @@ def known(sha256: str) -> Operation[bool]:
 
 
 def missing(
-    sha256s: Sequence[str], user: UserId, team: int | None = None
+    sha256s: Sequence[str], user: UserId, team: int | None = None, key: int | None = None
 ) -> Operation[tuple[str, ...]]:
-    """Artifacts that the user cannot see. The others cannot be removed until the transaction ends."""
+    """Artifacts that the user, or a team's API key, cannot see. The others cannot be removed until the transaction ends."""
     if not sha256s:
         return ()
     visible = yield from values(
         str,
         "SELECT a.sha256 FROM {wanted} AS w JOIN artifacts a ON a.sha256 = w.name WHERE EXISTS ("  # noqa: S608
-        f"SELECT 1 FROM artifact_refs r WHERE r.sha256 = a.sha256 AND {SEES}) "
+        f"SELECT 1 FROM artifact_refs r WHERE r.sha256 = a.sha256 AND {SEES if key is None else SEES_BY_KEY}) "
         "/*postgresql FOR SHARE OF a*/",
-        {"user": user},
+        {"user": user} if key is None else {"key": key},
         {"wanted": of_names(sha256s), "teams": of_ids(() if team is None else (team,))},
     )
     found = set(visible)

@@ -56,6 +56,9 @@ class Submission:
     team: TeamId | None = None  # owner of the tasks; None: the user
     secrets: Sequence[tuple[str, bytes]] = ()  # (name, sealed for `spec_id`)
     secrets_mark: str = ""  # keyed hash of the secrets, to find an equal spec; "": equal to none
+    team_key: int | None = (
+        None  # id of the API key for one team that submits; it names what it sees
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,12 +246,12 @@ def _accept(draft: _Draft, *, is_known: bool) -> Operation[MissingArtifacts | Gp
     if not is_known:
         needs += draft.artifacts  # an equal spec of this user refers to them already
     if s.is_new_batch:
-        lacks = yield from missing(needs, s.user, s.team)
+        lacks = yield from missing(needs, s.user, s.team, s.team_key)
         return MissingArtifacts(lacks) if lacks else None
     batch = yield from _open_batch(s)
     if isinstance(batch, GpoolError):
         return batch
-    lacks = yield from missing(needs, s.user, s.team)
+    lacks = yield from missing(needs, s.user, s.team, s.team_key)
     if lacks:
         return MissingArtifacts(lacks)
     draft.first = batch.total
