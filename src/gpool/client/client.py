@@ -287,8 +287,8 @@ class Client:
     ) -> Run:
         """A task submitted earlier or elsewhere.
 
-        `trust`: the function is yours, so a value from your own node may be unpickled. `results="pickle"`: values of any
-        node may be.
+        `trust`: the function is yours, so a pickled value from your own node may be loaded. `results="pickle"`: pickles
+        of any node may be.
         """
         if results not in (None, "pickle"):
             raise Invalid(f'results={results!r} is not known; give "pickle" or leave it out')

@@ -52,7 +52,9 @@ class Options:
     labels: Sequence[str] = ()  # a node must have all of these
     max_price: str | float | None = None  # "0.40/h", for its resources on one node
     team: str | None = None  # team that owns the task, by name or id
-    results: str | None = None  # "pickle": unpickle values from other accounts' nodes too
+    results: str | None = (
+        None  # "pickle": send values pickled, and unpickle those of other accounts' nodes too
+    )
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:

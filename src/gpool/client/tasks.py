@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast, overlo
 
 from gpool.client.options import Options
 from gpool.client.runs import Run
-from gpool.client.values import dumps_function
+from gpool.client.values import RESULTS_AS_DATA, dumps_function
 from gpool.core.errors import Invalid
 
 if TYPE_CHECKING:
@@ -52,16 +52,20 @@ class Task(Generic[P, R]):
         return self.options.name or getattr(self.function, "__qualname__", "function")[:200]
 
     def pickled(self) -> bytes:
+        """Function as the runner receives it, with the format of its results."""
         if self._pickled is None:
             _refuse_unpicklable_returns(self.function, self.label)
             self._pickled = dumps_function(self.function, self.label)
-        return self._pickled
+        return self._pickled + (b"" if self.options.pickle_requested else RESULTS_AS_DATA)
 
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run in the pool and wait; return the value, or raise the exception with the remote traceback as cause.
 
-        A value from another account's node raises `UntrustedResult`, an exception from there becomes `TaskFailed` with
-        its text, unless the task has `results="pickle"`: unpickling lets that node's owner run code in this process.
+        Values are data: numbers, text, bytes, containers, dates, numpy arrays, torch tensors, and dataclasses, named
+        tuples and enumerations that this program has imported. An exception is raised as the class this program has
+        imported, else as `TaskFailed` with its text. Any other value is pickled, and unpickling lets the node's owner run
+        code in this process: from another account's node it raises `UntrustedResult` unless the task has
+        `results="pickle"`.
         """
         return cast(R, self._client().call(self, args, kwargs))
 
