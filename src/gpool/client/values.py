@@ -109,6 +109,11 @@ def _installed_folders() -> set[str]:
 _own = OwnModules()
 
 
+def is_sent_by_value(module: str | None) -> bool:
+    """Whether functions and classes of this module are sent with their code, not by name."""
+    return module is None or module == "__main__" or _own.is_own(module)
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=PROTOCOL)

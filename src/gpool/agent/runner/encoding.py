@@ -173,8 +173,10 @@ class Encoder:
         if (
             cls.__reduce_ex__ is not object.__reduce_ex__
             or cls.__reduce__ is not object.__reduce__
-            or cls.__getstate__ not in (object.__getstate__, dataclasses._dataclass_getstate)
-            or getattr(cls, "__setstate__", None) not in (None, dataclasses._dataclass_setstate)
+            or cls.__getstate__
+            not in (object.__getstate__, getattr(dataclasses, "_dataclass_getstate", None))
+            or getattr(cls, "__setstate__", None)
+            not in (None, getattr(dataclasses, "_dataclass_setstate", None))
         ):
             raise Untransferable(f"{described(cls)}, a dataclass with its own way of pickling")
         other = set(getattr(value, "__dict__", ())).difference(names)
