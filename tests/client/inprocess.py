@@ -20,6 +20,8 @@ from typing import Any
 import cloudpickle
 import httpx2
 
+from gpool.agent.runner import encoding
+from gpool.client.values import RESULTS_AS_DATA
 from gpool.core.ids import decode, encode
 from gpool.core.model import EndReason, Network, Offer, OutputFile, Phase, TaskSpec, Tier
 from gpool.server.app import ensure_operator, make_app, open_server
@@ -235,13 +237,20 @@ class Node:
             return self._command(spec, lease)
         payload = lease.payload or self._get(lease.payload_sha256)
         if spec.function_sha256 not in self._functions:
-            self._functions[spec.function_sha256] = pickle.loads(self._get(spec.function_sha256))
+            sent = self._get(spec.function_sha256)
+            self._functions[spec.function_sha256] = (
+                pickle.loads(sent),
+                sent.endswith(RESULTS_AS_DATA),
+            )
+        function, as_data = self._functions[spec.function_sha256]
         args, kwargs = pickle.loads(payload)
-        reason, text = EndReason.RETURNED, ""
+        reason, text, dumps = EndReason.RETURNED, "", cloudpickle.dumps
         try:
-            value = cloudpickle.dumps(self._functions[spec.function_sha256](*args, **kwargs))
+            returned = function(*args, **kwargs)
+            value = encoding.encode(returned, dumps) if as_data else dumps(returned)
         except (ValueError, ZeroDivisionError, KeyError) as exc:
-            reason, value, text = EndReason.RAISED, cloudpickle.dumps(exc), traceback.format_exc()
+            reason, text = EndReason.RAISED, traceback.format_exc()
+            value = encoding.encode_exception(exc) if as_data else dumps(exc)
         sha256 = ""
         if len(value) > 64 * 1024:
             sha256, value = self._put(lease, value), b""

@@ -18,6 +18,8 @@ from typing import Any
 import cloudpickle
 import httpx2
 
+from gpool.agent.runner import encoding
+from gpool.client.values import RESULTS_AS_DATA
 from gpool.core.ids import encode
 
 
@@ -71,6 +73,7 @@ class Pool(httpx2.BaseTransport):
         self.runs = runs
         self.own_node: bool | None = True  # None: an older server, which does not report it
         self.node_name = "stand-in"
+        self.forged = b""  # sent by the node in the place of every value
         self.command: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {}
         self._change = threading.Condition()
         self._numbers = iter(range(1, 1 << 40))
@@ -275,7 +278,8 @@ class Pool(httpx2.BaseTransport):
         if task["kind"] == "command":
             result |= {"reason": "exited", "exit_code": 0} | self.command(task)
         else:
-            function = pickle.loads(self.artifacts[document["function"]["sha256"]])
+            sent = self.artifacts[document["function"]["sha256"]]
+            function, as_data = pickle.loads(sent), sent.endswith(RESULTS_AS_DATA)
             call = task["call"]
             payload = (
                 base64.b64decode(call)
@@ -284,14 +288,17 @@ class Pool(httpx2.BaseTransport):
             )
             args, kwargs = pickle.loads(payload)
             try:
-                value = cloudpickle.dumps(function(*args, **kwargs))
+                returned = function(*args, **kwargs)
+                dumps = cloudpickle.dumps
+                value = encoding.encode(returned, dumps) if as_data else dumps(returned)
             except (ValueError, ZeroDivisionError, KeyError) as exc:
-                value = cloudpickle.dumps(exc)
+                value = encoding.encode_exception(exc) if as_data else cloudpickle.dumps(exc)
                 result |= {
                     "status": "failed",
                     "reason": "raised",
                     "error_text": traceback.format_exc(),
                 }
+            value = self.forged or value
             if len(value) > 64 * 1024:
                 sha256 = hashlib.sha256(value).hexdigest()
                 self.artifacts[sha256] = value

@@ -191,13 +191,6 @@ def test_an_unknown_option_is_refused_where_it_is_written(client: Client) -> Non
         client.task(timeout="soon")
 
 
-def test_values_of_a_strangers_task_are_never_unpickled(client: Client, pool: Pool) -> None:
-    run = client.task(lambda: 42).submit()
-    with pytest.raises(gpool.Forbidden, match="not unpickled"):
-        client.get(run.id).result()
-    assert client.get(run.id, trust=True).result() == 42
-
-
 def test_a_lost_answer_is_asked_for_again_and_the_task_runs_once(
     client: Client, pool: Pool
 ) -> None:

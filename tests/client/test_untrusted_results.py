@@ -1,9 +1,13 @@
-"""Pickles from nodes of other accounts: none is loaded unless the caller asks for it. Each attack has a control."""
+"""Pickles from nodes of other accounts: none is loaded unless the caller asks for it. Each attack has a control.
+
+Values that are data arrive from every node.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -67,7 +71,7 @@ def values(client: Client, function: Callable[[], object], **options: Any) -> It
     ):
         try:
             yield way()
-        except gpool.GpoolError as error:
+        except (gpool.GpoolError, PlantedError) as error:
             yield error
 
 
@@ -107,22 +111,36 @@ def test_the_planted_value_runs_code_where_the_caller_asked_for_pickles(
     assert trap.exists()
 
 
-def test_a_large_value_of_anothers_node_is_not_even_fetched(client: Client, pool: Pool) -> None:
+def test_data_arrives_from_anothers_node_small_and_large(client: Client, pool: Pool) -> None:
     pool.own_node = False
-    with pytest.raises(gpool.UntrustedResult):
-        client.task(lambda: LARGE).remote()
-    assert not [path for method, path, _ in pool.requests if method == "GET"]
+    assert list(values(client, lambda: {"a": [1, 2.5]})) == [{"a": [1, 2.5]}] * WAYS
+    assert list(values(client, lambda: LARGE)) == [LARGE] * WAYS
     assert client.task(results="pickle")(lambda: LARGE).remote() == LARGE
 
 
-def test_a_planted_exception_is_its_text_and_runs_no_code(
+def test_data_arrives_from_a_task_of_another_program(client: Client, pool: Pool) -> None:
+    run = client.task(lambda: 42).submit()
+    assert client.get(run.id).result() == 42
+
+
+def test_a_pickle_of_another_program_is_loaded_only_where_the_caller_says_so(
     client: Client, pool: Pool, tmp_path: Path
 ) -> None:
+    trap = tmp_path / "ran"
+    run = client.task(planted(str(trap))).submit()
+    with pytest.raises(gpool.Forbidden, match=r"its pickled value is not loaded; .*trust=True"):
+        client.get(run.id).result()
+    assert not trap.exists()
+    client.get(run.id, trust=True).result()
+    assert trap.exists()
+
+
+def test_a_planted_exception_runs_no_code(client: Client, pool: Pool, tmp_path: Path) -> None:
     pool.own_node = False
     trap = tmp_path / "ran"
     for error in values(client, planted_error(str(trap))):
-        assert type(error) is gpool.TaskFailed
-        assert "PlantedError: no such model" in error.detail
+        assert type(error) is PlantedError  # rebuilt from data
+        assert (str(error), error.folder) == ("no such model", str(trap))
         assert isinstance(error.__cause__, RemoteTraceback)
         assert "in fail" in str(error.__cause__)
     assert not trap.exists()
@@ -131,19 +149,42 @@ def test_a_planted_exception_is_its_text_and_runs_no_code(
     assert trap.exists()  # the control
 
 
-def test_the_refusal_names_the_node_and_says_what_to_do(client: Client, pool: Pool) -> None:
+def test_an_exception_pickled_by_an_older_node_is_its_text(
+    client: Client, pool: Pool, tmp_path: Path
+) -> None:
+    pool.own_node = False
+    trap = tmp_path / "ran"
+    pool.forged = pickle.dumps(PlantedError(str(trap)))
+    with pytest.raises(gpool.TaskFailed, match="PlantedError: no such model"):
+        client.task(planted_error(str(trap))).remote()
+    assert not trap.exists()
+
+
+def test_the_refusal_names_the_type_the_node_and_what_to_do(
+    client: Client, pool: Pool, tmp_path: Path
+) -> None:
     pool.own_node, pool.node_name = False, "rig\x1b[2J"
-    run = client.task(lambda: 42).submit()
+    run = client.task(planted(str(tmp_path / "ran"))).submit()
     with pytest.raises(gpool.UntrustedResult) as caught:
         run.result()
     said = caught.value.detail
     assert run.id in said
+    assert "a value of type tests.client.test_untrusted_results.Planted" in said
     assert "node rig\ufffd[2J (n-" in said
     assert "another account" in said
     assert "run code on this machine" in said
+    assert "Return numbers, text" in said
     assert 'results="pickle"' in said
     assert run.wait().value  # the bytes are there for whoever wants them
-    assert client.get(run.id, results="pickle").result() == 42
+    assert client.get(run.id, results="pickle").result() is None
+
+
+def test_a_value_pickled_by_an_older_node_is_refused(client: Client, pool: Pool) -> None:
+    pool.own_node, pool.forged = False, pickle.dumps(42)
+    with pytest.raises(gpool.UntrustedResult, match="returned a pickled value from node"):
+        client.task(lambda: 42).remote()
+    pool.own_node = True
+    assert client.task(lambda: 42).remote() == 42
 
 
 @pytest.mark.parametrize("own_node", [True, False])
@@ -216,6 +257,7 @@ def test_only_the_nodes_owner_unpickles_what_it_returned(
     assert not trap.exists()
     assert list(values(owner, planted(str(trap)))) == [None] * WAYS
     assert trap.exists()
+    assert list(values(stranger, lambda: 42)) == [42] * WAYS
     assert list(values(stranger, lambda: 42, results="pickle")) == [42] * WAYS
 
 

@@ -34,6 +34,7 @@ from gpool.agent.runtime.protocol import (
     StagedInput,
 )
 from gpool.agent.runtime.runner_calls import PYTHON
+from gpool.client.values import RESULTS_AS_DATA
 from gpool.testing.fake_runtime import FakeRun, FakeRuntime
 from tests.tools import engines
 
@@ -180,11 +181,12 @@ class Caller:
 
     def __init__(self, runner: RunnerSandbox) -> None:
         self.runner = runner
+        self.as_data = False  # ask for values as data, not pickled
         self.printed: list[CallOutput] = []
         self._number = 0
 
     async def send(self, function: Callable[..., object], *calls: tuple[object, ...]) -> list[int]:
-        pickled = cloudpickle.dumps(function)
+        pickled = cloudpickle.dumps(function) + (RESULTS_AS_DATA if self.as_data else b"")
         name = hashlib.sha256(pickled).hexdigest()
         await self.runner.define(name, pickled)
         numbers = range(self._number + 1, self._number + 1 + len(calls))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from gpool.client.transport import ApiTransport
 from gpool.client.values import OutputArtifact
-from gpool.core.errors import Conflict, GpoolError, Invalid
+from gpool.core.errors import Conflict, GpoolError, Invalid, TooLarge, Unreachable
 from gpool.core.specs.fields import checked_path, folded_path
 from gpool.transfer.requests import FilePart, Landing, Steps, download, hash_of, path_of, upload
 
@@ -151,9 +151,27 @@ class Artifacts:
         progress(file.path, size_bytes, size_bytes)
         return sha256
 
-    def get(self, sha256: str) -> bytes:
-        """Download into memory: for values, not for files."""
-        return self._api.send("GET", path_of(sha256)).body
+    def get(self, sha256: str, most_bytes: int | None = None) -> bytes | bytearray:
+        """Download into memory: for values, not for files. `TooLarge` before more than `most_bytes` are read."""
+        if most_bytes is None:
+            return self._api.send("GET", path_of(sha256)).body
+        pauses = self._api.pauses()
+        while True:
+            try:
+                return self._bounded(sha256, most_bytes)
+            except Unreachable:
+                pause = next(pauses, None)
+                if pause is None or self._api.wait(pause):
+                    raise
+
+    def _bounded(self, sha256: str, most_bytes: int) -> bytearray:
+        content = bytearray()
+        with self._api.open(path_of(sha256)) as response:
+            for piece in response.iter_bytes():
+                content += piece
+                if len(content) > most_bytes:
+                    raise TooLarge(f"artifact {sha256} has more than {most_bytes} bytes")
+        return content
 
     def fetch(
         self, outputs: Sequence[OutputArtifact], into: Path, progress: TransferProgress = _silent

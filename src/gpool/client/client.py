@@ -69,7 +69,8 @@ class Client:
         self.artifacts = Artifacts(self.api)
         self.task = Decorator(lambda: self)
         """`@client.task(...)`: `@gpool.task` for this client."""
-        self._heads: WeakKeyDictionary[Task[..., Any], bytes] = WeakKeyDictionary()
+        self._heads: WeakKeyDictionary[Task[..., Any], tuple[bytes, bytes]] = WeakKeyDictionary()
+        """Pickled function and start of the request, by task."""
 
     def __enter__(self) -> Client:
         return self
@@ -168,13 +169,14 @@ class Client:
         return b"{%s%s%s]}" % (_deadline(task), self._head(task), call)
 
     def _head(self, task: Task[..., Any]) -> bytes:
-        head = self._heads.get(task)
-        if head is None:
-            function = {"sha256": self.artifacts.put(task.pickled()), "python": PYTHON}
+        pickled = task.pickled()
+        known, head = self._heads.get(task, (b"", b""))
+        if known is not pickled:
+            function = {"sha256": self.artifacts.put(pickled), "python": PYTHON}
             members = {**self._requested(task.options), "name": task.label, "function": function}
             members.pop("by", None)  # "2h" counts from each call
             head = _members(members)[1:] + b',"calls":['
-            self._heads[task] = head
+            self._heads[task] = pickled, head
         return head
 
     def _render(self, pickled: bytes) -> bytes:
@@ -288,8 +290,8 @@ class Client:
     ) -> Run:
         """A task submitted earlier or elsewhere.
 
-        `trust`: the function is yours, so a value from your own node may be unpickled. `results="pickle"`: values of any
-        node may be.
+        `trust`: the function is yours, so a pickled value from your own node may be loaded. `results="pickle"`: pickles
+        of any node may be.
         """
         if results not in (None, "pickle"):
             raise Invalid(f'results={results!r} is not known; give "pickle" or leave it out')

@@ -53,7 +53,9 @@ class Options:
     max_price: str | float | None = None  # "0.40/h", for its resources on one node
     team: str | None = None  # team that owns the task, by name or id
     on: str | None = None  # owners whose nodes may run it: "me", "team:lab", "user:ana", "anyone"
-    results: str | None = None  # "pickle": unpickle values from other accounts' nodes too
+    results: str | None = (
+        None  # "pickle": send values pickled, and unpickle those of other accounts' nodes too
+    )
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:

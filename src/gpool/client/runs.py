@@ -1,7 +1,7 @@
 """`Run`: a submitted task to follow, wait for or cancel; and its output, by page or as a stream that resumes without
 repetition.
 
-Unpickles only values of functions this program submitted, from the caller's own nodes unless requested otherwise.
+Pickles are loaded only for functions this program submitted, from the caller's own nodes unless requested otherwise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from gpool.client.transport import ApiTransport
 from gpool.client.values import Raised, Result, decode_result, failure, outcome
-from gpool.core.errors import Forbidden, GpoolError, Unreachable
+from gpool.core.errors import GpoolError, Unreachable
 
 if TYPE_CHECKING:
     from gpool.client.client import Client
@@ -231,19 +231,19 @@ class Run:
     def result(self, timeout: float | None = None) -> Any:
         """Return a function's value or raise its exception with the remote traceback; None for a successful command.
 
-        `UntrustedResult` if another account's node returned the value; see `Task.remote`.
+        `UntrustedResult` if another account's node returned a pickle; see `Task.remote`.
         """
         result = self.wait(timeout)
         if not self._function:
             if result.status != "succeeded":
                 raise failure(result)
             return None
-        if not self._own:
-            raise Forbidden(
-                f"task {self.id} was not submitted by this program, so its value is not unpickled; "
-                "use client.get(id, trust=True) if the function is yours"
-            )
-        value = outcome(result, self._client.artifacts.get, pickle_requested=self._pickle_requested)
+        value = outcome(
+            result,
+            self._client.artifacts.get,
+            pickle_requested=self._pickle_requested,
+            is_own_task=self._own,
+        )
         if type(value) is Raised:
             raise value.exception
         return value

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast, overload
 
 from gpool.client.options import Options
 from gpool.client.runs import Run
-from gpool.client.values import dumps_function
+from gpool.client.values import RESULTS_AS_DATA, dumps_function, is_sent_by_value
 from gpool.core.errors import Invalid
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ R = TypeVar("R")
 
 
 class Task(Generic[P, R]):
-    """A function with its options. It is pickled, with its modules, at the first remote call."""
+    """A function with its options. It is pickled with the globals and modules it uses, as they are at each call."""
 
     def __init__(
         self, function: Callable[P, R], options: Options, client: Callable[[], Client]
@@ -34,7 +35,8 @@ class Task(Generic[P, R]):
         self.function = function
         self.options = options
         self._client = client
-        self._pickled: bytes | None = None
+        self._pickled = b""
+        self._references: References | None = None
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -52,16 +54,27 @@ class Task(Generic[P, R]):
         return self.options.name or getattr(self.function, "__qualname__", "function")[:200]
 
     def pickled(self) -> bytes:
-        if self._pickled is None:
+        """Function as the runner receives it, with the format of its results; the same object while nothing changed."""
+        if self._references is None:
             _refuse_unpicklable_returns(self.function, self.label)
-            self._pickled = dumps_function(self.function, self.label)
+        elif self._references.are_unchanged():
+            return self._pickled
+        self._references = References(self.function)
+        pickled = dumps_function(self.function, self.label)
+        if not self.options.pickle_requested:
+            pickled += RESULTS_AS_DATA
+        if pickled != self._pickled:
+            self._pickled = pickled
         return self._pickled
 
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run in the pool and wait; return the value, or raise the exception with the remote traceback as cause.
 
-        A value from another account's node raises `UntrustedResult`, an exception from there becomes `TaskFailed` with
-        its text, unless the task has `results="pickle"`: unpickling lets that node's owner run code in this process.
+        Values are data: numbers, text, bytes, containers, dates, numpy arrays, torch tensors, and dataclasses, named
+        tuples and enumerations that this program has imported. An exception is raised as the class this program has
+        imported, else as `TaskFailed` with its text. Any other value is pickled, and unpickling lets the node's owner run
+        code in this process: from another account's node it raises `UntrustedResult` unless the task has
+        `results="pickle"`.
         """
         return cast(R, self._client().call(self, args, kwargs))
 
@@ -87,9 +100,78 @@ class Task(Generic[P, R]):
             for name in Options.__dataclass_fields__
             if name not in changes
         }
-        other = Task(self.function, Options.of({**options, **changes}), self._client)
-        other._pickled = self._pickled
-        return other
+        return Task(self.function, Options.of({**options, **changes}), self._client)
+
+
+_MISSING = object()
+_CONSTANTS = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, type(...), types.BuiltinFunctionType}
+)
+
+
+class References:
+    """Objects that a function reads by name, to notice a change without pickling the function again.
+
+    Constants, functions and installed modules can change only by being replaced, which is noticed by comparing
+    identities. Of anything else (a list, an array, a class or module of the caller's) only a new pickle tells.
+    """
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self._globals: list[tuple[dict[str, Any], str, object]] = []
+        self._cells: list[tuple[types.CellType, object]] = []
+        self._seen: set[int] = set()
+        self._are_comparable = self._is_comparable(function)
+
+    def are_unchanged(self) -> bool:
+        return (
+            self._are_comparable
+            and all(names.get(name, _MISSING) is value for names, name, value in self._globals)
+            and all(_content(cell) is value for cell, value in self._cells)
+        )
+
+    def _is_comparable(self, value: object) -> bool:
+        if isinstance(value, Task):
+            value = value.function
+        if type(value) in _CONSTANTS or id(value) in self._seen:
+            return True
+        if type(value) is tuple:
+            return all(map(self._is_comparable, value))
+        if isinstance(value, types.ModuleType):
+            return not is_sent_by_value(value.__name__)
+        if isinstance(value, type):
+            return not is_sent_by_value(value.__module__) and "<locals>" not in value.__qualname__
+        if type(value) is not types.FunctionType:
+            return False
+        if not is_sent_by_value(value.__module__) and "<locals>" not in value.__qualname__:
+            return True
+        self._seen.add(id(value))
+        return self._reads_comparable(value)
+
+    def _reads_comparable(self, function: types.FunctionType) -> bool:
+        found: list[object] = [function.__defaults__, *(function.__kwdefaults__ or {}).values()]
+        for name in _names(function.__code__):
+            value = function.__globals__.get(name, _MISSING)
+            self._globals.append((function.__globals__, name, value))
+            found.append(None if value is _MISSING else value)
+        for cell in function.__closure__ or ():
+            self._cells.append((cell, _content(cell)))
+            found.append(_content(cell))
+        return not function.__dict__ and all(map(self._is_comparable, found))
+
+
+def _content(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Names that the code and the functions within it may read from the module's globals."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
 
 
 def _refuse_unpicklable_returns(function: Callable[..., object], label: str) -> None:

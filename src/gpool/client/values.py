@@ -1,9 +1,8 @@
 """Values that cross the network: functions and arguments pickled, results decoded into values or exceptions.
 
-`loads` runs code of the pickle's author: its callers check that the node is trusted.
-
-A pickle is loaded only from the caller's own node or with `results="pickle"`: loading runs code chosen by the node's
-owner.
+Results are data (`wire.values`). A pickle is loaded only from the caller's own node or with `results="pickle"`: loading
+runs code chosen by the node's owner.
+One file because functions, arguments and results cross the network under one set of rules.
 """
 
 from __future__ import annotations
@@ -20,22 +19,37 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import cloudpickle  # type: ignore[import-untyped]
 import msgspec
 
 from gpool.core.errors import (
     Cancelled,
+    Forbidden,
     InternalFault,
     Invalid,
     LosesNodes,
     TaskFailed,
     TimedOut,
+    TooLarge,
     UntrustedResult,
+)
+from gpool.wire.values import (
+    DATA,
+    MAX_VALUE_BYTES,
+    NOT_DATA,
+    BadValue,
+    MissingClass,
+    decode,
+    printable,
+    reason_for_pickle,
 )
 
 PROTOCOL = 5
+RESULTS_AS_DATA = b"\ngpool:results=data\n"
+"""After a function's pickle, where unpickling stops: the runner sends values as data (as in agent/runner/serve.py)."""
+
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 _PLAIN = frozenset({int, float, str, bytes, bool, type(None)})
@@ -93,6 +107,11 @@ def _installed_folders() -> set[str]:
 
 
 _own = OwnModules()
+
+
+def is_sent_by_value(module: str | None) -> bool:
+    """Whether functions and classes of this module are sent with their code, not by name."""
+    return module is None or module == "__main__" or _own.is_own(module)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
@@ -181,13 +200,15 @@ def _which_argument(
     return ""
 
 
-def loads(content: bytes) -> Any:
+def loads(content: bytes | bytearray | memoryview) -> Any:
     """Unpickle a value from a trusted node only."""
     return pickle.loads(content)
 
 
-Fetch = Callable[[str], bytes]
-"""Returns a whole artifact by its hash."""
+class Fetch(Protocol):
+    """Return a whole artifact by its hash; `TooLarge` if it has more than `most_bytes`."""
+
+    def __call__(self, sha256: str, most_bytes: int | None = None) -> bytes | bytearray: ...
 
 
 class OutputArtifact(msgspec.Struct, frozen=True):
@@ -250,40 +271,80 @@ class Raised(msgspec.Struct, frozen=True):
     exception: BaseException
 
 
-def outcome(result: Result, fetch: Fetch, *, pickle_requested: bool) -> object:
-    """Value or `Raised`. `pickle_requested`: also load pickles of other accounts' nodes."""
-    is_trusted = result.own_node or pickle_requested
+def outcome(
+    result: Result, fetch: Fetch, *, pickle_requested: bool, is_own_task: bool = True
+) -> object:
+    """Value or `Raised`.
+
+    `pickle_requested`: also load pickles of other accounts' nodes. `is_own_task`: the function is this program's, so
+    its pickles may be loaded at all.
+    """
+    is_trusted = pickle_requested or (result.own_node and is_own_task)
     if result.reason == "returned" and result.status == "succeeded":
+        try:
+            content = result.value or _fetched(result, fetch, is_trusted)
+            if content[:1] == DATA:
+                return decode(content)
+            reason, pickled = "", memoryview(content)
+            if content[:1] == NOT_DATA:
+                reason, pickled = reason_for_pickle(content)
+        except BadValue as exc:
+            return Raised(_undecodable(result, exc))
+        except TaskFailed as exc:  # too large
+            return Raised(exc)
         if not is_trusted:
-            return Raised(_untrusted(result))
-        content = result.value or _fetched(result, fetch)
-        return loads(content)
+            return Raised(_untrusted(result, reason, is_own_task))
+        return loads(pickled)
     if result.reason == "raised":
-        return Raised(_raised(result, fetch, is_trusted=is_trusted))
+        return Raised(_raised(result, fetch, is_trusted))
     return Raised(failure(result))
 
 
-def _untrusted(result: Result) -> UntrustedResult:
+def _where(result: Result) -> str:
     if result.node is None:
-        where = "a node whose owner the server does not report (it may be older than this client)"
-    else:
-        # the owner chose the name: no control character of it may reach a terminal
-        name = "".join(c if c.isprintable() else "\ufffd" for c in result.node_name or "")
-        node = f"{name} ({result.node})" if name else result.node
-        where = f"node {node}, which belongs to another account or was removed"
+        return "a node whose owner the server does not report (it may be older than this client)"
+    # the owner chose the name: no control character of it may reach a terminal
+    name = printable(result.node_name or "")
+    node = f"{name} ({result.node})" if name else result.node
+    if result.own_node:
+        return f"your node {node}"
+    return f"node {node}, which belongs to another account or was removed"
+
+
+def _undecodable(result: Result, bad: BadValue) -> TaskFailed:
+    text = f"the value of task {result.id}, from {_where(result)}, cannot be decoded: {bad}"
+    if isinstance(bad, MissingClass):
+        text += f". The value is kept: client.get({result.id!r}).result() reads it again"
+    return TaskFailed(text, id=result.id, node=result.node)
+
+
+def _untrusted(result: Result, reason: str, is_own_task: bool) -> Forbidden:
+    if not is_own_task and result.own_node:
+        return Forbidden(
+            f"task {result.id} was not submitted by this program, so its pickled value is not loaded; "
+            "use client.get(id, trust=True) if the function is yours"
+        )
+    returned = f"{printable(reason)}, which is sent pickled," if reason else "a pickled value"
     return UntrustedResult(
-        f"task {result.id} returned a pickled value from {where}. It was not unpickled: unpickling would let that "
-        'node\'s owner run code on this machine. If you trust the owner, use @gpool.task(results="pickle"), or '
+        f"task {result.id} returned {returned} from {_where(result)}. It was not unpickled: unpickling would let "
+        "that node's owner run code on this machine. Return numbers, text, lists, dicts, dataclasses, numpy arrays "
+        'or torch tensors; or, if you trust the owner, use @gpool.task(results="pickle"), or '
         f'client.get({result.id!r}, results="pickle") for this value',
         id=result.id,
         node=result.node,
     )
 
 
-def _fetched(result: Result, fetch: Fetch) -> bytes:
+def _fetched(result: Result, fetch: Fetch, is_trusted: bool) -> bytes | bytearray:
     if not result.value_sha256:
         raise InternalFault(f"the value of task {result.id} is missing from the server's response")
-    content = fetch(result.value_sha256)
+    try:
+        content = fetch(result.value_sha256, None if is_trusted else MAX_VALUE_BYTES)
+    except TooLarge as exc:
+        raise TaskFailed(
+            f"the value of task {result.id}, from {_where(result)}, has more than {MAX_VALUE_BYTES >> 20} MiB; "
+            f'return less per call, or, if you trust the owner, use client.get({result.id!r}, results="pickle")'
+        ) from exc
     if hashlib.sha256(content).hexdigest() != result.value_sha256:
         raise InternalFault(
             f"the value of task {result.id} does not match its hash; fetch it again"
@@ -291,25 +352,27 @@ def _fetched(result: Result, fetch: Fetch) -> bytes:
     return content
 
 
-def _raised(result: Result, fetch: Fetch, *, is_trusted: bool) -> BaseException:
-    """`TaskFailed` with the text if the pickle is not trusted; the remote traceback is the cause."""
+def _raised(result: Result, fetch: Fetch, is_trusted: bool) -> BaseException:
+    """The exception, or `TaskFailed` with the text if it cannot be rebuilt; the remote traceback is the cause."""
     exception: object = None
-    if is_trusted and (result.value or result.value_sha256):
-        try:
-            exception = loads(result.value or _fetched(result, fetch))
-        except (*PICKLING_ERRORS, EOFError, KeyError, IndexError) as exc:
-            exception = None
-            reason = f"; its exception could not be rebuilt here: {exc}"
-        else:
-            reason = ""
-    else:
-        reason = ""
-    if not isinstance(exception, BaseException):
+    reason = ""
+    try:
+        if result.value or result.value_sha256:
+            exception = _exception(result.value or _fetched(result, fetch, is_trusted), is_trusted)
+    except (*PICKLING_ERRORS, EOFError, KeyError, IndexError, BadValue, TaskFailed) as exc:
+        reason = f"; its exception could not be rebuilt here: {exc}"
+    if not isinstance(exception, Exception) or type(exception) is TaskFailed:
         last = result.error_text.strip().rpartition("\n")[2] or "it raised an exception"
         exception = TaskFailed(f"task {result.id} failed: {last}{reason}", id=result.id)
     if result.error_text:
         exception.__cause__ = RemoteTraceback(result.error_text)
     return exception
+
+
+def _exception(content: bytes | bytearray, is_trusted: bool) -> object:
+    if content[:1] == DATA:
+        return decode(content)
+    return loads(content) if is_trusted else None
 
 
 def failure(result: Result) -> TaskFailed:

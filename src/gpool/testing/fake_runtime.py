@@ -13,6 +13,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gpool.agent.runner import encoding
+from gpool.agent.runner.serve import RESULTS_AS_DATA
 from gpool.agent.runtime.protocol import (
     BadOutput,
     CallAnswer,
@@ -137,16 +139,18 @@ class FakeRunner:
     def _answer(self, call: FunctionCall) -> CallAnswer:
         printed, complained = io.StringIO(), io.StringIO()
         raised, text = False, ""
+        as_data = self._functions[call.function].endswith(RESULTS_AS_DATA)
         arguments = call.arguments
         if call.arguments_file is not None:
             arguments = call.arguments_file.read_bytes()
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complained):
             try:
                 args, kwargs = pickle.loads(arguments)
-                value = pickle.dumps(pickle.loads(self._functions[call.function])(*args, **kwargs))
+                result = pickle.loads(self._functions[call.function])(*args, **kwargs)
+                value = encoding.encode(result, pickle.dumps) if as_data else pickle.dumps(result)
             except Exception as failure:  # noqa: BLE001 - the answer of the call
                 raised, text = True, traceback.format_exc()
-                value = pickle.dumps(failure)
+                value = encoding.encode_exception(failure) if as_data else pickle.dumps(failure)
         streams = ((1, printed.getvalue().encode()), (2, complained.getvalue().encode()))
         output = tuple((number, data) for number, data in streams if data)
         if len(value) <= INLINE_LIMIT_BYTES:

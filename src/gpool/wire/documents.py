@@ -259,7 +259,7 @@ class ResultDocument(Answer):
     status: str
     reason: str | None = None
     exit_code: int | None = None
-    value: str = ""  # base64 of the pickled value or exception
+    value: str = ""  # base64 of the value or exception, as data (decision 0019) or pickled
     value_sha256: str = ""
     error_text: str = ""
     outputs: list[OutputDocument] = []

@@ -64,7 +64,7 @@ class Finished(_Frame, frozen=True):
     epoch: int
     reason: EndReason
     exit_code: int | None = None
-    value: bytes = b""  # a function's pickled value or exception, when small
+    value: bytes = b""  # a function's value or exception, when small; never decoded on its way
     value_sha256: str = ""  # ... or the artifact that holds it
     error_text: str = ""  # for people: traceback or message
     duration_us: int = 0  # as the agent measured it; a hint, billing uses the server's times

@@ -4,13 +4,13 @@
 own, where it may kill every other process; `guarded`: under a supervisor, where it kills its descendants.
 
 Frames in both directions: length (u32, of the body), kind (u8), body; little-endian.
-  in   1 define    sha256 (32 bytes), pickled function
+  in   1 define    sha256 (32 bytes), pickled function, RESULTS_AS_DATA if its values are to be sent as data
        2 call      number (u64), sha256, pickled (args, kwargs)
        3 call      number (u64), sha256; the pickle is a descriptor received over FILES
        4 preload   names of modules, a zero byte between them; at most once, before all other frames
        5 assign    variables, NAME=VALUE, a zero byte between them; at most once, before the first call
   out  1 ready     marker (16 bytes), written at the end of each call's output on stdout and stderr
-       2 answer    number (u64), raised (u8), microseconds (u64), length of the text (u32), text, pickled value
+       2 answer    number (u64), raised (u8), microseconds (u64), length of the text (u32), text, value
        3 answer    the same; the value is a file in the values directory, named by the number
        4 retire    no more answers will come
        5 warm      forks (u8): the modules are imported or skipped; 0: one of them opened a GPU
@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import gc
 import os
 import pickle
@@ -49,6 +50,10 @@ TEXT_LIMIT = 64 * 1024
 PR_SET_CHILD_SUBREAPER = 36
 UMASK = 0o022
 HIGH = 200  # the runner's own descriptors, out of the reach of calls
+RESULTS_AS_DATA = b"\ngpool:results=data\n"  # after the pickle's end; as in client/values.py
+SHORT_TEXT, INT64 = 250, 1 << 63
+INT, FLOAT = struct.Struct("<2sq"), struct.Struct("<2sd")  # frequent values; others: encoding.py
+TEXT = struct.Struct("<2sI")
 DONE, LEAVING = b"d", b"l"  # sent by a child to its parent after each answer
 MOST_FIRST_PID = 16  # the first processes of a namespace have such numbers
 
@@ -83,6 +88,7 @@ class FunctionRunner:
         self.files = socket.socket(fileno=files)
         self.values = values
         self.functions: dict[bytes, Any] = {}
+        self.as_data: set[bytes] = set()  # functions whose values are sent as data
         self.marker = b"\0\xff" + os.urandom(14)  # no text ends with its beginning
         self.home = os.getcwd()
         self.folders = [self.home, "/tmp", "/dev/shm"] if alone else [self.home]
@@ -106,7 +112,7 @@ class FunctionRunner:
                     if kind == DEFINE:
                         self.functions[body[:32]] = body[32:]
                     elif kind == PRELOAD:
-                        if forking().warm(self, body, bytes(buffer[start:])):
+                        if beside("forking").warm(self, body, bytes(buffer[start:])):
                             return
                     elif kind == ASSIGN:
                         self.assign(body)
@@ -131,20 +137,19 @@ class FunctionRunner:
         try:
             function = self.functions[sha256]
             if type(function) is bytes:
+                if function.endswith(RESULTS_AS_DATA):
+                    self.as_data.add(sha256)
                 function = self.functions[sha256] = self.load_function(function)
             if kind == CALL_FILE:
                 args, kwargs = self.receive()
             else:
                 args, kwargs = pickle.loads(memoryview(body)[CALL_HEAD.size :])
             result = function(*args, **kwargs)
-            try:
-                value = pickle.dumps(result, 5)
-            except (pickle.PicklingError, AttributeError, TypeError, RecursionError, ImportError):
-                value = self.dump(result)
+            value = self.encode(result) if sha256 in self.as_data else self.dump(result)
             del args, kwargs, result
         except BaseException as failure:  # noqa: BLE001 - any exception is the answer
             raised = 1
-            value, text = self.describe(failure)
+            value, text = self.describe(failure, sha256 in self.as_data)
             del failure
         if os.getpid() != self.pid:
             os._exit(0)  # a child forked by the function returned: the parent answers
@@ -187,15 +192,30 @@ class FunctionRunner:
         with open(descriptors[0], "rb") as arguments:
             return pickle.load(arguments)
 
+    def encode(self, result: Any) -> bytes:
+        kind = type(result)
+        if kind is int and -INT64 <= result < INT64:
+            return INT.pack(b"\x01i", result)
+        if kind is float:
+            return FLOAT.pack(b"\x01f", result)
+        if kind is str and len(result) < SHORT_TEXT and result.isascii():
+            return TEXT.pack(b"\x01s", len(result)) + bytes(result, "ascii")
+        if result is None:
+            return b"\x01N"
+        return bytes(beside("encoding").encode(result, self.dump))
+
     def dump(self, result: object) -> bytes:
         try:
-            return bytes(cloudpickle.dumps(result, 5))
+            try:
+                return pickle.dumps(result, 5)
+            except (pickle.PicklingError, AttributeError, TypeError, RecursionError, ImportError):
+                return bytes(cloudpickle.dumps(result, 5))
         except Exception as refused:
             raise TypeError(
                 f"the function returned a {type(result).__qualname__} that cannot be sent back: {refused}"
             ) from refused
 
-    def describe(self, failure: BaseException) -> tuple[bytes, str]:
+    def describe(self, failure: BaseException, as_data: bool) -> tuple[bytes, str]:
         trace = failure.__traceback__.tb_next if failure.__traceback__ else None
         try:
             lines = traceback.format_exception(type(failure), failure, trace)
@@ -204,12 +224,15 @@ class FunctionRunner:
             text = f"{type(failure).__qualname__} (its text cannot be made)"
         if len(text) > TEXT_LIMIT:
             text = text[: TEXT_LIMIT // 2] + "\n…\n" + text[-TEXT_LIMIT // 2 :]
-        try:
-            if not isinstance(failure, Exception):  # SystemExit must not end the consumer
-                raise TypeError
-            value = bytes(cloudpickle.dumps(failure, 5))
-            pickle.loads(value)
-        except BaseException:  # noqa: BLE001 - user code runs in there too
+        value = b""
+        with contextlib.suppress(BaseException):  # user code runs in there too
+            if as_data:
+                value = beside("encoding").encode_exception(failure)
+            elif isinstance(failure, Exception):  # SystemExit must not end the consumer
+                pickled = cloudpickle.dumps(failure, 5)
+                pickle.loads(pickled)
+                value = pickled
+        if not value and not as_data:
             last = text.strip().splitlines()[-1] if text.strip() else type(failure).__qualname__
             value = pickle.dumps(RuntimeError(last), 5)
         failure.__traceback__ = None
@@ -295,10 +318,11 @@ class FunctionRunner:
             written += os.write(self.answers, frame[written:])
 
 
-def forking() -> Any:
-    """Load forking.py, which lies beside this script and on no module path."""
-    path = os.path.join(os.path.dirname(__file__), "forking.py")
-    module: Any = type(sys)("gpool_forking")
+@functools.cache
+def beside(name: str) -> Any:
+    """Load a module that lies beside this script and on no module path."""
+    path = os.path.join(os.path.dirname(__file__), f"{name}.py")
+    module: Any = type(sys)(f"gpool_{name}")
     with open(path, "rb") as script:
         exec(compile(script.read(), path, "exec"), module.__dict__)
     return module

@@ -180,7 +180,7 @@ class FunctionCall:
 
 @dataclass(frozen=True, slots=True)
 class CallAnswer:
-    """`value` is pickled; the agent never loads it."""
+    """`value` is encoded data or a pickle; the agent loads neither."""
 
     number: int
     raised: bool

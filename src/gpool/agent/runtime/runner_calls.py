@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import fcntl
 import os
-import pickle
 import socket
 import struct
 import sys
@@ -399,8 +398,7 @@ class RunnerClient:
             )
         except (BadOutput, OSError) as bad:
             text = f"the function's value cannot be collected: {bad}"
-            value = pickle.dumps(RuntimeError(text))
-            return replace(answer, raised=True, value=value, error_text=text)
+            return replace(answer, raised=True, value=b"", error_text=text)
         return replace(answer, value_file=path)
 
 

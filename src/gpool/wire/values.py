@@ -1,0 +1,576 @@
+"""Decoder of function results sent as data (format: decision 0019; `agent/runner/encoding.py` encodes).
+
+The bytes come from a node nobody trusts: decoding imports no module and calls no `__init__`, `__post_init__`,
+`__setstate__` or `__reduce__`; it finds classes among the modules imported already.
+One file because every tag of the format has its reader here.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime
+import decimal
+import enum
+import math
+import os
+import pathlib
+import re
+import struct
+import sys
+import types
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from gpool.core.errors import TaskFailed
+
+DATA, NOT_DATA = b"\x01", b"\x02"
+"""First byte of a value sent as data; of a pickle with the reason why it is none. No pickle starts with either."""
+
+MAX_OBJECTS = 1 << 20
+"""Total cost of the objects in one value: 1 each, and more for the following."""
+
+MAX_DEPTH = 100
+MAX_VALUE_BYTES = 64 * 1024 * 1024
+"""Size of a value from a node that is not the caller's."""
+
+MAX_WIDE_TEXT_BYTES = 16 * 1024 * 1024
+"""Text that is not ASCII: it may take four times as much memory."""
+
+SEQUENCE_COST, OBJECT_COST = 2, 8  # of a list or tuple; of a dict, set, dataclass, array, path …
+MAX_DIMENSIONS = 32
+MAX_REASON_BYTES = 64 * 1024
+MANY_KEYS = 64
+MAX_EQUAL_HASHES = 32
+_DIRECT_TEXT_BYTES = 4096
+
+_COUNT, _INT, _FLOAT = struct.Struct("<I"), struct.Struct("<q"), struct.Struct("<d")
+_COMPLEX, _DATE = struct.Struct("<dd"), struct.Struct("<HBB")
+_DATETIME, _TIME = struct.Struct("<HBBBBBIB"), struct.Struct("<BBBIB")
+_TIMEDELTA = struct.Struct("<iII")
+_TEXT_AT = 6
+_FREQUENT: dict[bytes, tuple[struct.Struct | None, int, object]] = {
+    b"i": (_INT, 10, None),
+    b"f": (_FLOAT, 10, None),
+    b"N": (None, 2, None),
+    b"T": (None, 2, True),
+    b"F": (None, 2, False),
+}
+"""Values that need no decoder: form and size of the whole, or the value itself."""
+
+_ARRAY_TYPE = re.compile(r"[<>|](?:[biufcSU][1-9][0-9]{0,8}|[mM]8(?:\[[0-9]{0,9}[A-Za-z]{1,2}\])?)")
+TENSOR_TYPES = frozenset(
+    {
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"),
+        *("complex64", "complex128"),
+    }
+)
+FACTORIES = (None, int, float, str, bool, bytes, list, tuple, dict, set)
+
+
+class BadValue(Exception):
+    """The bytes are not a value in this format, exceed a limit, or name a class that is not imported here."""
+
+
+class MissingClass(BadValue):
+    """The value needs a class or module that this program has not imported."""
+
+
+def decode(content: bytes | bytearray) -> Any:
+    """Decode a value whose first byte is `DATA`; `BadValue` says what is wrong with it."""
+    frequent = _FREQUENT.get(bytes(content[1:2]))
+    if frequent is not None:
+        form, size, value = frequent
+        if len(content) == size:
+            return value if form is None else form.unpack_from(content, 2)[0]
+    elif content[1:2] == b"s" and len(content) < _DIRECT_TEXT_BYTES:
+        text = bytes(content[_TEXT_AT:])
+        if _COUNT.pack(len(text)) == content[2:_TEXT_AT] and text.isascii():
+            return text.decode("ascii")
+    decoder = Decoder(content)
+    try:
+        value = decoder.value(0)
+    except BadValue:
+        raise
+    except (IndexError, struct.error) as exc:
+        raise BadValue("it ends too early") from exc
+    except RecursionError as exc:
+        raise BadValue("it is nested too deeply for this program's recursion limit") from exc
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as exc:
+        raise BadValue(f"it holds an impossible value ({exc})"[:500]) from exc
+    if decoder.at != len(content):
+        raise BadValue(f"{len(content) - decoder.at} bytes follow its end")
+    return value
+
+
+def reason_for_pickle(content: bytes | bytearray) -> tuple[str, memoryview]:
+    """Split content that starts with `NOT_DATA` into the reason and the pickle."""
+    if len(content) < 1 + _COUNT.size:
+        raise BadValue("it ends too early")
+    (length,) = _COUNT.unpack_from(content, 1)
+    start = 1 + _COUNT.size
+    if length > min(MAX_REASON_BYTES, len(content) - start):
+        raise BadValue("it ends too early")
+    text = bytes(content[start : start + length]).decode("utf-8", "replace")
+    return text, memoryview(content)[start + length :]
+
+
+class Decoder:
+    """Position and remaining limits of one value. Each limit is checked before memory is allocated for it."""
+
+    __slots__ = ("at", "classes", "data", "end", "left", "view", "wide_left")
+
+    def __init__(self, data: bytes | bytearray) -> None:
+        self.data, self.view = data, memoryview(data)
+        self.at, self.end = 1, len(data)
+        self.left = MAX_OBJECTS
+        self.wide_left = MAX_WIDE_TEXT_BYTES
+        self.classes: list[tuple[type | None, str, tuple[str, ...]]] = []
+
+    def value(self, depth: int) -> Any:
+        tag = self.data[self.at]
+        self.at += 1
+        reader = READERS.get(tag)
+        if reader is None:
+            raise BadValue(f"it holds the unknown tag {tag}")
+        return reader(self, depth)
+
+    def spend(self, cost: int, depth: int = 0) -> None:
+        self.left -= cost
+        if self.left < 0:
+            raise BadValue(f"it has more than {MAX_OBJECTS:,} objects")
+        if depth > MAX_DEPTH:
+            raise BadValue(f"it is nested more than {MAX_DEPTH} levels deep")
+
+    def count(self) -> int:
+        (count,) = _COUNT.unpack_from(self.data, self.at)
+        self.at += _COUNT.size
+        return int(count)
+
+    def items(self, cost: int, depth: int, per_item: int = 1) -> range:
+        """Read the number of items, which have at least one byte each."""
+        count = self.count() * per_item
+        if count > self.end - self.at:
+            raise BadValue(f"it promises {count:,} items in {self.end - self.at:,} bytes")
+        self.spend(cost + count, depth)
+        return range(count)
+
+    def buffer(self) -> memoryview:
+        length = self.count()
+        start, self.at = self.at, self.at + length
+        if self.at > self.end:
+            raise BadValue(f"it promises {length:,} bytes and has {self.end - start:,}")
+        return self.view[start : self.at]
+
+    def unpack(self, form: struct.Struct) -> tuple[Any, ...]:
+        start, self.at = self.at, self.at + form.size
+        return form.unpack_from(self.data, start)
+
+    def text(self) -> str:
+        data = self.buffer()
+        if len(data) < _DIRECT_TEXT_BYTES:
+            short = bytes(data)
+            if short.isascii():
+                return short.decode("ascii")
+        else:
+            try:
+                return str(data, "ascii")
+            except UnicodeDecodeError:
+                pass
+        self.wide_left -= len(data)
+        if self.wide_left < 0:
+            raise BadValue(
+                f"it has more than {MAX_WIDE_TEXT_BYTES >> 20} MiB of text that is not ASCII"
+            )
+        return str(data, "utf-8", "surrogatepass")
+
+    def tagged(self, kind: type, depth: int) -> Any:
+        """Read a value that must have this type."""
+        found = self.value(depth)
+        if type(found) is not kind:
+            raise BadValue(f"it has a {type(found).__name__} where a {kind.__name__} must be")
+        return found
+
+    def sequence(self, cost: int, depth: int) -> list[Any]:
+        return [self.value(depth + 1) for _ in self.items(cost, depth)]
+
+    def keyed(self, depth: int) -> dict[Any, Any]:
+        found = [self.value(depth + 1) for _ in self.items(OBJECT_COST, depth, 2)]
+        keys = found[::2]
+        refuse_collisions(keys)
+        return dict(zip(keys, found[1::2], strict=True))
+
+    def class_(self) -> tuple[type | None, str, tuple[str, ...]]:
+        """The class (None: not imported here), its name, the names of its fields."""
+        number = self.count()
+        if number < len(self.classes):
+            return self.classes[number]
+        if number > len(self.classes):
+            raise BadValue("it uses a class before it is defined")
+        module, name = self.tagged(str, 0), self.tagged(str, 0)
+        fields = self.tagged(tuple, 0)
+        if not all(type(field) is str for field in fields):
+            raise BadValue("it names a field by something that is no text")
+        found = imported_class(module, name), f"{module}.{name}", fields
+        self.classes.append(found)
+        return found
+
+    def known_class(self) -> tuple[type, tuple[str, ...]]:
+        cls, name, fields = self.class_()
+        if cls is None:
+            module = name.rpartition(".")[0]
+            raise MissingClass(
+                f"it has a {printable(name)}, and this program has not imported that class; "
+                f"import {printable(module)} before you read the value"
+            )
+        return cls, fields
+
+
+def printable(text: str) -> str:
+    """Names come from the node: no control character of them may reach a terminal."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text[:200])
+
+
+def imported_class(module: str, name: str) -> type | None:
+    """Look the class up among what is imported; runs neither imports nor `__getattr__` of a module."""
+    found: Any = sys.modules.get(module)
+    if not issubclass(type(found), types.ModuleType):
+        return None
+    names: Any = _MODULE_DICT(found)
+    for part in name.split("."):
+        found = names.get(part)
+        if not issubclass(type(found), type):
+            return None
+        names = _TYPE_DICT(found)
+    assert isinstance(found, type)
+    return found
+
+
+_MODULE_DICT = vars(types.ModuleType)["__dict__"].__get__
+_TYPE_DICT = type.__dict__["__dict__"].__get__
+_EXCEPTION_DICT = BaseException.__dict__["__dict__"].__get__
+_SET_ARGUMENTS = BaseException.__dict__["args"].__set__
+
+
+def refuse_collisions(keys: list[Any]) -> None:
+    """Refuse keys chosen to have equal hashes: a table of them takes quadratic time."""
+    if len(keys) < MANY_KEYS or set(map(type, keys)) == {str}:
+        return
+    if max(collections.Counter(map(hash, keys)).values()) > MAX_EQUAL_HASHES:
+        raise BadValue("it has too many keys with equal hashes")
+
+
+# ---- readers, one for each tag
+
+
+def _packed(decoder: Decoder, depth: int, code: str) -> list[Any]:
+    count = decoder.count()
+    start, end = decoder.at, decoder.at + 8 * count
+    if end > decoder.end:
+        raise BadValue(f"it promises {count:,} numbers in {decoder.end - start:,} bytes")
+    decoder.spend(SEQUENCE_COST + count, depth)
+    decoder.at = end
+    return list(struct.unpack_from(f"<{count}{code}", decoder.data, start))
+
+
+def _set(decoder: Decoder, depth: int) -> set[Any]:
+    members = decoder.sequence(OBJECT_COST, depth)
+    refuse_collisions(members)
+    return set(members)
+
+
+def _counter(decoder: Decoder, depth: int) -> collections.Counter[Any]:
+    counter: collections.Counter[Any] = collections.Counter()
+    dict.update(counter, decoder.keyed(depth))
+    return counter
+
+
+def _deque(decoder: Decoder, depth: int) -> collections.deque[Any]:
+    items = decoder.sequence(OBJECT_COST, depth)
+    most = decoder.value(depth)
+    if most is not None and type(most) is not int:
+        raise BadValue("it has a deque whose length is no number")
+    return collections.deque(items, most)
+
+
+def _defaultdict(decoder: Decoder, depth: int) -> dict[Any, Any]:
+    (number,) = decoder.unpack(_BYTE)
+    if decoder.unpack(_BYTE)[0] != ord("d"):
+        raise BadValue("it has a defaultdict without entries")
+    return collections.defaultdict(FACTORIES[number], decoder.keyed(depth))
+
+
+_BYTE = struct.Struct("<B")
+
+
+def _range(decoder: Decoder, depth: int) -> range:
+    decoder.spend(OBJECT_COST + 3, depth)
+    return range(*(decoder.tagged(int, depth + 1) for _ in range(3)))
+
+
+def _zone(decoder: Decoder, depth: int) -> datetime.tzinfo | None:
+    zone = decoder.value(depth)
+    if zone is not None and type(zone) is not datetime.timezone:
+        raise BadValue(f"it has a time zone that is a {type(zone).__name__}")
+    return zone
+
+
+def _timezone(decoder: Decoder, depth: int) -> datetime.timezone:
+    decoder.spend(OBJECT_COST, depth)
+    offset, name = decoder.tagged(datetime.timedelta, depth), decoder.value(depth)
+    if name is None:
+        return datetime.timezone(offset)
+    return datetime.timezone(offset, name)
+
+
+def _datetime(decoder: Decoder, depth: int) -> datetime.datetime:
+    *clock, fold = decoder.unpack(_DATETIME)
+    local = datetime.datetime(*clock)  # noqa: DTZ001 - the zone follows
+    return local.replace(tzinfo=_zone(decoder, depth), fold=fold)
+
+
+def _time(decoder: Decoder, depth: int) -> datetime.time:
+    *clock, fold = decoder.unpack(_TIME)
+    return datetime.time(*clock).replace(tzinfo=_zone(decoder, depth), fold=fold)
+
+
+def _decimal(decoder: Decoder, _: int) -> decimal.Decimal:
+    decoder.spend(OBJECT_COST)
+    return decimal.Decimal(decoder.text())
+
+
+def _uuid(decoder: Decoder, _: int) -> uuid.UUID:
+    decoder.spend(OBJECT_COST)
+    start, decoder.at = decoder.at, decoder.at + 16
+    data = decoder.data[start : decoder.at]
+    if len(data) != 16:
+        raise BadValue("it ends too early")
+    found = object.__new__(uuid.UUID)
+    object.__setattr__(found, "int", int.from_bytes(data, "big"))
+    object.__setattr__(found, "is_safe", uuid.SafeUUID.unknown)
+    return found
+
+
+def _path(decoder: Decoder, _: int) -> pathlib.PurePath:
+    text = _path_text(decoder)
+    return pathlib.Path(text) if os.name == "posix" else pathlib.PurePosixPath(text)
+
+
+def _path_text(decoder: Decoder) -> str:
+    text = decoder.text()
+    decoder.spend(OBJECT_COST + text.count("/"))
+    return text
+
+
+def _member(decoder: Decoder, depth: int) -> enum.Enum:
+    decoder.spend(OBJECT_COST, depth)
+    cls, _ = decoder.known_class()
+    name = decoder.tagged(str, depth)
+    if not isinstance(cls, enum.EnumMeta):
+        raise BadValue(f"it says that {cls.__qualname__} is an enumeration")
+    member = _TYPE_DICT(cls)["_member_map_"].get(name)
+    if not isinstance(member, enum.Enum):
+        raise BadValue(f"it has a member {printable(name)!r}, which {cls.__qualname__} has not")
+    return member
+
+
+def _named_tuple(decoder: Decoder, depth: int) -> Any:
+    decoder.spend(OBJECT_COST, depth)
+    cls, _ = decoder.known_class()
+    values = decoder.tagged(tuple, depth)
+    fields = _TYPE_DICT(cls).get("_fields")
+    if cls.__bases__ != (tuple,) or type(fields) is not tuple or len(fields) != len(values):
+        raise BadValue(f"it says that {cls.__qualname__} is a named tuple of {len(values)} fields")
+    return tuple.__new__(cls, values)
+
+
+def _dataclass(decoder: Decoder, depth: int) -> Any:
+    decoder.spend(OBJECT_COST, depth)
+    cls, names = decoder.known_class()
+    values = decoder.tagged(tuple, depth)
+    if type(_TYPE_DICT(cls).get("__dataclass_fields__")) is not dict or hasattr(cls, "__del__"):
+        raise BadValue(f"it says that {cls.__qualname__} is a dataclass without __del__")
+    expected = {field.name for field in dataclasses.fields(cls)}
+    if set(names) != expected or len(names) != len(expected) or len(values) != len(names):
+        here, there = ", ".join(sorted(expected)), ", ".join(names)
+        raise BadValue(
+            f"it has a {cls.__qualname__} with the fields ({printable(there)}); here they are ({here})"
+        )
+    found: Any = object.__new__(cls)
+    for name, value in zip(names, values, strict=True):
+        if not is_plain_field(cls, name):
+            raise BadValue(f"it sets {cls.__qualname__}.{name}, which runs code when it is set")
+        object.__setattr__(found, name, value)
+    return found
+
+
+def is_plain_field(cls: type, name: str) -> bool:
+    """Whether setting the field only stores the value: in the instance's dict, or in a slot."""
+    for base in cls.__mro__:
+        names = _TYPE_DICT(base)
+        if name in names:
+            kind = type(names[name])
+            return kind is types.MemberDescriptorType or not hasattr(kind, "__set__")
+    return True
+
+
+def _exception(decoder: Decoder, depth: int) -> Exception:
+    """Rebuild an exception; a class that is not imported here, or is no `Exception`, becomes `TaskFailed`."""
+    decoder.spend(OBJECT_COST, depth)
+    cls, name, _ = decoder.class_()
+    return _rebuilt(decoder, depth, cls, name.rpartition(".")[2])
+
+
+def _unknown_exception(decoder: Decoder, depth: int) -> Exception:
+    decoder.spend(OBJECT_COST, depth)
+    return _rebuilt(decoder, depth, None, decoder.text())
+
+
+def _rebuilt(decoder: Decoder, depth: int, cls: type | None, name: str) -> Exception:
+    message = decoder.tagged(str, depth)
+    arguments, attributes = decoder.value(depth + 1), decoder.tagged(dict, depth + 1)
+    if arguments is None:
+        arguments = (message,)
+    if type(arguments) is not tuple or any(type(key) is not str for key in attributes):
+        raise BadValue("it has an exception without arguments")
+    exception = None
+    if cls is not None and issubclass(cls, Exception) and not hasattr(cls, "__del__"):
+        exception = _new_exception(cls, arguments)
+    if exception is None:
+        short = printable(name)
+        return TaskFailed(f"{short}: {message}" if message else short)
+    _EXCEPTION_DICT(exception).update(attributes)
+    return exception
+
+
+_SCALARS = frozenset({type(None), bool, int, float, str, bytes})
+
+
+def _new_exception(cls: type[Exception], arguments: tuple[Any, ...]) -> Exception | None:
+    """Create it by the C code of a built-in base; the class's own `__new__` and `__init__` are not called."""
+    is_group = issubclass(cls, BaseExceptionGroup)
+    is_plain = is_group or all(type(argument) in _SCALARS for argument in arguments)
+    for base in cls.__mro__:
+        if base.__module__ != "builtins" or not issubclass(base, BaseException):
+            continue
+        for given in (arguments, ()) if is_plain else ((),):
+            try:
+                made: Any = base.__new__(cls, *given)
+                base.__init__(made, *given)  # sets errno, reason …
+            except (TypeError, ValueError):
+                continue
+            if not given:
+                _SET_ARGUMENTS(made, arguments)
+            assert isinstance(made, Exception)
+            return made
+    return None
+
+
+def _shape(decoder: Decoder) -> tuple[bool, tuple[int, ...]]:
+    flag, dimensions = decoder.unpack(_TWO_BYTES)
+    if dimensions > MAX_DIMENSIONS:
+        raise BadValue(f"it has an array of {dimensions} dimensions; {MAX_DIMENSIONS} are possible")
+    return bool(flag), decoder.unpack(struct.Struct(f"<{dimensions}Q"))
+
+
+_TWO_BYTES = struct.Struct("<BB")
+
+
+def _bytes_of(decoder: Decoder, shape: tuple[int, ...], item_bytes: int) -> memoryview:
+    if decoder.unpack(_BYTE)[0] != ord("y"):
+        raise BadValue("it has an array without bytes")
+    data = decoder.buffer()
+    if math.prod(shape) * item_bytes != len(data):
+        raise BadValue(f"it has an array of shape {shape} in {len(data):,} bytes")
+    return data
+
+
+def _imported(module: str, thing: str) -> Any:
+    found = sys.modules.get(module)
+    if found is None:
+        raise MissingClass(
+            f"it has a {thing}, and this program has not imported {module}; import it before you read the value"
+        )
+    return found
+
+
+def _array(decoder: Decoder, depth: int, *, is_scalar: bool = False) -> Any:
+    decoder.spend(OBJECT_COST, depth)
+    numpy = _imported("numpy", "numpy array or number")
+    kind = decoder.text()
+    if not _ARRAY_TYPE.fullmatch(kind):
+        raise BadValue(f"it has an array of type {printable(kind)!r}")
+    item = numpy.dtype(kind)
+    by_columns, shape = _shape(decoder)
+    data = _bytes_of(decoder, shape, item.itemsize)
+    order = "F" if by_columns else "C"
+    found = numpy.frombuffer(data, item) if data else numpy.empty(0, item)
+    if is_scalar:
+        return found[0] if shape == () else found.reshape(())
+    return found.reshape(shape, order=order).copy(order)
+
+
+def _tensor(decoder: Decoder, depth: int) -> Any:
+    decoder.spend(OBJECT_COST, depth)
+    torch = _imported("torch", "torch tensor")
+    kind = decoder.text()
+    if kind not in TENSOR_TYPES or not hasattr(torch, kind):
+        raise BadValue(f"it has a tensor of type {printable(kind)!r}")
+    item = getattr(torch, kind)
+    is_parameter, shape = _shape(decoder)
+    data = _bytes_of(decoder, shape, item.itemsize)
+    flat = torch.frombuffer(bytearray(data), dtype=item) if data else torch.empty(0, dtype=item)
+    found = flat.reshape(shape)
+    if is_parameter:
+        grows = item.is_floating_point or item.is_complex
+        return torch.nn.Parameter(found, requires_grad=grows)
+    return found
+
+
+Reader = Callable[[Decoder, int], Any]
+READERS: dict[int, Reader] = {
+    ord(tag): reader
+    for tag, reader in {
+        "N": lambda _decoder, _: None,
+        "T": lambda _decoder, _: True,
+        "F": lambda _decoder, _: False,
+        "i": lambda decoder, _: decoder.unpack(_INT)[0],
+        "I": lambda decoder, _: int.from_bytes(decoder.buffer(), "little", signed=True),
+        "f": lambda decoder, _: decoder.unpack(_FLOAT)[0],
+        "c": lambda decoder, _: complex(*decoder.unpack(_COMPLEX)),
+        "s": lambda decoder, _: decoder.text(),
+        "y": lambda decoder, _: bytes(decoder.buffer()),
+        "Y": lambda decoder, _: bytearray(decoder.buffer()),
+        "l": lambda decoder, depth: decoder.sequence(SEQUENCE_COST, depth),
+        "L": lambda decoder, depth: _packed(decoder, depth, "d"),
+        "Q": lambda decoder, depth: _packed(decoder, depth, "q"),
+        "t": lambda decoder, depth: tuple(decoder.sequence(SEQUENCE_COST, depth)),
+        "e": _set,
+        "z": lambda decoder, depth: frozenset(_set(decoder, depth)),
+        "d": lambda decoder, depth: decoder.keyed(depth),
+        "O": lambda decoder, depth: collections.OrderedDict(decoder.keyed(depth)),
+        "C": _counter,
+        "D": _deque,
+        "G": _defaultdict,
+        "r": _range,
+        "A": lambda decoder, _: datetime.date(*decoder.unpack(_DATE)),
+        "B": _datetime,
+        "J": _time,
+        "K": lambda decoder, _: datetime.timedelta(*decoder.unpack(_TIMEDELTA)),
+        "Z": _timezone,
+        "M": _decimal,
+        "U": _uuid,
+        "P": _path,
+        "p": lambda decoder, _: pathlib.PurePosixPath(_path_text(decoder)),
+        "E": _member,
+        "V": _named_tuple,
+        "R": _dataclass,
+        "X": _exception,
+        "x": _unknown_exception,
+        "a": _array,
+        "n": lambda decoder, depth: _array(decoder, depth, is_scalar=True),
+        "w": _tensor,
+    }.items()
+}
