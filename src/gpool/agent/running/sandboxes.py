@@ -265,7 +265,7 @@ class ExecutorContext:
                 network = opened.lane
                 if gang is not None:
                     names = rendezvous.hosts(gang.rank, len(gang.peers), HOSTNAME)
-                    network = replace(network, hosts=names, gang=True)
+                    network = replace(network, hosts=names)
             yield prepared, network
 
 
