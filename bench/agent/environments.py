@@ -32,7 +32,7 @@ MODULES = 40  # of a small package
 async def started(environments: Environments, runtime: BubblewrapRuntime, wanted: Recipe) -> float:
     """Seconds from asking until a command in the sandbox has run: an upper bound of its start."""
     began = time.perf_counter()
-    async with environments.prepare(environment_name(wanted), wanted) as prepared:
+    async with environments.prepare(environment_name(wanted), wanted, limits=LIMITS) as prepared:
         job = CommandJob(("/bin/true",), (), (), (), LIMITS, environment=prepared)
         sandbox = await runtime.start_command(job)
         async for _ in sandbox.output():
@@ -67,7 +67,7 @@ async def measure(folder: Path, hits: int, builds: int) -> dict[str, float]:
     cold = []
     for wanted in recipes:
         began = time.perf_counter()
-        async with environments.prepare(environment_name(wanted), wanted):
+        async with environments.prepare(environment_name(wanted), wanted, limits=LIMITS):
             cold.append(time.perf_counter() - began)
     nothing = Recipe()
     warm, plain, alone = [], [], []
@@ -76,7 +76,7 @@ async def measure(folder: Path, hits: int, builds: int) -> dict[str, float]:
         warm.append(await started(environments, runtime, wanted))
         plain.append(await started(environments, runtime, nothing))
         began = time.perf_counter()
-        async with environments.prepare(environment_name(wanted), wanted):
+        async with environments.prepare(environment_name(wanted), wanted, limits=LIMITS):
             alone.append(time.perf_counter() - began)
     warm.sort()
     await environments.close()

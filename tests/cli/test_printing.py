@@ -37,6 +37,11 @@ def test_nothing_else_reaches_the_terminal(attack: str) -> None:
     assert len(shown) == len(attack)
 
 
+@pytest.mark.parametrize("code", [0x061C, 0x200E, 0x200F, 0x202A, 0x202E, 0x2028, 0x2066, 0x2069])
+def test_marks_that_turn_the_direction_of_text_are_shown(code: int) -> None:
+    assert neutral(f"a{chr(code)}b") == f"a<U+{code:04X}>b"
+
+
 def test_a_colour_sequence_split_by_the_stream_still_passes() -> None:
     text = TerminalText()
     assert text.feed("a\x1b[3") + text.feed("1mb") + text.flush() == "a\x1b[31mb"

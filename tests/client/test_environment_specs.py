@@ -60,13 +60,30 @@ def test_a_requirements_file_is_read_with_comments_continuations_and_others(tmp_
     )
 
 
+def test_a_locked_file_with_hashes_is_read(tmp_path: Path) -> None:
+    """As `uv export` and `pip-compile --generate-hashes` write it."""
+    one, other = "a" * 64, "b" * 64
+    file = tmp_path / "locked.txt"
+    file.write_text(
+        "numpy==2.3.1 ; python_version >= '3.11' \\\n"
+        f"    --hash=sha256:{other} \\\n"
+        f"    --hash=sha256:{one}\n"
+        "    # via pandas\n"
+    )
+    recipe = environment_spec(requirements=file)
+    assert recipe is not None
+    named = "numpy==2.3.1; python_version >= '3.11'"
+    assert recipe.packages == (f"{named} --hash=sha256:{one} --hash=sha256:{other}",)
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
         ("--index-url https://example.test/simple", r"all\.txt:2: '--index-url' is a pip option"),
         ("-e .", "'-e' is a pip option"),
         ("-c limits.txt", "'-c' is a pip option"),
-        ("numpy==2.0 --hash=sha256:00", "'--hash=sha256:00' is a pip option"),
+        ("numpy==2.0 --hash=sha256:00", "a hash is --hash=sha256: and 64"),
+        ("numpy --no-binary=:all:", "'--no-binary=:all:' is a pip option"),
         ("https://example.test/a.whl", r"all\.txt:2: .* names an address"),
         ("thing @ https://example.test/a.whl", "names an address"),
         ("./here", r"all\.txt:2"),

@@ -5,24 +5,26 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from random import Random, SystemRandom
 
 import structlog
 
 from gpool.agent.channel import AgentChannel, AgentCredentials, NodeIdentity, next_boot
 from gpool.agent.daemon import Daemon, boot_clock, wall_clock
+from gpool.agent.discovery import Discovery, LateEnvironments, LateNetworks, PartMakers
 from gpool.agent.gpu_verification.service import GpuVerificationService
 from gpool.agent.machine.gpu_monitor import GpuMonitor
 from gpool.agent.machine.gpus import Detector
 from gpool.agent.machine.host import AgentProcesses, ForeignPrograms
 from gpool.agent.machine.monitor import LoadMeter, NodeMonitor, PolicyFile, facts_now, sampler
 from gpool.agent.running.artifact_cache import ArtifactCache
-from gpool.agent.running.sandboxes import ExecutorContext
+from gpool.agent.running.sandboxes import EnvironmentProvider, ExecutorContext
 from gpool.agent.running.warm_sandboxes import WarmPoolManager
 from gpool.agent.runtime.protocol import Runtime
-from gpool.agent.runtime.registry import RuntimeContext, RuntimeSelfCheck, make_all
+from gpool.agent.runtime.registry import RuntimeContext, RuntimeSelfCheck, known, make_all
 from gpool.agent.services import (
+    NetworkSupport,
     NodeServices,
     environment_provider,
     machine_offer,
@@ -68,7 +70,8 @@ def lend() -> None:
     policy = policy_file.policy
     detector = Detector(settings.simulate_gpus)
     gpus = detector.survey().gpus
-    runtimes = make_all(RuntimeContext(settings, _real(gpus), policy.registries))
+    runtime_context = RuntimeContext(settings, _real(gpus), policy.registries)
+    runtimes = make_all(runtime_context)
     tiers = {one.tier for one in runtimes}
     if not tiers & policy.tiers:
         raise Invalid(
@@ -76,12 +79,29 @@ def lend() -> None:
         )
     support = network_support(settings, policy)
     builders = [one for each in runtimes if (one := each.build_runtime()) is not None]
-    environments = environment_provider(settings, builders[0], support) if builders else None
+
+    def environments_of(found: NetworkSupport) -> EnvironmentProvider | None:
+        def kept() -> int:
+            return policy_file.policy.kept.disk_bytes
+
+        return environment_provider(settings, builders[0], found, kept) if builders else None
+
+    discovery = Discovery(
+        PartMakers(
+            lambda: network_support(settings, policy), environments_of, known(), runtime_context
+        ),
+        runtimes,
+        support,
+        LateNetworks(support.networks),
+        LateEnvironments(environments_of(support)),
+    )
     sharing = None
     if builders and not settings.simulate_gpus:
         sharing = sharing_for(settings.data_dir, builders[0], parse_modes(settings.sharing))
     shares = None if sharing is None else sharing.seats
-    services = NodeServices(runtimes, support.networks, environments, policy_file.limits, shares)
+    services = NodeServices(
+        runtimes, discovery.networks, discovery.environments, policy_file.limits, shares
+    )
     meter = LoadMeter(os.getpid())
 
     def offer() -> Offer:
@@ -90,7 +110,8 @@ def lend() -> None:
             found = sharing.describe(found)
         for runtime in runtimes:
             runtime.use_gpus(_real(found))
-        return refreshed(first, machine_offer(settings, found, services, support, policy.gangs))
+        now = machine_offer(settings, found, services, discovery.support, policy.gangs)
+        return refreshed(first, now)
 
     first = machine_offer(settings, gpus, services, support, policy.gangs)
     own = AgentProcesses(os.getpid(), groups=lambda: _containers(runtimes))
@@ -105,6 +126,7 @@ def lend() -> None:
                 monitor.first_offer(),
                 survey=monitor.survey,
                 poll=monitor.poll,
+                discover=discovery.run,
             )
         )
 
@@ -128,10 +150,11 @@ async def run_agent(
     survey: Check | None = None,
     survey_every_s: float = SURVEY_EVERY_S,
     poll: Check | None = None,
+    discover: Callable[[], Coroutine[None, None, None]] | None = None,
 ) -> None:
     """Run until `stop` is set, or (without one) SIGTERM or SIGINT; a second signal stops without waiting.
 
-    `survey` runs every `survey_every_s`, `poll` every second between. Raises `GpoolError` on a final refusal.
+    `survey` runs every `survey_every_s`, `poll` every second between, `discover` until the end. Raises `GpoolError` on a final refusal.
     """
     random = random if random is not None else SystemRandom()
     address = settings.address
@@ -186,6 +209,7 @@ async def run_agent(
     stopping = asyncio.create_task(_stopped(stop, daemon))
     warming = asyncio.create_task(warm.run())
     checking = asyncio.create_task(monitoring.run(survey_every_s))
+    discovering = asyncio.create_task(discover() if discover is not None else asyncio.sleep(0))
     try:
         await asyncio.wait([connecting, serving], return_when=asyncio.FIRST_COMPLETED)
         if connecting.done() and not serving.done():
@@ -195,7 +219,7 @@ async def run_agent(
         if connecting.done():
             connecting.result()
     finally:
-        tasks = (stopping, checking, connecting, serving, warming)
+        tasks = (stopping, checking, connecting, serving, warming, discovering)
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,16 +17,15 @@ import structlog
 from gpool import __version__
 from gpool.agent.daemon import boot_clock
 from gpool.agent.environments.building import (
-    LIMITS,
     OpenLane,
     Sandboxes,
     UvBuilder,
+    environment_support,
     find_uv,
     no_lane,
 )
 from gpool.agent.environments.egress_targets import IndexLanes, asking, built_in_index
 from gpool.agent.environments.environments import Environments
-from gpool.agent.environments.indexes import configuration_files, read_indexes
 from gpool.agent.environments.interpreters import candidates, find_interpreters, own_interpreter
 from gpool.agent.machine.host import host_capacity, site_address
 from gpool.agent.machine.nvml import NoDriver, Nvml, NvmlError
@@ -58,6 +56,7 @@ from gpool.core.specs import fields
 log = structlog.get_logger(__name__)
 
 LIMIT_BYTES = 20 * GIB
+NO_NETWORK = "this node has no sandbox networks"
 
 
 def environments_for(
@@ -68,36 +67,30 @@ def environments_for(
     *,
     clock: Callable[[], int],
     limit_bytes: int = LIMIT_BYTES,
+    kept_bytes: Callable[[], int] = lambda: 0,
 ) -> Environments | None:
     """None without uv or a reachable index. Blocks; `clock` counts microseconds. `sweep` before, `close` after use."""
-    uv = find_uv()
-    if uv is None:
-        log.info("no_environments", why="uv is not installed: pip install uv")
-        return None
-    home = Path(environ.get("HOME") or "/")
-    configured = read_indexes(configuration_files(environ, home, Path(sys.prefix)), environ)
-    indexes = configured.reachable(network=networks is not None)
-    if indexes is None:
-        log.info(
-            "no_environments", why="no package index of pip or uv is in reach without a network"
-        )
+    found = environment_support(environ, network="" if networks is not None else NO_NETWORK)
+    uv, indexes = find_uv(), found.indexes
+    if uv is None or indexes is None:
+        log.info("no_environments", why=found.why, fix=found.fix)
         return None
     open_lane: OpenLane = no_lane
     if networks is not None:
         built_in = built_in_index(uv)
+        if indexes.asks_default:
+            indexes = replace(indexes, default=built_in)
         open_lane = IndexLanes(networks, built_in, asking(indexes)).open
-    found = find_interpreters(candidates(environ, home))
+    interpreters = find_interpreters(candidates(environ, Path(environ.get("HOME") or "/")))
     folder = data_dir / "environments"
-    limits = replace(
-        LIMITS, disk_bytes=2 * limit_bytes
-    )  # packages lie on disk twice during a build
     return Environments(
         folder,
-        UvBuilder(sandboxes, folder, uv, indexes, open_lane, limits=limits),
+        UvBuilder(sandboxes, folder, uv, indexes, open_lane),
         limit_bytes=limit_bytes,
-        interpreters=found,
+        interpreters=interpreters,
         own=own_interpreter().minor,
         clock=clock,
+        free_bytes=lambda: host_capacity(data_dir).disk_bytes - kept_bytes(),
     )
 
 
@@ -242,10 +235,20 @@ def egress_policy(policy: OwnerPolicy) -> EgressPolicy:
 
 
 def environment_provider(
-    settings: AgentSettings, builder: BuildRuntime, support: NetworkSupport
+    settings: AgentSettings,
+    builder: BuildRuntime,
+    support: NetworkSupport,
+    kept_bytes: Callable[[], int],
 ) -> EnvironmentProvider | None:
-    networks = support.networks if support.egress else None
-    return environments_for(settings.data_dir, builder, networks, os.environ, clock=boot_clock)
+    """`kept_bytes` returns the part of the disk that the owner keeps."""
+    return environments_for(
+        settings.data_dir,
+        builder,
+        support.networks if support.egress else None,
+        os.environ,
+        clock=boot_clock,
+        kept_bytes=kept_bytes,
+    )
 
 
 def machine_offer(
@@ -262,7 +265,7 @@ def machine_offer(
     with_images = any(RuntimeAbility.IMAGES in one.abilities for one in runtimes)
     builds = {fields.IMAGE_ENVIRONMENT} if with_images else set()
     ready, pythons = {fields.DEFAULT_ENVIRONMENT}, {PYTHON}
-    if services.environments is not None:
+    if services.environments is not None and services.environments.pythons():
         builds.add(fields.PIP_ENVIRONMENT)
         ready |= services.environments.ready()
         pythons |= services.environments.pythons()
@@ -292,7 +295,10 @@ def refreshed(first: Offer, now: Offer) -> Offer:
     return replace(
         first,
         gpus=now.gpus,
+        pythons=now.pythons,
+        tiers=now.tiers,
         environments=now.environments,
+        builds=now.builds,
         networks=now.networks,
         runtimes=now.runtimes,
         address=now.address,

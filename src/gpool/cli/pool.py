@@ -395,6 +395,6 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     if as_json:
         emit_json([asdict(finding) for finding in findings])
     else:
-        rows = [("ok" if f.ok else "PROBLEM", f.name, f.text, f.fix) for f in findings]
+        rows = [(f.mark, f.name, f.text, f.fix) for f in findings]
         table(("", "check", "finding", "what to do"), rows, "")
     ctx.exit(0 if all(finding.ok for finding in findings) else FAILED)

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 _ALLOWED = re.compile(r"\x1b\[[0-9;:]{0,32}m")
 _UNFINISHED = re.compile(r"\x1b(?:\[[0-9;:]{0,32})?\Z")
-_CONTROLS = re.compile(r"\x1b\[[0-9;:]{0,32}m|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+_CONTROLS = re.compile(
+    r"\x1b\[[0-9;:]{0,32}m|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f"
+    "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
+)  # the last line: separators and marks that change the direction of what follows
 _JSON_ESCAPED = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _DIRECTION = re.compile(
     "[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
@@ -36,7 +39,7 @@ _DIRECTION = re.compile(
 
 
 class TerminalText:
-    """Filters a task's output: colours, tabs and line ends pass, other control characters are shown.
+    """Filters a task's output: colours, tabs and line ends pass, other control and direction characters are shown.
 
     A sequence split by the stream is joined first.
     """
@@ -69,6 +72,8 @@ def _shown(match: re.Match[str]) -> str:
     if _ALLOWED.fullmatch(found):
         return found
     code = ord(found)
+    if code > 0x9F:
+        return f"<U+{code:04X}>"
     return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
 
 

@@ -66,11 +66,11 @@ def _from_file(file: Path, above: tuple[Path, ...]) -> Iterator[str]:
         place = f"{file}:{number}"
         if nested := _NESTED.fullmatch(line):
             yield from _from_file(file.parent / nested[1].strip("'\""), (*above, file.resolve()))
-        elif line.startswith("-") or " --" in line:
-            word = next(word for word in line.split() if word.startswith("-"))
+        elif options := [word for word in line.split() if _is_option(word)]:
+            word = options[0]
             raise Invalid(
                 f"{place}: {word[:40]!r} is a pip option; the node's owner chooses indexes and options, "
-                "so only package names with versions and -r FILE are allowed"
+                "so only package names with versions, --hash and -r FILE are allowed"
             )
         else:
             try:
@@ -78,6 +78,10 @@ def _from_file(file: Path, above: tuple[Path, ...]) -> Iterator[str]:
             except Invalid as exc:
                 raise Invalid(f"{place}: {exc.detail}") from exc
             yield line
+
+
+def _is_option(word: str) -> bool:
+    return word.startswith("-") and not word.startswith("--hash=")
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:

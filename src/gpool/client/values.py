@@ -399,7 +399,9 @@ def failure(result: Result) -> TaskFailed:
     why = {
         "out_of_memory": "ran out of {}; ask for more with {}".format(*memory),
         "bad_input": "could not be prepared",  # its inputs, its environment, its checkpoint
-        "bad_output": "did not write its outputs",
+        "bad_output": "ran out of disk; ask for more with --disk, or disk="
+        if "disk limit" in text
+        else "did not write its outputs",
         "lost": "lost one of its nodes",
         "sandbox_failed": "failed on its node: the sandbox did not start or broke",
         "node_failed": "failed on its node, which could not start it",

@@ -53,6 +53,7 @@ from gpool.server.wakeups import Hub
 OPERATOR = "operator"
 OPERATOR_KEY_FILE = "operator.key"
 ROOT_KEY_FILE = "server.key"
+OWN_FILES = (ROOT_KEY_FILE, "up.lock")  # besides the database
 DAY_S = 86_400
 NO_TELEMETRY: Any = {
     "tracing": False,
@@ -63,8 +64,21 @@ NO_TELEMETRY: Any = {
 """Off: FastAPI's telemetry reads the environment on each request and would connect to addresses there, past `outbound`."""
 
 
+def private_directory(data: Path) -> None:
+    """Create the data directory with mode 0700, or close an existing one to others.
+
+    One that holds other things than a server's stays as it is: it may be a home or a system directory.
+    """
+    data.mkdir(parents=True, exist_ok=True, mode=0o700)
+    names = os.listdir(data)
+    if names and not any(name in OWN_FILES or name.startswith("gpool.db") for name in names):
+        return
+    if data.stat().st_uid == os.geteuid():
+        data.chmod(0o700)
+
+
 async def open_server(settings: Settings, clock: Clock | None = None) -> Server:
-    settings.data.mkdir(parents=True, exist_ok=True, mode=0o700)
+    private_directory(settings.data)
     clock = clock or SystemClock()
     server = wire(settings, await open_store(settings.store_url), clock)
     await quotas.refresh(server)

@@ -13,7 +13,7 @@ import uvicorn
 import uvloop
 
 from gpool.core.errors import Conflict, Unreachable
-from gpool.server.app import make_app, open_server
+from gpool.server.app import make_app, open_server, private_directory
 from gpool.server.http import LimitedHttp, LimitedWebSocket
 from gpool.server.server import Server
 from gpool.server.settings import Settings
@@ -51,7 +51,7 @@ async def serve(settings: Settings, opened: Opened | None = None) -> int:
 
     `Conflict` if another server has the store's lock; `Unreachable` after the lock was lost.
     """
-    settings.data.mkdir(parents=True, exist_ok=True, mode=0o700)
+    private_directory(settings.data)
     async with lock_for_serving(settings.store_url, settings.ttl_s / 2) as lock:
         server = await open_server(settings)
         if opened is not None:

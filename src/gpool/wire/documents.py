@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, SecretStr, StringConstraints
 
 from gpool.core.gangs import MAX_NODES
-from gpool.core.specs.fields import MAX_LABELS
+from gpool.core.specs.fields import MAX_LABELS, MAX_REQUIREMENT_BYTES
 
 MAX_BATCH = 10_000
 """Tasks per request; further requests add to the same batch."""
@@ -86,7 +86,8 @@ class RecipeDocument(Document):
 
     python: Annotated[str, StringConstraints(max_length=20)] | None = None  # a minor, "3.12"
     packages: Annotated[
-        list[Annotated[str, StringConstraints(max_length=500)]], Field(max_length=500)
+        list[Annotated[str, StringConstraints(max_length=MAX_REQUIREMENT_BYTES)]],
+        Field(max_length=500),
     ] = []
     image: Annotated[str, StringConstraints(max_length=255)] | None = None
 

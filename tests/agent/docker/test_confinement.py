@@ -36,11 +36,11 @@ HOLDS = {
 }
 
 
-def kernels(machine: str, number: int, arguments: list[int], gang: bool = False) -> int:
+def kernels(machine: str, number: int, arguments: list[int]) -> int:
     """What the kernel answers by our own program, step by step."""
     padded = [*arguments, *([0] * (6 - len(arguments)))]
     data = struct.pack("<IIQ6Q", number, MACHINES[machine].audit, 0, *padded)
-    steps = list(struct.iter_unpack("<HBBI", seccomp.program(machine, interfaces=gang)))
+    steps = list(struct.iter_unpack("<HBBI", seccomp.program(machine)))
     at = held = 0
     while True:
         code, yes, no, value = steps[at]
@@ -60,10 +60,10 @@ def kernels(machine: str, number: int, arguments: list[int], gang: bool = False)
             at += yes if truths[code] else no
 
 
-def engines(machine: str, name: str, arguments: list[int], gang: bool = False) -> set[int]:
+def engines(machine: str, name: str, arguments: list[int]) -> set[int]:
     """Every answer that one of the engine's rules gives; they are tried in no order."""
     found = set()
-    for rule in profile(machine, interfaces=gang)["syscalls"]:
+    for rule in profile(machine)["syscalls"]:
         if name in rule["names"] and all(
             HOLDS[each["op"]](arguments[each["index"]], each["value"], each["valueTwo"])
             for each in rule["args"]
@@ -93,12 +93,12 @@ def test_calls_whose_arguments_count_are_never_judged_more_mildly_by_the_engine(
     kind=st.integers(0, 20).map(lambda kind: kind | 0o2000000) | st.integers(0, 20),
     protocol=st.integers(0, 30),
 )
-def test_a_gangs_sockets_are_judged_alike_by_both(
+def test_sockets_are_judged_alike_by_both(
     machine: str, family: int, kind: int, protocol: int
 ) -> None:
     arguments = [family, kind, protocol, 0, 0, 0]
-    ours = kernels(machine, MACHINES[machine].socket, arguments, gang=True)
-    assert (ours == ALLOW) == (engines(machine, "socket", arguments, gang=True) == {ALLOW})
+    ours = kernels(machine, MACHINES[machine].socket, arguments)
+    assert (ours == ALLOW) == (engines(machine, "socket", arguments) == {ALLOW})
     if family == seccomp.AF_NETLINK and ours == ALLOW:
         assert (kind & 0xF in (2, 3), protocol) == (True, 0)
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from gpool.agent.environments import BuildFailed, Environments, Indexes, UvBuilder, find_uv
+from gpool.agent.environments.fetch_sources import FETCHED, UNREACHABLE
 from gpool.agent.environments.interpreters import (
     Interpreter,
     candidates,
@@ -31,14 +32,21 @@ from gpool.agent.runtime.protocol import (
     PreparedEnvironment,
     SandboxExit,
     SandboxFailed,
+    SandboxLimits,
+    SandboxNetwork,
 )
-from gpool.core.model import EndReason, Recipe
+from gpool.core.model import EndReason, OutputFile, Recipe
 from gpool.core.specs.fields import environment_name, recipe
 from tests.tools import unprivileged
 from tests.tools.packages import PackageIndex
 from tests.tools.runtimes import LIMITS, left_over, within
 
 OWN = own_interpreter()
+LANE = SandboxNetwork((), "127.0.0.53")
+
+
+def silent(_line: str) -> None:
+    return
 
 
 @pytest.fixture
@@ -100,7 +108,7 @@ def test_packages_are_installed_compiled_and_sealed(index: PackageIndex, tmp_pat
 
     async def story() -> None:
         async with node(tmp_path / "data", only(index)) as (environments, runtime):
-            kept = environments.prepare(environment_name(wanted), wanted, lines.append)
+            kept = environments.prepare(environment_name(wanted), wanted, lines.append, LIMITS)
             async with kept as prepared:
                 assert prepared is not None
                 script = await said(runtime, prepared, "outer")
@@ -146,7 +154,9 @@ def test_every_other_python_of_this_machine_can_have_an_environment(
             for minor in others[:2]:
                 for packages in ((), ("thing",)):
                     wanted = recipe(minor, packages)
-                    async with environments.prepare(environment_name(wanted), wanted) as prepared:
+                    async with environments.prepare(
+                        environment_name(wanted), wanted, silent, LIMITS
+                    ) as prepared:
                         code = "import sys; print('%d.%d' % sys.version_info[:2], sys.prefix)"
                         told = await said(runtime, prepared, "python", "-c", code)
                         assert told == f"{minor} {ENVIRONMENT_AT}\n"
@@ -175,7 +185,7 @@ def test_a_recipe_that_cannot_be_built_says_why(
     async def story() -> None:
         async with node(tmp_path / "data", only(index)) as (environments, _):
             with pytest.raises(BuildFailed, match=says):
-                async with environments.prepare(environment_name(wanted), wanted):
+                async with environments.prepare(environment_name(wanted), wanted, silent, LIMITS):
                     raise AssertionError("it was built")
 
     within(story())
@@ -192,7 +202,7 @@ def test_a_build_that_is_called_off_leaves_nothing(index: PackageIndex, tmp_path
 
             async def ask() -> None:
                 async with environments.prepare(
-                    environment_name(wanted), wanted, lambda _: heard.set()
+                    environment_name(wanted), wanted, lambda _: heard.set(), LIMITS
                 ):
                     raise AssertionError("it was built")
 
@@ -225,7 +235,7 @@ async def main():
     environments = environments_for(data, runtime, None, environ, clock=lambda: 0)
     await environments.sweep()
     wanted = recipe(packages=("thing",))
-    async with environments.prepare(environment_name(wanted), wanted) as prepared:
+    async with environments.prepare(environment_name(wanted), wanted, lambda _: None, LIMITS) as prepared:
         code = "import thing; print(thing.VERSION)"
         job = CommandJob(("python", "-c", code), (), (), (), LIMITS, environment=prepared)
         sandbox = await runtime.start_command(job)
@@ -320,7 +330,7 @@ def test_a_packages_scripts_reach_nothing_outside_their_build(
     async def story() -> dict[str, str]:
         async with (
             node(tmp_path / "data", only(index)) as (environments, runtime),
-            environments.prepare(environment_name(wanted), wanted) as prepared,
+            environments.prepare(environment_name(wanted), wanted, silent, LIMITS) as prepared,
         ):
             found: dict[str, str] = json.loads(await said(runtime, prepared, "python", "-c", READ))
             return found
@@ -397,7 +407,9 @@ def test_what_one_build_leaves_another_never_finds(index: PackageIndex, tmp_path
             for name in ("first", "second"):
                 wanted = recipe(packages=(name,))
                 with pytest.raises(BuildFailed, match=r"found poison in \[\], left it in [45]"):
-                    async with environments.prepare(environment_name(wanted), wanted):
+                    async with environments.prepare(
+                        environment_name(wanted), wanted, silent, LIMITS
+                    ):
                         raise AssertionError("it was built")
 
     within(story())
@@ -410,11 +422,12 @@ FAILED = SandboxExit(1)
 
 
 class Given:
-    """Stands in for a runtime: keeps the job, prints what it is told to."""
+    """Stands in for a runtime: keeps the jobs, prints what it is told to, ends each step as told."""
 
-    def __init__(self, output: Sequence[bytes] = (), ended: SandboxExit = FAILED) -> None:
+    def __init__(self, output: Sequence[bytes] = (), *ends: SandboxExit) -> None:
         self.jobs: list[CommandJob] = []
-        self._output, self._ended = output, ended
+        self.taken: list[str] = []
+        self._output, self._ends = output, list(ends or (FAILED,))
 
     async def start_command(self, job: CommandJob) -> Any:
         self.jobs.append(job)
@@ -425,7 +438,17 @@ class Given:
             yield 2, data
 
     async def ended(self) -> SandboxExit:
-        return self._ended
+        return self._ends[len(self.jobs) - 1]
+
+    async def take(self, directory: str, to: Path) -> None:
+        os.mkdir(to)
+        self.taken.append(directory)
+
+    async def collect(self, wanted: Sequence[str], into: Path) -> list[OutputFile]:
+        raise NotImplementedError
+
+    async def warn(self) -> None:
+        return
 
     async def kill(self) -> None:
         return
@@ -434,10 +457,16 @@ class Given:
         return
 
 
+@asynccontextmanager
+async def lane(_indexes: Indexes) -> AsyncIterator[SandboxNetwork | None]:
+    yield LANE
+
+
 async def built(given: Given, folder: Path, indexes: Indexes) -> list[str]:
     lines: list[str] = []
-    builder = UvBuilder(given, folder, Path("/somewhere/uv"), indexes)
-    await builder.build(Recipe(None, ("numpy>=2",)), OWN, folder / "env", lines.append)
+    builder = UvBuilder(given, folder, Path("/somewhere/uv"), indexes, lane)
+    wanted = Recipe(None, ("numpy>=2",))
+    await builder.build(wanted, OWN, folder / "env", lines.append, LIMITS)
     return lines
 
 
@@ -459,34 +488,109 @@ def test_a_build_gets_what_the_indexes_need_and_no_variable_of_the_agents(
     assert environment is not None
     assert environment.binds[variables["SSL_CERT_FILE"]] == certificate
     assert "UV_NO_BUILD" not in variables
+    assert given.jobs[0].limits == LIMITS
+
+
+def test_only_the_download_has_a_network_and_a_proxy_and_it_builds_nothing(tmp_path: Path) -> None:
+    given = Given((), SandboxExit(FETCHED), SandboxExit(0))
+    proxies = (("HTTPS_PROXY", "http://proxy.test:3128"),)
+    asyncio.run(built(given, tmp_path, Indexes("https://index.test/simple", proxies=proxies)))
+    download, build = given.jobs
+    assert download.network is LANE
+    assert dict(download.env)["HTTPS_PROXY"] == "http://proxy.test:3128"
+    assert "--no-build" in download.argv[-1]
+    assert build.network is None
+    assert not [value for _, value in build.env if "proxy" in value]
+    assert "--offline" in build.argv[-1]
+    assert given.taken == ["fetched", "env"]
+
+
+def test_wheels_need_one_step(tmp_path: Path) -> None:
+    given = Given((), SandboxExit(0))
+    asyncio.run(built(given, tmp_path, Indexes("https://index.test/simple")))
+    assert given.taken == ["env"]
 
 
 def test_where_an_address_has_a_password_no_script_runs_and_no_line_shows_it(
     tmp_path: Path,
 ) -> None:
-    given = Given([b"cannot fetch https://me:pass", b"word@index.test/simple/x\nnor password\n"])
-    indexes = Indexes("https://me:password@index.test/simple")
+    given = Given([b"cannot fetch https://me:s3", b"cret@index.test/simple/x\nnor s3cret\n"])
+    indexes = Indexes("https://me:s3cret@index.test/simple")
     lines: list[str] = []
-    builder = UvBuilder(given, tmp_path, Path("/somewhere/uv"), indexes)
-    with pytest.raises(BuildFailed) as failed:
-        asyncio.run(builder.build(Recipe(None, ("numpy",)), OWN, tmp_path / "env", lines.append))
-    assert dict(given.jobs[0].env)["UV_NO_BUILD"] == "1"
+    builder = UvBuilder(given, tmp_path, Path("/somewhere/uv"), indexes, lane)
+    wanted = Recipe(None, ("numpy",))
+    with pytest.raises(BuildFailed, match="installs wheels only") as failed:
+        asyncio.run(builder.build(wanted, OWN, tmp_path / "env", lines.append, LIMITS))
+    variables = dict(given.jobs[0].env)
+    assert (variables["UV_NO_BUILD"], variables["SOURCES"]) == ("1", "")
     assert lines == ["cannot fetch https://****@index.test/simple/x", "nor ****"]
-    assert "password" not in str(failed.value)
-    assert "password" not in repr(given.jobs[0])
+    assert "s3cret" not in str(failed.value)
+    assert "s3cret" not in repr(given.jobs[0])
 
 
-def test_a_nodes_fault_is_told_apart_from_a_recipes(tmp_path: Path) -> None:
-    for output, ended in (
-        ([], SandboxExit(1, EndReason.SANDBOX_FAILED, "no bwrap")),
-        ([b"  cause: dns error\n"], SandboxExit(2)),
+def test_a_nodes_fault_is_told_apart_from_a_recipes_and_never_by_its_output(tmp_path: Path) -> None:
+    remote = Indexes("https://index.test/simple")
+    for ended in (
+        SandboxExit(1, EndReason.SANDBOX_FAILED, "no bwrap"),
+        SandboxExit(UNREACHABLE),
     ):
         with pytest.raises(SandboxFailed) as failed:
-            asyncio.run(built(Given(output, ended), tmp_path, Indexes()))
+            asyncio.run(built(Given((), ended), tmp_path, remote))
         assert not isinstance(failed.value, BuildFailed)
-    for output, ended in (
-        ([b"no solution\n"], SandboxExit(1)),
-        ([], SandboxExit(137, EndReason.OUT_OF_MEMORY, "it used more memory")),
+    dns = [b"  cause: dns error\noperation timed out\n"]
+    for output, ends in (
+        ([b"no solution\n"], [SandboxExit(1)]),
+        ([], [SandboxExit(137, EndReason.OUT_OF_MEMORY, "it used more memory")]),
+        (dns, [SandboxExit(2)]),
+        (dns, [SandboxExit(FETCHED), SandboxExit(UNREACHABLE)]),  # a package's own exit code
     ):
         with pytest.raises(BuildFailed):
-            asyncio.run(built(Given(output, ended), tmp_path, Indexes()))
+            asyncio.run(built(Given(output, *ends), tmp_path, remote))
+
+
+# ---- what the owner and the lease allow
+
+
+def test_the_owners_no_index_is_obeyed(index: PackageIndex, tmp_path: Path) -> None:
+    """The control is the same build without it."""
+    index.wheel("thing")
+    curated = PackageIndex(tmp_path / "curated")
+    curated.wheel("listed")
+    wanted = recipe(packages=("thing", "listed"))
+
+    async def tried(data: Path, no_index: bool) -> None:
+        indexes = Indexes(index.address, find_links=(str(curated.files),), no_index=no_index)
+        async with (
+            node(data, indexes) as (environments, _),
+            environments.prepare(environment_name(wanted), wanted, silent, LIMITS),
+        ):
+            return
+
+    with pytest.raises(BuildFailed, match="thing was not found"):
+        within(tried(tmp_path / "a", no_index=True))
+    within(tried(tmp_path / "b", no_index=False))
+
+
+GREEDY = """
+held = bytearray(b"x" * (300 << 20))
+raise RuntimeError("it got %d MiB" % (len(held) >> 20))
+"""
+
+
+def test_a_build_uses_no_more_memory_than_its_lease(index: PackageIndex, tmp_path: Path) -> None:
+    """The control is a lease of twice as much."""
+    index.sdist("greedy", GREEDY)
+    wanted = recipe(packages=("greedy",))
+
+    async def tried(data: Path, memory_bytes: int) -> None:
+        limits = SandboxLimits(2000, memory_bytes)
+        async with (
+            node(data, only(index)) as (environments, _),
+            environments.prepare(environment_name(wanted), wanted, silent, limits),
+        ):
+            return
+
+    with pytest.raises(BuildFailed, match="ask for more with --memory"):
+        within(tried(tmp_path / "a", 256 << 20))
+    with pytest.raises(BuildFailed, match="it got 300 MiB"):
+        within(tried(tmp_path / "b", 1 << 30))

@@ -13,7 +13,12 @@ import pytest
 from gpool.agent.environments import BuildFailed, Environments, Interpreter, Told
 from gpool.agent.environments.environments import REMEMBERED_US
 from gpool.agent.environments.interpreters import MANIFEST, measured
-from gpool.agent.runtime.protocol import ENVIRONMENT_AT, PreparedEnvironment, SandboxFailed
+from gpool.agent.runtime.protocol import (
+    ENVIRONMENT_AT,
+    PreparedEnvironment,
+    SandboxFailed,
+    SandboxLimits,
+)
 from gpool.core.errors import Invalid
 from gpool.core.model import Recipe
 from gpool.core.specs.fields import environment_name, recipe
@@ -27,6 +32,8 @@ INTERPRETERS = {
 }
 A, B, C = (recipe(packages=(one,)) for one in ("aaa", "bbb", "ccc"))
 SIZE = 100_000
+LEASE = SandboxLimits(1000, 1 << 30)
+LARGE = SandboxLimits(4000, 8 << 30)
 
 
 class FakeBuilder:
@@ -34,14 +41,23 @@ class FakeBuilder:
 
     def __init__(self) -> None:
         self.built: list[Recipe] = []
+        self.limits: list[SandboxLimits] = []
         self.called_off = 0
         self.begun = asyncio.Event()
         self.open = asyncio.Event()
         self.open.set()
         self.wrong: dict[Recipe, Exception] = {}
 
-    async def build(self, recipe: Recipe, interpreter: Interpreter, into: Path, told: Told) -> None:
+    async def build(
+        self,
+        recipe: Recipe,
+        interpreter: Interpreter,
+        into: Path,
+        told: Told,
+        limits: SandboxLimits,
+    ) -> None:
         self.built.append(recipe)
+        self.limits.append(limits)
         self.begun.set()
         told("resolving")
         os.mkdir(into)
@@ -72,10 +88,15 @@ class Shelf:
             interpreters=INTERPRETERS,
             own="3.11",
             clock=lambda: self.now,
+            free_bytes=lambda: self.free,
         )
+        self.free = 1 << 40
 
-    async def once(self, wanted: Recipe, told: Told = lambda _: None) -> PreparedEnvironment:
-        async with self.environments.prepare(environment_name(wanted), wanted, told) as prepared:
+    async def once(
+        self, wanted: Recipe, told: Told = lambda _: None, limits: SandboxLimits | None = LEASE
+    ) -> PreparedEnvironment:
+        kept = self.environments.prepare(environment_name(wanted), wanted, told, limits)
+        async with kept as prepared:
             assert prepared is not None
             assert prepared.root.is_dir()
             return prepared
@@ -83,8 +104,10 @@ class Shelf:
     def on_disk(self) -> int:
         return len(list((self.folder / "ready").iterdir()))
 
-    def asking(self, wanted: Recipe) -> asyncio.Task[PreparedEnvironment]:
-        return asyncio.create_task(self.once(wanted))
+    def asking(
+        self, wanted: Recipe, limits: SandboxLimits = LEASE
+    ) -> asyncio.Task[PreparedEnvironment]:
+        return asyncio.create_task(self.once(wanted, limits=limits))
 
 
 def story(folder: Path, tell: Callable[[Shelf], Awaitable[None]], **options: int) -> None:
@@ -201,7 +224,7 @@ def test_one_in_use_is_never_removed(tmp_path: Path) -> None:
         async with AsyncExitStack() as held:
             entered = [
                 await held.enter_async_context(
-                    shelf.environments.prepare(environment_name(one), one)
+                    shelf.environments.prepare(environment_name(one), one, limits=LEASE)
                 )
                 for one in (A, B, C)
             ]
@@ -302,7 +325,7 @@ def test_one_who_gives_up_at_any_moment_never_keeps_it_in_use(tmp_path: Path, st
 
 def test_forgetting_makes_a_new_build_and_leaves_the_old_to_its_users(tmp_path: Path) -> None:
     async def tell(shelf: Shelf) -> None:
-        async with shelf.environments.prepare(environment_name(A), A) as old:
+        async with shelf.environments.prepare(environment_name(A), A, limits=LEASE) as old:
             assert old is not None
             shelf.environments.forget(environment_name(A))
             assert shelf.environments.ready() == frozenset()
@@ -371,3 +394,82 @@ def test_measuring_follows_no_link_and_counts_a_file_of_two_names_once(tmp_path:
     assert plain.chosen == ("some-thing==1.2",)
     assert once - plain.size_bytes >= SIZE
     assert measured(tmp_path).size_bytes < once + SIZE
+
+
+# ---- limits of a build
+
+
+def test_a_build_has_the_limits_of_the_lease_that_asks(tmp_path: Path) -> None:
+    async def tell(shelf: Shelf) -> None:
+        await shelf.once(A, limits=LEASE)
+        await shelf.once(B, limits=LARGE)
+        assert shelf.builder.limits == [LEASE, LARGE]
+
+    story(tmp_path, tell)
+
+
+def test_without_a_lease_nothing_is_built_and_what_is_ready_is_given(tmp_path: Path) -> None:
+    async def tell(shelf: Shelf) -> None:
+        with pytest.raises(SandboxFailed, match="no lease asks for it"):
+            await shelf.once(A, limits=None)
+        assert shelf.builder.built == []
+        ready = await shelf.once(A)
+        assert await shelf.once(A, limits=None) == ready
+
+    story(tmp_path, tell)
+
+
+def test_a_build_never_goes_on_with_more_than_the_leases_that_wait_for_it(tmp_path: Path) -> None:
+    """The large lease that began it ends; the small one gets a build of its own size."""
+
+    async def tell(shelf: Shelf) -> None:
+        shelf.builder.open.clear()
+        large = shelf.asking(A, LARGE)
+        await shelf.builder.begun.wait()
+        small = shelf.asking(A, LEASE)
+        await asyncio.sleep(0)
+        large.cancel()
+        await asyncio.wait([large])
+        shelf.builder.open.set()
+        await small
+        assert shelf.builder.limits == [LARGE, LEASE]
+        assert shelf.builder.called_off == 1
+
+    story(tmp_path, tell)
+
+
+def test_a_build_goes_on_for_a_lease_as_large(tmp_path: Path) -> None:
+    """The control of the one above."""
+
+    async def tell(shelf: Shelf) -> None:
+        shelf.builder.open.clear()
+        first = shelf.asking(A, LEASE)
+        await shelf.builder.begun.wait()
+        second = shelf.asking(A, LARGE)
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait([first])
+        shelf.builder.open.set()
+        await second
+        assert shelf.builder.limits == [LEASE]
+
+    story(tmp_path, tell)
+
+
+def test_builds_together_get_no_more_disk_than_is_lent(tmp_path: Path) -> None:
+    async def tell(shelf: Shelf) -> None:
+        shelf.free = LEASE.disk_bytes + (100 << 20)
+        shelf.builder.open.clear()
+        asked = []
+        for wanted in (A, B):
+            shelf.builder.begun.clear()
+            asked.append(shelf.asking(wanted))
+            await shelf.builder.begun.wait()
+        assert [one.disk_bytes for one in shelf.builder.limits] == [LEASE.disk_bytes, 100 << 20]
+        with pytest.raises(SandboxFailed, match="0 bytes of disk are left for a build"):
+            await shelf.once(C)
+        shelf.builder.open.set()
+        await asyncio.gather(*asked)
+        await shelf.once(C)
+
+    story(tmp_path, tell)

@@ -77,7 +77,7 @@ def test_no_index_leaves_the_folders_alone(tmp_path: Path) -> None:
     assert not found.asks_default
     assert found.remote == ()
     assert found.folders() == (tmp_path,)
-    assert ("UV_NO_INDEX", "1") in found.variables()
+    assert found.options == ("--no-index",)
 
 
 def test_certificates_and_proxies_are_taken_over_and_nothing_else(tmp_path: Path) -> None:

@@ -142,16 +142,6 @@ def test_a_clock_that_is_wrong_is_found(seconds: int, level: Level) -> None:
     assert clock_finding(there, None).level is Level.NOTE
 
 
-def test_a_default_route_is_found_in_either_family() -> None:
-    head = "Iface\tDestination\tGateway\tFlags\n"
-    v4 = head + "eth0\t00000000\t0100000A\t0003\t0\t0\t0\t00000000\n"
-    v6 = " ".join(["0" * 32, "00", "0" * 32, "00", "fe80" + "0" * 28, "1", "1", "0", "1", "eth0"])
-    assert host.has_default_route(v4, "")
-    assert host.has_default_route(head, v6)
-    assert not host.has_default_route(head, v6.replace("eth0", "lo"))
-    assert not host.has_default_route("", "garbage")
-
-
 def test_a_socket_that_is_no_engine_is_said_and_harms_nothing(tmp_path: Path) -> None:
     assert host.docker((str(tmp_path / "none.sock"),)) == host.ContainerEngine()
     dead = socket.socket(socket.AF_UNIX)

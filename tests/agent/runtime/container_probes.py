@@ -118,7 +118,7 @@ PROBES: dict[str, Callable[[str], bool]] = {
     "makes a mount namespace": lambda _: in_child(lambda: libc.unshare(NEW_NAMESPACE) == 0),
     "opens packet sockets": lambda _: _opens_socket(17, socket.SOCK_RAW, 0),
     "opens raw sockets": lambda _: _opens_socket(socket.AF_INET, socket.SOCK_RAW, 1),
-    "opens netlink": lambda _: _opens_socket(16, socket.SOCK_RAW, 0),
+    "opens netlink": lambda _: _opens_socket(16, socket.SOCK_RAW, 9),
     "asks for keys": lambda _: passes(KEYCTL, KEYCTL_DESCRIBE, -3, 0, 0),
     "uses bpf": lambda _: passes(BPF, 9999, 0, 0),
     "uses userfaultfd": lambda _: passes(USERFAULTFD, 1),

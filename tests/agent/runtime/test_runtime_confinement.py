@@ -102,7 +102,7 @@ def test_a_task_cannot_signal_its_namespaces_first_process(tmp_path: Path) -> No
     assert using("bubblewrap", tmp_path / "b", without).out == b"reached\n"
 
 
-@pytest.mark.parametrize("name", ["kallsyms", "keys", "key-users", "timer_list"])
+@pytest.mark.parametrize("name", ["cmdline", "kallsyms", "keys", "key-users", "timer_list"])
 def test_telling_files_of_proc_are_masked(name: str, tmp_path: Path) -> None:
     if not os.path.exists(f"/proc/{name}"):
         pytest.skip("this kernel has none")
@@ -111,6 +111,41 @@ def test_telling_files_of_proc_are_masked(name: str, tmp_path: Path) -> None:
             assert shown.read(1)
     ran = using("bubblewrap", tmp_path, lambda r: command(r, "cat", f"/proc/{name}"))
     assert (ran.ended.exit_code, ran.out) == (1, b"")
+
+
+def test_the_counters_of_interrupts_are_hidden_and_processors_are_counted(tmp_path: Path) -> None:
+    """The control is the host's own file."""
+
+    def counted(text: str, name: str) -> bool:
+        line = next(line for line in text.splitlines() if line.startswith(f"{name} "))
+        return any(int(number) for number in line.split()[1:])
+
+    shown = using("bubblewrap", tmp_path, lambda r: command(r, "cat", "/proc/stat")).out.decode()
+    host = Path("/proc/stat").read_text()
+    for name in ("intr", "softirq", "ctxt"):
+        assert counted(host, name)
+        assert not counted(shown, name)
+    assert shown.count("cpu") == host.count("cpu")
+    assert counted(shown, "btime")
+
+
+WATCH = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+watch = libc.inotify_init()
+if watch < 0 or libc.inotify_add_watch(watch, sys.argv[1].encode(), 0x20) < 0:
+    sys.exit(os.strerror(ctypes.get_errno()))
+print("watches")
+"""
+
+
+def test_a_task_cannot_watch_the_use_of_the_hosts_files(tmp_path: Path) -> None:
+    words = ("python3", "-c", WATCH, "/usr/bin")
+    ran = using("bubblewrap", tmp_path, lambda r: command(r, *words))
+    assert (ran.ended.exit_code, ran.out) == (1, b"")
+    assert b"not implemented" in ran.err
+    control = subprocess.run(words, capture_output=True, check=True)
+    assert control.stdout == b"watches\n"
 
 
 @pytest.mark.parametrize("path", ["self/oom_score_adj", "sys/kernel/shmmax", "sysrq-trigger"])

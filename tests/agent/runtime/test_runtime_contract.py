@@ -135,6 +135,7 @@ def test_a_command_sees_its_own_variables_and_none_of_the_agents(
     assert seen["LR"] == "0.1 = x"
     assert seen["E"] == ""
     allowed = {"PATH", "HOME", "LANG", "TMPDIR", "LR", "E", "CUDA_VISIBLE_DEVICES", "PWD"}
+    allowed |= {"PYTHONUNBUFFERED"}
     assert set(seen) - allowed <= {"LD_LIBRARY_PATH", "PYTHONPATH", *BY_ENGINES}
 
 
@@ -342,3 +343,50 @@ def test_a_command_that_is_killed_is_not_said_to_have_used_too_much(
 ) -> None:
     ran = using(kind, tmp_path, lambda runtime: command(runtime, "sh", "-c", "kill -KILL $$"))
     assert (ran.ended.exit_code, ran.ended.reason) == (137, EndReason.EXITED)
+
+
+LINES = """
+import sys
+for number in range(3):
+    print("epoch", number)
+"""
+
+
+@pytest.mark.parametrize("kind", ["bubblewrap", "docker", "podman"])
+def test_lines_printed_before_a_memory_kill_are_in_the_output(kind: str, tmp_path: Path) -> None:
+    """The control switches the buffer on: the same lines are lost."""
+    small = SandboxLimits(cpu_milli=1000, memory_bytes=64 << 20)
+    script = LINES + "x = bytearray(b'x' * (300 << 20))"
+
+    async def printed(runtime: Any, env: tuple[tuple[str, str], ...]) -> bytes:
+        job = CommandJob(("python3", "-c", script), env, (), (), small)
+        sandbox = await runtime.start_command(job)
+        data = b"".join([data async for stream, data in sandbox.output() if stream == 1])
+        assert (await sandbox.ended()).exit_code != 0
+        await sandbox.remove()
+        return data
+
+    expected = b"epoch 0\nepoch 1\nepoch 2\n"
+    assert using(kind, tmp_path, lambda runtime: printed(runtime, ())) == expected
+    buffered = (("PYTHONUNBUFFERED", ""),)
+    assert using(kind, tmp_path, lambda runtime: printed(runtime, buffered)) == b""
+
+
+@real
+def test_lines_printed_before_a_kill_are_in_the_output(kind: str, tmp_path: Path) -> None:
+    """As at a time-out: the agent kills a command that would run for long."""
+    script = LINES + "import time; time.sleep(1000)"
+
+    async def printed(runtime: Any) -> bytes:
+        sandbox = await runtime.start_command(
+            CommandJob(("python3", "-c", script), (), (), (), LIMITS)
+        )
+        data = b""
+        async for _, part in sandbox.output():
+            data += part
+            if b"epoch 2" in data:
+                await sandbox.kill()
+        await sandbox.remove()
+        return data
+
+    assert using(kind, tmp_path, printed) == b"epoch 0\nepoch 1\nepoch 2\n"

@@ -16,7 +16,7 @@ import pytest
 from gpool.agent.runtime.protocol import CommandJob, RunnerJob, SandboxFailed, SandboxNetwork
 from gpool.agent.runtime.runner_calls import PYTHON
 from tests.tools import unprivileged
-from tests.tools.runtimes import LIMITS, Caller, using
+from tests.tools.runtimes import LIMITS, Caller, command, using
 
 ADDRESS = "198.51.100.7"
 KINDS = ("bubblewrap", "docker", "podman")
@@ -104,13 +104,9 @@ def test_a_runner_in_a_lane_has_its_network(
     assert (answer.raised, ADDRESS.encode() in answer.value) == (False, True)
 
 
-@pytest.mark.parametrize("gang", [False, True])
-def test_a_lane_gives_no_rights_over_its_network(
-    lane: SandboxNetwork, tmp_path: Path, gang: bool
-) -> None:
+def test_a_lane_gives_no_rights_over_its_network(lane: SandboxNetwork, tmp_path: Path) -> None:
     """The control is the same order given by the lane's owner."""
     order = ("ip", "link", "set", "lo", "mtu", "1400")
-    lane = replace(lane, gang=gang)
 
     async def work(runtime: Any) -> bytes:
         job = CommandJob(order, (), (), (), LIMITS, network=lane)
@@ -142,25 +138,38 @@ except OSError as refused:
 
 
 @kinds
-def test_only_a_gangs_sandbox_may_ask_for_its_interfaces_and_knows_the_others_names(
+def test_every_sandbox_knows_its_name_and_lists_its_interfaces(
     kind: str, lane: SandboxNetwork, tmp_path: Path
 ) -> None:
-    """Which gloo and NCCL do; any other sandbox is refused that door of the kernel."""
+    """NCCL, gloo, dask and psutil do both; in a gang the name is the member's address."""
 
-    async def asked(runtime: Any, lane: SandboxNetwork) -> list[str]:
+    async def asked(runtime: Any, lane: SandboxNetwork | None) -> list[str]:
         job = CommandJob(("sh", "-c", ASK), (), (), (), LIMITS, network=lane)
         sandbox = await runtime.start_command(job)
         text = b"".join([data async for _, data in sandbox.output()])
         await sandbox.remove()
         return text.decode().splitlines()[2:]
 
-    gangs = replace(lane, gang=True, hosts="10.211.0.1 rank0 sandbox\n")
+    gangs = replace(lane, hosts="10.211.0.1 rank0 sandbox\n")
     assert using(kind, tmp_path, lambda runtime: asked(runtime, gangs)) == [
         "10.211.0.1 rank0 sandbox",
         "10.211.0.1 sandbox",
         "['lo']",
     ]
-    assert using(kind, tmp_path, lambda runtime: asked(runtime, lane)) == ["unknown", "refused"]
+    alone = ["127.0.0.1 sandbox", "127.0.0.1 sandbox", "['lo']"]
+    for given in (lane, None):
+        assert using(kind, tmp_path, lambda runtime, at=given: asked(runtime, at)) == alone
+
+
+def test_a_server_on_loopback_is_reached_by_its_hosts_name(tmp_path: Path) -> None:
+    script = """
+import socket
+with socket.create_server(("127.0.0.1", 0)) as server:
+    socket.create_connection((socket.gethostname(), server.getsockname()[1])).close()
+print("reached")
+"""
+    ran = using("bubblewrap", tmp_path, lambda runtime: command(runtime, "python", "-c", script))
+    assert ran.out == b"reached\n", ran.err
 
 
 def test_a_namespace_that_cannot_be_entered_is_the_nodes_fault(tmp_path: Path) -> None:

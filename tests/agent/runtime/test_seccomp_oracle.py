@@ -26,7 +26,6 @@ MAY_BE_UNKNOWN = {"open_tree_attr", "memfd_secret", "quotactl_fd", "mount_setatt
 """Newer than some releases of libseccomp, which ignore a rule for them."""
 
 both = pytest.mark.parametrize("machine", list(MACHINES))
-for_all = pytest.mark.parametrize("gang", [False, True])
 
 
 class Comparison(ctypes.Structure):
@@ -57,7 +56,7 @@ def ok(code: int) -> None:
 
 
 @cache
-def compiled(machine: str, gang: bool) -> tuple[tuple[int, int, int, int], ...]:
+def compiled(machine: str) -> tuple[tuple[int, int, int, int], ...]:
     """The profile's rules as libseccomp compiles them."""
     lib, audit = library(), MACHINES[machine].audit
     context = ctypes.c_void_p(lib.seccomp_init(ctypes.c_uint32(ALLOW)))
@@ -67,7 +66,7 @@ def compiled(machine: str, gang: bool) -> tuple[tuple[int, int, int, int], ...]:
         if native.value != audit:
             ok(lib.seccomp_arch_remove(context, native))
             ok(lib.seccomp_arch_add(context, ctypes.c_uint32(audit)))
-        for rule in profile(machine, interfaces=gang)["syscalls"]:
+        for rule in profile(machine)["syscalls"]:
             compared = (Comparison * len(rule["args"]))(
                 *(
                     Comparison(
@@ -97,8 +96,8 @@ def compiled(machine: str, gang: bool) -> tuple[tuple[int, int, int, int], ...]:
 
 
 @cache
-def assembled(machine: str, gang: bool) -> tuple[tuple[int, int, int, int], ...]:
-    return tuple(struct.iter_unpack("<HBBI", seccomp.program(machine, interfaces=gang)))
+def assembled(machine: str) -> tuple[tuple[int, int, int, int], ...]:
+    return tuple(struct.iter_unpack("<HBBI", seccomp.program(machine)))
 
 
 def run(program: tuple[tuple[int, int, int, int], ...], data: bytes) -> int:
@@ -125,13 +124,11 @@ def run(program: tuple[tuple[int, int, int, int], ...], data: bytes) -> int:
             at += yes if tests[code] else no
 
 
-def verdicts(
-    machine: str, number: int, arguments: tuple[int, ...] = (), *, gang: bool = False
-) -> tuple[int, int]:
+def verdicts(machine: str, number: int, arguments: tuple[int, ...] = ()) -> tuple[int, int]:
     """The action of our filter, and of libseccomp's."""
     padded = (*arguments, *([0] * (6 - len(arguments))))
     data = struct.pack("<IIQ6Q", number, MACHINES[machine].audit, 0, *padded)
-    return run(assembled(machine, gang), data), run(compiled(machine, gang), data)
+    return run(assembled(machine), data), run(compiled(machine), data)
 
 
 def unknown_numbers(machine: str) -> set[int]:
@@ -163,12 +160,11 @@ def test_every_name_has_libseccomp_s_number(machine: str) -> None:
 
 
 @both
-@for_all
-def test_every_system_call_number_gets_the_same_verdict(machine: str, gang: bool) -> None:
+def test_every_system_call_number_gets_the_same_verdict(machine: str) -> None:
     unknown, socket = unknown_numbers(machine), MACHINES[machine].socket
     refused = 0
     for number in range(seccomp.LAST_KNOWN + 1):
-        ours, theirs = verdicts(machine, number, gang=gang)
+        ours, theirs = verdicts(machine, number)
         if number in unknown:
             assert theirs == ALLOW
             continue
@@ -183,7 +179,7 @@ def test_every_system_call_number_gets_the_same_verdict(machine: str, gang: bool
 def test_another_architecture_s_calls_are_killed_by_both(machine: str) -> None:
     for other in MACHINES.values():
         data = struct.pack("<IIQ6Q", 0, other.audit, 0, *([0] * 6))
-        alike = run(assembled(machine, False), data), run(compiled(machine, False), data)
+        alike = run(assembled(machine), data), run(compiled(machine), data)
         expected = ALLOW if other is MACHINES[machine] else KILL_PROCESS
         assert alike == (expected, expected)
     if machine == "x86_64":
@@ -191,16 +187,13 @@ def test_another_architecture_s_calls_are_killed_by_both(machine: str) -> None:
 
 
 @both
-@for_all
-def test_sockets_of_every_family_type_and_protocol_get_the_same_verdict(
-    machine: str, gang: bool
-) -> None:
+def test_sockets_of_every_family_type_and_protocol_get_the_same_verdict(machine: str) -> None:
     flags = (0, 0o2000000)
     for family, kind, flag, protocol in product(
         range(46), range(12), flags, (0, 1, 6, 16, 17, 132)
     ):
         arguments = (family, kind | flag, protocol)
-        ours, theirs = verdicts(machine, MACHINES[machine].socket, arguments, gang=gang)
+        ours, theirs = verdicts(machine, MACHINES[machine].socket, arguments)
         assert (ours == ALLOW) == (theirs == ALLOW), arguments
 
 

@@ -109,11 +109,27 @@ def test_requirements_are_written_one_way(written: str, normal: str | None) -> N
         "é",
         "a>=${SECRET}",
         "x" * 501,
+        "a --hash=md5:" + "0" * 32,
+        "a --hash=sha256:" + "g" * 64,
+        "a --hash=sha256:" + "0" * 64 + " -e .",
+        "a" + (" --hash=sha256:" + "0" * 64) * 101,
+        "--hash=sha256:" + "0" * 64,
     ],
 )
 def test_what_is_no_plain_requirement_is_refused(written: str) -> None:
     with pytest.raises(Invalid):
         recipe(packages=(written,))
+
+
+def test_hashes_are_kept_in_one_order_and_belong_to_the_name_of_the_environment() -> None:
+    first, second = (f"--hash=sha256:{letter * 64}" for letter in "ab")
+    one = recipe(packages=(f"a>=1 {first} {second}",))
+    assert one.packages == (f"a>=1 {first} {second}",)
+    assert recipe(packages=(f"a >= 1 {second}  {first} {first}",)) == one
+    assert environment_name(one) != environment_name(recipe(packages=("a>=1",)))
+    many = " ".join(f"--hash=sha256:{number:064x}" for number in range(99))
+    with pytest.raises(Invalid, match="leave out hashes"):
+        recipe(packages=tuple(f"p{number} {many}" for number in range(50)))
 
 
 def test_lines_never_come_out_of_one_requirement() -> None:

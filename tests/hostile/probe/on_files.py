@@ -441,6 +441,9 @@ add(SETTINGS, "list the kernel's keys", lambda: _not_empty("/proc/keys"), of_ker
 add(SETTINGS, "list the timers", lambda: _not_empty("/proc/timer_list"), of_kernel=True)
 add(SETTINGS, "watch the interrupts", lambda: _not_empty("/proc/interrupts"), of_kernel=True)
 add(SETTINGS, "watch the soft interrupts", lambda: _not_empty("/proc/softirqs"), of_kernel=True)
+add(SETTINGS, "watch the counters of interrupts", lambda: _counts_interrupts(), of_kernel=True)
+add(SETTINGS, "read how the host was booted", lambda: _not_empty("/proc/cmdline"), of_kernel=True)
+add(SETTINGS, "list the host's locks", lambda: _not_empty("/proc/locks"), of_kernel=True)
 add(SETTINGS, "list the kernel's tuning", lists("/sys/kernel"))
 add(SETTINGS, "list the host's disks", lists("/sys/block"))
 add(SETTINGS, "list the kernel's modules", lists("/sys/module"))
@@ -470,6 +473,13 @@ def _not_empty(path: str) -> None:
     with open(path, "rb") as text:
         if not text.read(16):
             raise Refused("it is empty")
+
+
+def _counts_interrupts() -> None:
+    with open("/proc/stat") as text:
+        counted = next(line for line in text if line.startswith("softirq "))
+    if not any(int(number) for number in counted.split()[1:]):
+        raise Refused("they stand still")
 
 
 def _badness() -> None:

@@ -211,6 +211,8 @@ for name, words in {
     "use the console's clipboard": (16, -1, 0x541C, 0),
     "set a line discipline": (16, -1, 0x5423, 0),
     "fanotify": (300, 0, 0),
+    "watch files": (294, 0),
+    "watch a file of the host": (254, -1, 0, 1),
     "migrate_pages": (256, -1, 0, 0, 0),
     "process_madvise": (440, -1, 0, 0, 0, 0),
     "memfd_secret": (447, 0),
@@ -220,7 +222,7 @@ for name, words in {
 add(CALLS, "make a bpf map", program_for_kernel, of_kernel=True)
 add(CALLS, "i386 call", i386_call, of_kernel=True)
 
-add(SOCKETS, "open a netlink socket", makes_socket(16, socket.SOCK_RAW), of_kernel=True)
+add(SOCKETS, "open the audit's netlink", makes_socket(16, socket.SOCK_RAW, 9), of_kernel=True)
 add(SOCKETS, "open netfilter", makes_socket(16, socket.SOCK_RAW, 12), of_kernel=True)
 add(SOCKETS, "open a packet socket", makes_socket(17, socket.SOCK_RAW), of_kernel=True)
 add(SOCKETS, "open a raw socket", makes_socket(2, socket.SOCK_RAW, 1), of_kernel=True)

@@ -31,7 +31,13 @@ from gpool.agent.environments.interpreters import (
 )
 from gpool.agent.environments.interpreters import flush as flush_tree
 from gpool.agent.environments.interpreters import remove as remove_tree
-from gpool.agent.runtime.protocol import ENVIRONMENT_AT, PreparedEnvironment, SandboxFailed
+from gpool.agent.environments.limits import BuildDisk, covers
+from gpool.agent.runtime.protocol import (
+    ENVIRONMENT_AT,
+    PreparedEnvironment,
+    SandboxFailed,
+    SandboxLimits,
+)
 from gpool.core.errors import Invalid
 from gpool.core.model import GIB, EndReason, Recipe
 from gpool.core.specs import fields
@@ -53,8 +59,15 @@ class BuildFailed(SandboxFailed):
 
 
 class Builder(Protocol):
-    async def build(self, recipe: Recipe, interpreter: Interpreter, into: Path, told: Told) -> None:
-        """Create the virtual environment `into`, which must not exist: read-only, owned by the agent.
+    async def build(
+        self,
+        recipe: Recipe,
+        interpreter: Interpreter,
+        into: Path,
+        told: Told,
+        limits: SandboxLimits,
+    ) -> None:
+        """Create the virtual environment `into`, which must not exist: read-only, owned by the agent. Uses at most `limits`.
 
         Raises `BuildFailed` if the spec is at fault, else `SandboxFailed`.
         """
@@ -75,10 +88,16 @@ _Key = tuple[str, str]  # name, minor
 @dataclass(slots=True)
 class _Flight:
     task: asyncio.Task[_Entry]
-    asking: int = 0
+    limits: SandboxLimits  # of the request that began it
+    asking: list[SandboxLimits] = field(default_factory=list)  # of those who wait
     lines: list[str] = field(default_factory=list)
     listeners: list[Told] = field(default_factory=list)
     landed: bool = False  # all waiters are counted as users
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether a lease that waits is as large as the build: else it would use more than is leased."""
+        return any(covers(one, self.limits) for one in self.asking)
 
 
 def _silent(_line: str) -> None:
@@ -86,7 +105,7 @@ def _silent(_line: str) -> None:
 
 
 class Environments:
-    """`clock` counts microseconds. Call `sweep` once before the first `prepare`."""
+    """`clock` counts microseconds; `free_bytes` returns the lent part of the disk. Call `sweep` once before the first `prepare`."""
 
     def __init__(
         self,
@@ -97,6 +116,7 @@ class Environments:
         interpreters: Mapping[str, Interpreter],
         own: str,
         clock: Callable[[], int],
+        free_bytes: Callable[[], int] = lambda: 1 << 62,
     ) -> None:
         self._ready = folder.resolve() / "ready"
         self._building = folder.resolve() / "building"
@@ -105,6 +125,7 @@ class Environments:
         self._interpreters = dict(interpreters)
         self._own = own
         self._clock = clock
+        self._disk = BuildDisk(free_bytes)
         self._entries: OrderedDict[_Key, _Entry] = OrderedDict()  # least recently used first
         self._total = 0  # bytes on disk, including dropped ones in use
         self._flights: dict[_Key, _Flight] = {}
@@ -137,10 +158,14 @@ class Environments:
 
     @asynccontextmanager
     async def prepare(
-        self, name: str, recipe: Recipe | None, told: Told = _silent
+        self,
+        name: str,
+        recipe: Recipe | None,
+        told: Told = _silent,
+        limits: SandboxLimits | None = None,
     ) -> AsyncIterator[PreparedEnvironment | None]:
-        """Keep an environment during the block; None: the agent's own Python serves. Raises `BuildFailed`, `SandboxFailed`, or
-        `Invalid` if name and spec differ.
+        """Keep an environment during the block; None: the agent's own Python serves. A build uses the `limits` of the lease that
+        asks; without a lease none is begun. Raises `BuildFailed`, `SandboxFailed`, or `Invalid` if name and spec differ.
         """
         key = self._key_of(name, recipe)
         if key is None or recipe is None:
@@ -150,7 +175,9 @@ class Environments:
         while entry is None:
             entry = self._entries.get(key)
             if entry is None:
-                entry = await self._built(key, recipe, told)
+                if limits is None:
+                    raise SandboxFailed(f"{name[:80]} is not built, and no lease asks for it")
+                entry = await self._built(key, recipe, told, limits)
             else:
                 entry.users += 1
                 self._entries.move_to_end(key)
@@ -224,8 +251,10 @@ class Environments:
             entries[key] = (used, _Entry(folder, manifest))
         return [entry for _, entry in sorted(entries.values(), key=lambda one: one[0])]
 
-    async def _built(self, key: _Key, recipe: Recipe, told: Told) -> _Entry | None:
-        """Share one build and count the caller as a user; the last cancelled request cancels it (None)."""
+    async def _built(
+        self, key: _Key, recipe: Recipe, told: Told, limits: SandboxLimits
+    ) -> _Entry | None:
+        """Share one build and count the caller as a user. It is cancelled (None for the others) if no lease as large waits."""
         failed = self._failed.get(key)
         if failed is not None:
             left_us = failed[0] - self._clock()
@@ -237,13 +266,13 @@ class Environments:
         if flight is None:
             lines: list[str] = []
             listeners: list[Told] = []
-            task = asyncio.create_task(self._fly(key, recipe, lines, listeners))
-            flight = self._flights[key] = _Flight(task, 0, lines, listeners)
+            task = asyncio.create_task(self._fly(key, recipe, limits, lines, listeners))
+            flight = self._flights[key] = _Flight(task, limits, [], lines, listeners)
             task.add_done_callback(lambda done: self._landed(key, done))
         for line in flight.lines:
             told(line)
         flight.listeners.append(told)
-        flight.asking += 1
+        flight.asking.append(limits)
         asking = asyncio.current_task()
         try:
             entry = await asyncio.shield(flight.task)
@@ -252,12 +281,16 @@ class Environments:
                 return None
             if flight.landed and not flight.task.cancelled() and not flight.task.exception():
                 self._release(flight.task.result())
-            elif flight.asking == 1 and not flight.task.done():
-                flight.task.cancel()
-                await asyncio.wait([flight.task])
+            elif not flight.task.done():
+                flight.asking.remove(limits)
+                covered = flight.is_covered
+                flight.asking.append(limits)
+                if not covered:
+                    flight.task.cancel()
+                    await asyncio.wait([flight.task])
             raise
         finally:
-            flight.asking -= 1
+            flight.asking.remove(limits)
             flight.listeners.remove(told)
         return entry
 
@@ -269,7 +302,7 @@ class Environments:
         failure = done.exception()
         if failure is None:
             entry = done.result()
-            entry.users += flight.asking
+            entry.users += len(flight.asking)
             self._entries[key] = entry
             self._total += entry.manifest.size_bytes
             self._shrink()
@@ -279,7 +312,12 @@ class Environments:
             self._failed[key] = (now + REMEMBERED_US, str(failure))
 
     async def _fly(
-        self, key: _Key, recipe: Recipe, lines: list[str], listeners: list[Told]
+        self,
+        key: _Key,
+        recipe: Recipe,
+        limits: SandboxLimits,
+        lines: list[str],
+        listeners: list[Told],
     ) -> _Entry:
         def told(line: str) -> None:
             if len(lines) < MOST_LINES:
@@ -295,7 +333,8 @@ class Environments:
             tree = place / TREE
             try:
                 if recipe.packages:
-                    await self._builder.build(recipe, interpreter, tree, told)
+                    with self._disk.reserved(limits) as given:
+                        await self._builder.build(recipe, interpreter, tree, told, given)
                 else:
                     lay_bare(tree, interpreter)
                 found = await asyncio.to_thread(measured, tree)

@@ -88,11 +88,15 @@ class Indexes:
             path for path in whole if not any(path.is_relative_to(o) for o in whole if o != path)
         )
 
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Words for uv's command line: uv has no variable for them."""
+        return ("--no-index",) if self.no_index else ()
+
     def variables(self) -> tuple[tuple[str, str], ...]:
-        told: list[tuple[str, str]] = list(self.proxies)
-        if self.no_index:
-            told.append(("UV_NO_INDEX", "1"))
-        else:
+        """uv's variables; proxies apart, which a sandbox without a network does not get."""
+        told: list[tuple[str, str]] = []
+        if not self.no_index:
             if self.default:
                 told.append(("UV_DEFAULT_INDEX", self.default))
             if self.extra:

@@ -5,6 +5,7 @@ A `Probe` must leave the machine as it was, take seconds at most and raise nothi
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import subprocess
@@ -15,13 +16,16 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
 
+from gpool.agent.environments.building import environment_support, find_uv
 from gpool.agent.machine import host
 from gpool.agent.machine.gpus import Detector, Survey, symptoms_of
 from gpool.agent.machine.host import host_capacity
 from gpool.agent.machine.nvml import NvmlError, Vitals
+from gpool.agent.network import factory
 from gpool.agent.runtime import cgroups
 from gpool.agent.runtime.bubblewrap import seccomp
 from gpool.agent.runtime.bubblewrap.runtime import find_bwrap
+from gpool.agent.runtime.microvm import requirements
 from gpool.core.gpu_health import Condition, examine
 from gpool.core.model import GIB, Gpu, Health
 
@@ -52,6 +56,11 @@ class Finding:
     @property
     def ok(self) -> bool:
         return self.level is not Level.PROBLEM
+
+    @property
+    def mark(self) -> str:
+        """First column of the table; only `Level.OK` is marked ok."""
+        return "PROBLEM" if self.level is Level.PROBLEM else self.level.value
 
 
 Probe = Callable[[Path], Sequence[Finding]]
@@ -229,31 +238,29 @@ def health_finding(gpu: Gpu, condition: Condition) -> Finding:
     return Finding(name, level, text, fix)
 
 
-def _network(_: Path) -> list[Finding]:
-    routed = host.has_default_route(
-        _word(Path("/proc/net/route")), _word(Path("/proc/net/ipv6_route"))
-    )
-    if not routed:
-        text = "there is no default route: tasks cannot have network='egress'"
-        return [Finding("network", Level.WARNING, text, "ip route add default via GATEWAY")]
-    if os.geteuid() == 0:
-        tools, package = ["nft", "ip"], "apt-get install nftables iproute2"
-    else:
-        tools = ["pasta"] if shutil.which("pasta") else ["slirp4netns"]
-        package = "apt-get install slirp4netns"
-    missing = [tool for tool in tools if shutil.which(tool) is None]
-    if missing:
-        text = f"without {' and '.join(missing)} tasks get no network='egress'"
-        return [Finding("network", Level.NOTE, text, package)]
-    return [Finding("network", Level.OK, f"a default route, and {', '.join(tools)} for egress")]
+def _network(data_dir: Path) -> list[Finding]:
+    """Ask as the agent does (`factory.facts`, `factory.probe`), and report environments, which depend on it."""
+    unmet = [fact for fact in factory.facts() if not fact.ok]
+    if unmet:
+        names = " and ".join(fact.name for fact in unmet)
+        text = f"without {names} tasks get no network='egress'"
+        finding = Finding("network", Level.NOTE, text, "; ".join(fact.fix for fact in unmet))
+        return [finding, environments_finding(f"without {names} builds have no network", finding)]
+    works, why = asyncio.run(factory.probe(data_dir))
+    if works:
+        finding = Finding("network", Level.OK, why)
+        return [finding, environments_finding("", finding)]
+    finding = Finding("network", Level.WARNING, why, "ip route; then gpool node doctor again")
+    return [finding, environments_finding(why, finding)]
 
 
-def _uv(_: Path) -> list[Finding]:
-    found = host.find_uv()
-    if not found:
-        text = "uv was not found: package environments cannot be built here"
-        return [Finding("uv", Level.NOTE, text, "pip install uv")]
-    return [Finding("uv", Level.OK, f"at {found}")]
+def environments_finding(no_network: str, network: Finding) -> Finding:
+    """`no_network`: why builds have no network, "" if they have one."""
+    found = environment_support(os.environ, network=no_network)
+    if found.indexes is None:
+        text = f"package environments (--pip) are not offered: {found.why}"
+        return Finding("uv", Level.NOTE, text, found.fix or network.fix)
+    return Finding("uv", Level.OK, f"at {find_uv()}; package environments (--pip) are offered")
 
 
 def _docker(_: Path) -> list[Finding]:
@@ -272,10 +279,11 @@ def _docker(_: Path) -> list[Finding]:
 
 
 def _vm(_: Path) -> list[Finding]:
-    emulator = host.find_qemu()
-    if not emulator:
-        text = "no QEMU: the tier 'vm' is not offered"
-        return [Finding("microvm", Level.NOTE, text, "apt-get install qemu-system-x86")]
+    emulator = host.find_qemu() or "Firecracker"
+    unmet = requirements.unmet()
+    if unmet:
+        text = f"the tier 'vm' is not offered: {'; '.join(fact.text for fact in unmet)}"
+        return [Finding("microvm", Level.NOTE, text, requirements.fix_of(unmet))]
     if not Path("/dev/kvm").exists():
         text = f"{emulator}, without /dev/kvm: guests are emulated, and slow"
         return [Finding("microvm", Level.NOTE, text, "modprobe kvm_intel || modprobe kvm_amd")]
@@ -314,7 +322,6 @@ PROBES: tuple[Probe, ...] = (
     _disk,
     _driver,
     _network,
-    _uv,
     _docker,
     _vm,
 )

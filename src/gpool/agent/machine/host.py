@@ -8,7 +8,6 @@ import platform
 import pwd
 import shutil
 import socket
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from ipaddress import IPv4Address
@@ -187,7 +186,6 @@ def has_card_open(pid: int, proc: Path = PROC) -> bool:
 
 
 ASK_S = 2.0
-UP_AND_GATEWAY = 0x3
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,25 +235,8 @@ def _probe(path: str) -> ContainerEngine:
         return ContainerEngine(path, refused=f"{type(error).__name__}: {error}")
 
 
-def find_uv() -> str:
-    beside = Path(sys.executable).parent / "uv"
-    return str(beside) if beside.exists() else shutil.which("uv") or ""
-
-
 def find_qemu() -> str:
     return shutil.which(f"qemu-system-{platform.machine()}") or ""
-
-
-def has_default_route(v4: str, v6: str) -> bool:
-    for line in v4.splitlines()[1:]:
-        words = line.split()
-        if len(words) > 3 and words[1] == "00000000" and int(words[3], 16) & UP_AND_GATEWAY:
-            return True
-    for line in v6.splitlines():
-        words = line.split()
-        if len(words) == 10 and words[0] == "0" * 32 and words[1] == "00" and words[9] != "lo":
-            return True
-    return False
 
 
 def user_name() -> str:

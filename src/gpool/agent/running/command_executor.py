@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -212,7 +213,8 @@ class CommandExecutor:
                 return staged, ()
             gang = start.gang
             gang_network = None if gang is None else network_of(spec, gang)
-            prepared = self._context.prepare(spec, self._reach, self._note, gang_network)
+            limits = limits_of(spec, start.allocation)
+            prepared = self._context.prepare(spec, self._reach, self._note, limits, gang_network)
             environment, network = await stack.enter_async_context(prepared)
             shares = self._context.gpu_share_for(runtime, start.user, start.allocation.slices)
             share = await stack.enter_async_context(shares)
@@ -225,7 +227,7 @@ class CommandExecutor:
                 (*variables, *start.secrets),
                 staged,
                 start.allocation.slices,
-                limits_of(spec, start.allocation),
+                limits,
                 environment,
                 network,
                 image_of(spec),
@@ -326,6 +328,7 @@ class CommandExecutor:
                 except BadOutput:
                     if ended.exit_code == 0:
                         raise
+                _check_sizes(found, limits_of(self._start.spec, self._start.allocation).disk_bytes)
             sent: set[str] = set()
             for output in found:
                 if output.sha256 not in sent:
@@ -335,3 +338,13 @@ class CommandExecutor:
                         file, output.sha256, output.size_bytes, self._lease
                     )
         return ended, tuple(found)
+
+
+def _check_sizes(found: Sequence[OutputFile], most_bytes: int) -> None:
+    """Compare apparent sizes: a sparse file takes little of the node's disk and all of the server's."""
+    total = sum(output.size_bytes for output in found)
+    if total > most_bytes:
+        raise BadOutput(
+            f"the outputs are {total} bytes, holes included, over the disk limit of {most_bytes}; "
+            "ask for more with --disk, or write less"
+        )

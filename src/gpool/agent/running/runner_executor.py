@@ -118,7 +118,8 @@ class RunnerExecutor:
             if warmed is not None:
                 async with warmed.resources:
                     return await self._serve(warmed.sandbox)
-            prepared = self._context.prepare(start.spec, self._reach, self._log_progress)
+            limits = limits_of(start.spec, start.allocation)
+            prepared = self._context.prepare(start.spec, self._reach, self._log_progress, limits)
             async with prepared as (environment, network):
                 job = self._job(environment, network, share)
                 return await self._serve(await start_sandbox(runtime, runtime.start_runner(job)))

@@ -89,9 +89,16 @@ class EnvironmentProvider(Protocol):
     async def close(self) -> None: ...
 
     def prepare(
-        self, name: str, recipe: Recipe | None, said: Callable[[str], None], /
+        self,
+        name: str,
+        recipe: Recipe | None,
+        said: Callable[[str], None],
+        limits: SandboxLimits | None,
+        /,
     ) -> contextlib.AbstractAsyncContextManager[PreparedEnvironment | None]:
-        """None: the agent's own Python is enough. `said` receives progress lines. Raises `SandboxFailed`."""
+        """None: the agent's own Python is enough. `said` receives progress lines; a build has the `limits` of the lease, and
+        none is begun without. Raises `SandboxFailed`.
+        """
         ...
 
     def ready(self) -> frozenset[str]: ...
@@ -241,6 +248,7 @@ class ExecutorContext:
         spec: TaskSpec,
         reach: Callable[[Phase], None],
         said: Callable[[str], None],
+        limits: SandboxLimits,
         gang: Gang | None = None,
     ) -> AsyncIterator[tuple[PreparedEnvironment | None, SandboxNetwork | None]]:
         async with contextlib.AsyncExitStack() as stack:
@@ -250,7 +258,7 @@ class ExecutorContext:
                 if self.environments is None:
                     raise PartFailed(f"this node has no environment {spec.environment!r}")
                 reach(Phase.BUILD)
-                making = self.environments.prepare(*named, said)
+                making = self.environments.prepare(*named, said, limits)
                 prepared = await stack.enter_async_context(making)
             reach(Phase.START)
             network = None
@@ -265,7 +273,7 @@ class ExecutorContext:
                 network = opened.lane
                 if gang is not None:
                     names = rendezvous.hosts(gang.rank, len(gang.peers), HOSTNAME)
-                    network = replace(network, hosts=names, gang=True)
+                    network = replace(network, hosts=names)
             yield prepared, network
 
 

@@ -155,7 +155,7 @@ class WarmPoolManager:
             if key.environment is not None:
                 if self._environments is None:
                     raise SandboxFailed(f"this node has no environment {key.environment[0]!r}")
-                making = self._environments.prepare(*key.environment, _unheard)
+                making = self._environments.prepare(*key.environment, _unheard, None)
                 environment = await stack.enter_async_context(making)
             job = RunnerJob(
                 key.python, (), key.slices, key.limits, environment, preload=key.preload

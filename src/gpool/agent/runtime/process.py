@@ -24,6 +24,7 @@ from gpool.agent.runtime.bubblewrap.launcher_client import (
 from gpool.agent.runtime.descriptors import close_all, command_pipes
 from gpool.agent.runtime.devices import visible_devices
 from gpool.agent.runtime.protocol import (
+    TASK_VARIABLES,
     CommandJob,
     CommandSandbox,
     PlainRuntime,
@@ -124,7 +125,7 @@ class ProcessRuntime(PlainRuntime):
         variables = {
             "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
             "HOME": str(place.work),
-            "LANG": "C.UTF-8",
+            **dict(TASK_VARIABLES),
             "TMPDIR": str(place.root / "tmp"),
             "PYTHONPATH": _source(),
             "CUDA_VISIBLE_DEVICES": visible_devices(self._gpus, job.slices),

@@ -34,6 +34,9 @@ class StagedInput:
     executable: bool
 
 
+TASK_VARIABLES = (("LANG", "C.UTF-8"), ("PYTHONUNBUFFERED", "1"))
+"""Variables of every sandbox, which a task may override. Unbuffered: the lines printed before a kill are in the log."""
+
 ENVIRONMENT_AT = "/opt/gpool/env"
 """Mount point of an environment inside a sandbox. Environments are built at this path: their scripts name it."""
 
@@ -59,7 +62,6 @@ class SandboxNetwork:
     namespaces: tuple[int, ...]
     resolver: str  # address of the only reachable name server, for /etc/resolv.conf
     hosts: str = ""  # lines for /etc/hosts, after loopback
-    gang: bool = False  # connects the members of a gang: the sandbox may list its interfaces
 
 
 class GpuShare:

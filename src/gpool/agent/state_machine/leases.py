@@ -167,16 +167,16 @@ class Leases:
             lease.log = LogBuffer(lease.task, lease.epoch)
         lease.log.append(now, stream, data)
 
-    def flush_log(self, now: int, lease: AgentLease) -> None:
+    def flush_log(self, now: int, lease: AgentLease, *, ends: bool = False) -> None:
         if lease.log is not None:
-            for chunk in lease.log.take():
+            for chunk in lease.log.take(ends=ends):
                 self._outbox.add(now, chunk, len(chunk.data))
 
     # ---- ends
 
     def finish(self, now: int, lease: AgentLease, finished: Finished) -> None:
         if lease.log is not None:
-            self.flush_log(now, lease)
+            self.flush_log(now, lease, ends=True)
         lease.move(now, FINISHED, finished.reason)
         self._remove(lease)
         data = len(finished.value) + len(finished.error_text.encode("utf-8", "replace"))

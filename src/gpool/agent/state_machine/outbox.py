@@ -101,45 +101,79 @@ ITEM_BYTES = 64  # of an item without its data
 GOES_ON = frozenset({LogChunk, Checkpointed})  # reports of an attempt that is not over
 
 LOG_CHUNK_BYTES = 64 * KIB
-LOG_CAP_BYTES = 16 * MIB
+LOG_HEAD_BYTES = 12 * MIB
+LOG_TAIL_BYTES = MIB
+"""Kept of an attempt's output: its head, and the tail of each stream. Together less than the server's limit for a task."""
 LOG_EVERY_US = 100_000
 """Shortest time between two reports of a task's output."""
 
 
 class LogBuffer:
-    """Unreported output of one attempt, at most `LOG_CAP_BYTES` over its life. `due_at`: when to report it."""
+    """Unreported output of one attempt. `due_at`: when to report it.
 
-    __slots__ = ("_epoch", "_full", "_parts", "_sequence", "_taken", "_task", "due_at")
+    Past `LOG_HEAD_BYTES` the last `LOG_TAIL_BYTES` of each stream are held until the end, so that a flood on one stream
+    hides neither the end of it nor an error on the other.
+    """
+
+    __slots__ = (
+        "_dropped",
+        "_epoch",
+        "_left",
+        "_parts",
+        "_sequence",
+        "_tails",
+        "_task",
+        "due_at",
+    )
 
     def __init__(self, task: int, epoch: int) -> None:
         self._task = task
         self._epoch = epoch
         self._parts: list[tuple[int, bytearray]] = []
         self._sequence = 0
-        self._taken = 0
-        self._full = False
+        self._left = LOG_HEAD_BYTES  # bytes that the head still takes
+        self._tails: dict[int, bytearray] = {}
+        self._dropped = 0  # bytes between head and tails
         self.due_at: int | None = None
 
     def append(self, now: int, stream: int, data: bytes) -> None:
-        if self._full or not data:
+        head, rest = data[: self._left], data[self._left :]
+        if rest:
+            self._append_tail(stream, rest)
+        if not head:
             return
-        left = LOG_CAP_BYTES - self._taken
-        if len(data) > left:
-            data = data[:left]
-            self._full = True
-        self._taken += len(data)
-        parts = self._parts
-        if parts and parts[-1][0] == stream:
-            parts[-1][1].extend(data)
-        elif data:
-            parts.append((stream, bytearray(data)))
-        if self._full:
-            note = f"\n[gpool: output past {LOG_CAP_BYTES // MIB} MiB is not kept]\n"
-            parts.append((2, bytearray(note.encode())))
+        self._left -= len(head)
+        self._add(stream, head)
         if self.due_at is None:
             self.due_at = now + LOG_EVERY_US
 
-    def take(self) -> list[LogChunk]:
+    def _add(self, stream: int, data: bytes | bytearray) -> None:
+        if self._parts and self._parts[-1][0] == stream:
+            self._parts[-1][1].extend(data)
+        else:
+            self._parts.append((stream, bytearray(data)))
+
+    def _append_tail(self, stream: int, data: bytes) -> None:
+        tail = self._tails.setdefault(stream, bytearray())
+        tail += data[-LOG_TAIL_BYTES:]
+        self._dropped += len(data[:-LOG_TAIL_BYTES])
+        excess = len(tail) - LOG_TAIL_BYTES
+        if excess > 0:
+            self._dropped += excess
+            del tail[:excess]
+
+    def take(self, *, ends: bool = False) -> list[LogChunk]:
+        """Return the chunks to report; with `ends` also the tails, after a line that says what is missing."""
+        if ends and self._tails:
+            if self._dropped:
+                note = (
+                    f"\n[gpool: {self._dropped} bytes of output are not kept; the last "
+                    f"{LOG_TAIL_BYTES // MIB} MiB of each stream follow]\n"
+                )
+                self._add(2, note.encode())
+            for stream, tail in sorted(self._tails.items()):
+                self._add(stream, tail)
+            self._tails = {}
         chunks = []
         for stream, data in self._parts:
             for start in range(0, len(data), LOG_CHUNK_BYTES):

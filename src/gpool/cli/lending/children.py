@@ -52,6 +52,10 @@ def exec_module(module: str, env: Mapping[str, str]) -> None:
     os.execve(argv[0], argv, {**os.environ, **env})
 
 
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 class ChildProcess:
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -72,7 +76,8 @@ class ChildProcess:
         if log.exists() and log.stat().st_size > _KEPT_LOG_BYTES:
             log.replace(log.with_suffix(".old.log"))
         self._starts += 1
-        with log.open("ab") as output:
+        with open(log, "ab", opener=_private) as output:
+            os.fchmod(output.fileno(), 0o600)  # an earlier version's was readable by others
             self._log_start = output.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", self.program.module],

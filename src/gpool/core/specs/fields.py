@@ -138,6 +138,9 @@ def _wrong(price: object, why: str) -> Invalid:
 DEFAULT_ENVIRONMENT = "default"
 PIP_ENVIRONMENT, IMAGE_ENVIRONMENT = "pip", "image"
 MAX_PACKAGES = 500
+MAX_HASHES = 100  # of one requirement
+MAX_REQUIREMENT_BYTES = 8000  # with its hashes
+MAX_PACKAGES_BYTES = 256 * 1024
 
 _REQUIREMENT = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)\s*(.*)", re.DOTALL)
 _CLAUSES = (
@@ -145,6 +148,7 @@ _CLAUSES = (
 )
 _SPECIFIER = re.compile(rf"(?:\[([A-Za-z0-9._,-]*)\])?(?:({_CLAUSES})|\(({_CLAUSES})\))?")
 _MARKER = re.compile(r"""[\w\s.'"<>=!~(),+*-]+""", re.ASCII)
+_HASH = re.compile(r"--hash=(sha256:[0-9a-f]{64}|sha384:[0-9a-f]{96}|sha512:[0-9a-f]{128})")
 _MINOR = re.compile(r"3\.\d{1,2}")
 _IMAGE = re.compile(r"[a-z0-9][\w./:@-]{0,254}", re.ASCII | re.IGNORECASE)
 
@@ -159,11 +163,23 @@ def recipe(python: str | None = None, packages: tuple[str, ...] = (), image: str
         raise Invalid(f"{image[:60]!r} is not an image name; write it like debian@sha256:…")
     if len(packages) > MAX_PACKAGES:
         raise Invalid(f"{len(packages)} packages; at most {MAX_PACKAGES}")
-    return Recipe(python, tuple(sorted({_normal(one) for one in packages})), image)
+    normal = tuple(sorted({_normal(one) for one in packages}))
+    total = sum(len(one) for one in normal)
+    if total > MAX_PACKAGES_BYTES:
+        raise Invalid(
+            f"the packages and their hashes take {total} bytes; at most {MAX_PACKAGES_BYTES}: "
+            "leave out hashes of files for other platforms"
+        )
+    return Recipe(python, normal, image)
 
 
 def _normal(requirement: str) -> str:
-    text = " ".join(requirement.split())
+    """Return the requirement in one spelling, hashes last. A hash only narrows the choice of files."""
+    text, *hashes = re.split(r" (?=--hash=)", " ".join(requirement.split()))
+    if len(hashes) > MAX_HASHES or not all(_HASH.fullmatch(one) for one in hashes):
+        raise Invalid(
+            f"{requirement[:60]!r}: a hash is --hash=sha256: and 64 hexadecimal digits, at most {MAX_HASHES} of them"
+        )
     found = _REQUIREMENT.fullmatch(text)
     if found is None or len(text) > 500 or not text.isprintable():
         raise _no_requirement(requirement)
@@ -181,7 +197,8 @@ def _normal(requirement: str) -> str:
     clauses = ",".join(sorted(one for one in (told[2] or told[3] or "").split(",") if one))
     folded_path = re.sub(r"[-_.]+", "-", name).lower()
     whole = folded_path + (f"[{extras}]" if extras else "") + clauses
-    return whole + (f"; {marker.strip()}" if semicolon else "")
+    whole += f"; {marker.strip()}" if semicolon else ""
+    return " ".join([whole, *sorted(set(hashes))])
 
 
 def _no_requirement(text: str) -> Invalid:

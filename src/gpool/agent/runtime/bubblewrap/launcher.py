@@ -6,7 +6,7 @@ sandbox that has not requested one yet.) As root it moves into its own mount nam
 and work directories are reachable for a dropped uid; each child drops to its uid before `exec`. Reads no task data.
 
 Messages on the socket (one JSON document each, descriptors beside it):
-  in   {"start": n, "argv", "uid", "groups", "limits", "mode", "namespaces", "gang", "binds"}  ·  {"kill": n}  ·  {"warn": n}
+  in   {"start": n, "argv", "uid", "groups", "limits", "mode", "namespaces", "binds"}  ·  {"kill": n}  ·  {"warn": n}
   out  {"ready": true}   ·   {"ended": n, "status": s, "ran": bool, "killed": bool}
 One file because it is run by path, without imports of gpool.
 """
@@ -199,7 +199,6 @@ class LauncherProcess:
     def __init__(self, channel: socket.socket, settings: dict[str, Any]) -> None:
         self.channel = channel
         self.seccomp = bytes.fromhex(settings["seccomp"])
-        self.seccomp_of_gangs = bytes.fromhex(settings["seccomp_of_gangs"])
         self.children: dict[int, int] = {}  # pid of bwrap or the supervisor -> number
         self.inner: dict[int, int] = {}  # pid of a namespace's first process -> number
         self.known: dict[int, LaunchedSandbox] = {}  # by number
@@ -284,7 +283,7 @@ class LauncherProcess:
             report_end, given_end = os.pipe()
             os.set_blocking(report_end, False)
             filter_end, filter_in = os.pipe()
-            os.write(filter_in, self.seccomp_of_gangs if order["gang"] else self.seccomp)
+            os.write(filter_in, self.seccomp)
             os.close(filter_in)
             descriptors = [*descriptors, filter_end, given_end]
         refused = ""

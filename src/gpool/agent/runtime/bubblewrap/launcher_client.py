@@ -51,7 +51,6 @@ class LaunchOrder:
     cwd: str = "/"
     namespaces: Sequence[int] = ()  # entered first, in this order; the caller closes them
     binds: Sequence[Bind] = ()  # beyond those of every sandbox
-    gang: bool = False  # gets the filter of a gang's sandbox
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +117,12 @@ class Launcher:
         binds: Sequence[Bind],
         seccomp: bytes,
         tree: RootTree | None = None,
-        seccomp_of_gangs: bytes = b"",
     ) -> None:
         tree = tree or RootTree()
         self._settings = {
             "place": place,
             "binds": [_bind(bind) for bind in binds],
             "seccomp": seccomp.hex(),
-            "seccomp_of_gangs": (seccomp_of_gangs or seccomp).hex(),
             "tree": {"folders": tree.folders, "links": tree.links, "binds": tree.binds},
         }
         self._channel: socket.socket | None = None
@@ -152,7 +149,6 @@ class Launcher:
                 "env": dict(order.env),
                 "cwd": order.cwd,
                 "namespaces": len(order.namespaces),
-                "gang": order.gang,
                 "binds": [_bind(bind) for bind in order.binds],
             }
             await self.send(document, (*order.descriptors, *order.namespaces))

@@ -17,6 +17,7 @@ import gpool
 from gpool.agent.runtime.bubblewrap.launcher_client import Bind, RootTree
 from gpool.agent.runtime.protocol import (
     ENVIRONMENT_AT,
+    TASK_VARIABLES,
     CommandJob,
     PreparedEnvironment,
     RunnerJob,
@@ -29,17 +30,23 @@ SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
 FOLDERS = ("/proc", "/dev", "/tmp", "/work", "/values")
 MASKED = (  # of /proc; interrupt counters show when others type, send and compute
+    "cmdline",
+    "diskstats",
     "interrupts",
     "kallsyms",
     "kcore",
     "key-users",
     "keys",
+    "locks",
     "modules",
+    "schedstat",
     "softirqs",
     "sysrq-trigger",
     "timer_list",
 )
 INSIDE_UID = 1000
+HOSTNAME = "sandbox"
+LOOPBACK_HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 ETC_FILES = (
     "ld.so.cache",
@@ -55,8 +62,8 @@ ETC_TREES = ("alternatives", "ld.so.conf.d", "ssl/certs", "fonts", "OpenCL", "vu
 ETC_TEXTS = {
     "passwd": f"task:x:{INSIDE_UID}:{INSIDE_UID}:task:/work:/bin/sh\nnobody:x:65534:65534:nobody:/:/bin/false\n",
     "group": f"task:x:{INSIDE_UID}:\nnogroup:x:65534:\n",
-    "hosts": "127.0.0.1 localhost\n::1 localhost\n",
-    "hostname": "sandbox\n",
+    "hosts": f"{LOOPBACK_HOSTS}127.0.0.1 {HOSTNAME}\n",
+    "hostname": f"{HOSTNAME}\n",
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
     "nsswitch.network": "passwd: files\ngroup: files\nhosts: files dns\n",
     "resolv.conf": "",  # a sandbox network mounts its own over it
@@ -99,9 +106,11 @@ def prepare(directory: Path, paths: Iterable[str] = tuple(sys.path)) -> Layout:
     system_python = base.is_relative_to("/usr")
     inside_base = str(base) if system_python else f"{HOME}/python"
     etc, venv, boot = directory / "etc", directory / "venv", directory / "boot"
+    proc = directory / "proc"
     found = {f"packages{n}": folder for n, folder in enumerate(package_folders(paths, base))}
     _write_etc(etc)
     _write_boot(boot)
+    _write_proc(proc)
     _write_venv(venv, minor, inside_base, list(found), shared=not system_python)
     binds = [
         Bind(etc, "etc"),
@@ -110,6 +119,7 @@ def prepare(directory: Path, paths: Iterable[str] = tuple(sys.path)) -> Layout:
         Bind(source, "source"),
         Bind(runner, "runner"),
         Bind(boot, "boot"),
+        Bind(proc, "proc"),
     ]
     seen = [
         ("etc", "/etc"),
@@ -121,7 +131,7 @@ def prepare(directory: Path, paths: Iterable[str] = tuple(sys.path)) -> Layout:
     if not system_python:
         binds.append(Bind(base, "python"))
         seen.append(("python", f"{HOME}/python"))
-    variables = [("HOME", "/work"), ("LANG", "C.UTF-8"), ("TMPDIR", "/tmp")]
+    variables = [("HOME", "/work"), *TASK_VARIABLES, ("TMPDIR", "/tmp")]
     needed = {"etc", "python"}
     if not system_python and sysconfig.get_config_var("Py_ENABLE_SHARED"):
         variables.append(("LD_LIBRARY_PATH", f"{HOME}/venv/lib"))
@@ -194,6 +204,25 @@ def _write_boot(boot: Path) -> None:
     _open_to_all(boot)
 
 
+def processor_counters(stat: str) -> str:
+    """`/proc/stat` with the same lines and every counter 0, except the time of boot, which dates processes.
+
+    Its interrupt counters would show when others type, send and compute.
+    """
+    lines = []
+    for line in stat.splitlines():
+        name, *numbers = line.split()
+        keeps = name == "btime"
+        lines.append(" ".join([name, *(numbers if keeps else ["0"] * min(len(numbers), 10))]))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _write_proc(proc: Path) -> None:
+    _fresh(proc)
+    (proc / "stat").write_text(processor_counters(Path("/proc/stat").read_text()))
+    _open_to_all(proc)
+
+
 def _open_to_all(directory: Path) -> None:
     for folder, _, names in os.walk(directory):
         os.chmod(folder, 0o755)
@@ -228,14 +257,16 @@ def joined(words: Sequence[str]) -> bytes:
     return b"".join(word.encode() + b"\0" for word in words)
 
 
-def _common(root: Sequence[str]) -> bytes:
+def _common(root: Sequence[str], stat: str) -> bytes:
+    """`stat`: the file mounted as /proc/stat."""
     words = ["--unshare-all", "--unshare-user", "--new-session", "--die-with-parent"]
-    words += ["--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv"]
+    words += ["--cap-drop", "ALL", "--hostname", HOSTNAME, "--clearenv"]
     words += ["--uid", str(INSIDE_UID), "--gid", str(INSIDE_UID)]
     words += [*root, "--proc", "/proc", "--dev", "/dev"]
     for name in MASKED:
         if os.path.exists(f"/proc/{name}"):
             words += ["--ro-bind", "/dev/null", f"/proc/{name}"]
+    words += ["--ro-bind", stat, "/proc/stat"]
     return joined(words)
 
 
@@ -250,11 +281,12 @@ class BwrapArguments:
         self.binds = [*found.binds, Bind(sandboxes, "sandboxes", writable=True)]
         self._sources = {bind.name: self._source(bind) for bind in self.binds}
         self.tree = self._tree(found.seen)
-        self._plain = _common(as_arguments(self.tree))
-        self._with_environment = _common(as_arguments(self._tree(found.bare)))
+        stat = f"{self._sources['proc']}/stat"
+        self._plain = _common(as_arguments(self.tree), stat)
+        self._with_environment = _common(as_arguments(self._tree(found.bare)), stat)
         self._prepared = b""
         if launcher_at:
-            self._prepared = _common(["--ro-bind", f"{launcher_at}/tree", "/"])
+            self._prepared = _common(["--ro-bind", f"{launcher_at}/tree", "/"], stat)
 
     def _tree(self, seen: Sequence[tuple[str, str]]) -> RootTree:
         return system_tree((self._sources[name], inside) for name, inside in seen)
@@ -319,6 +351,6 @@ class BwrapArguments:
         words = ["--share-net", "--ro-bind", reach + "/resolv.conf", "/etc/resolv.conf"]
         words += ["--ro-bind", f"{self._sources['etc']}/nsswitch.network", "/etc/nsswitch.conf"]
         if network.hosts:
-            place.write_aside("hosts", ETC_TEXTS["hosts"] + network.hosts)
+            place.write_aside("hosts", LOOPBACK_HOSTS + network.hosts)
             words += ["--ro-bind", reach + "/hosts", "/etc/hosts"]
         return words

@@ -120,7 +120,6 @@ class BubblewrapRuntime(PlainRuntime):
             binds=self._arguments.binds,
             seccomp=seccomp.program(),
             tree=self._arguments.tree,
-            seccomp_of_gangs=seccomp.program(interfaces=True),
         )
         self.landlock = seccomp.landlock_version() if seccomp.perl() else 0
         """Landlock version applied inside; 0: none, for lack of kernel support or of Perl on the host."""
@@ -277,7 +276,6 @@ class BubblewrapRuntime(PlainRuntime):
                 groups=slot.group.joins if slot.group is not None else (),
                 limits=self._rlimits(job.limits),
                 namespaces=job.network.namespaces if job.network is not None else (),
-                gang=job.network is not None and job.network.gang,
                 binds=[bind for bind, _ in mounts],
             )
         )

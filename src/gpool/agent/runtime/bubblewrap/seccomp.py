@@ -128,6 +128,7 @@ REFUSED: dict[str, tuple[int, int]] = {
     "create_module": (174, -1),
     "delete_module": (176, 106),
     "fanotify_init": (300, 262),
+    "fanotify_mark": (301, 263),
     "finit_module": (313, 273),
     "fsconfig": (431, 431),
     "fsmount": (432, 432),
@@ -184,6 +185,10 @@ REFUSED: dict[str, tuple[int, int]] = {
 # Libraries try these and fall back on ENOSYS.
 ABSENT: dict[str, tuple[int, int]] = {
     "clone3": (435, 435),  # its flags are behind a pointer, which a filter cannot read
+    # A watch on a read-only bind mount reports the use of that file by the host and by other sandboxes.
+    "inotify_init": (253, -1),
+    "inotify_init1": (294, 26),
+    "inotify_add_watch": (254, 27),
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
@@ -248,7 +253,11 @@ def _kinds_and_protocols() -> list[bytes]:
 
 
 def _interfaces() -> list[bytes]:
-    """Of netlink allow only NETLINK_ROUTE; the family of `socket` is loaded."""
+    """Of netlink allow only NETLINK_ROUTE; the family of `socket` is loaded.
+
+    It lists interfaces and routes of the sandbox's own network namespace (getifaddrs, NCCL, gloo). A change needs
+    CAP_NET_ADMIN there, which no sandbox has.
+    """
     kinds = (SOCK_RAW, SOCK_DGRAM)  # equal for netlink; the C library uses the raw one
     tests = [_step(JUMP_EQUAL, kind, len(kinds) - at, 0) for at, kind in enumerate(kinds)]
     body = [
@@ -272,11 +281,8 @@ def _device_nodes(number: int, mode_at: int) -> list[bytes]:
     )
 
 
-def program(machine: str = "", *, interfaces: bool = False) -> bytes:
-    """Filter in the kernel's format; `LookupError` for an unknown machine.
-
-    `interfaces`: allow listing the network's interfaces, which gloo and NCCL need in a gang.
-    """
+def program(machine: str = "") -> bytes:
+    """Filter in the kernel's format; `LookupError` for an unknown machine."""
     name = machine or platform.machine()
     known = MACHINES.get(name)
     if known is None:
@@ -303,7 +309,7 @@ def program(machine: str = "", *, interfaces: bool = False) -> bytes:
     steps += _guarded(
         known.socket,
         _load_argument(0),
-        *(_interfaces() if interfaces else ()),
+        *_interfaces(),
         *domains,
         _step(RETURN, foreign),
         *_kinds_and_protocols(),

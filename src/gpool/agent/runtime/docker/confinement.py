@@ -91,7 +91,9 @@ MASKED = (
     "/proc/acpi",
     "/proc/asound",
     "/proc/bus",
+    "/proc/cmdline",
     "/proc/config.gz",
+    "/proc/diskstats",
     "/proc/interrupts",
     "/proc/kallsyms",
     "/proc/kcore",
@@ -101,9 +103,11 @@ MASKED = (
     "/proc/kpagecount",
     "/proc/kpageflags",
     "/proc/latency_stats",
+    "/proc/locks",
     "/proc/modules",
     "/proc/mtrr",
     "/proc/sched_debug",
+    "/proc/schedstat",
     "/proc/scsi",
     "/proc/slabinfo",
     "/proc/softirqs",
@@ -124,6 +128,7 @@ READ_ONLY = ("/proc/fs", "/proc/irq", "/proc/sys")
 SANDBOX_NAME = "sandbox"
 LEAST_TMPFS_BYTES = 1 << 20
 WORK_AT, VALUES_AT = "/work", "/values"
+COUNTERS = "/proc/stat"
 JOINS = "container:"  # the network, host name and name servers of another container
 
 
@@ -181,7 +186,7 @@ def _interfaces() -> list[Json]:
     return [*rules, _rule(["socket"], errno.EPROTONOSUPPORT, netlink, beyond)]
 
 
-def profile(machine: str = "", *, interfaces: bool = False) -> Json:
+def profile(machine: str = "") -> Json:
     name = machine or platform.machine()
     known = seccomp.MACHINES.get(name)
     if known is None:
@@ -195,19 +200,16 @@ def profile(machine: str = "", *, interfaces: bool = False) -> Json:
     for bit in range(64):
         if seccomp.NAMESPACE_FLAGS >> bit & 1:
             rules.append(_rule(["clone"], errno.EPERM, _bits(0, 1 << bit, 1 << bit)))
-    families: tuple[int, ...] = (seccomp.AF_UNIX, seccomp.AF_INET, seccomp.AF_INET6)
-    other: tuple[Json, ...] = ()
-    if interfaces:
-        families = (*families, seccomp.AF_NETLINK)
-        other = (_argument(0, "SCMP_CMP_NE", seccomp.AF_NETLINK),)
-        rules += _interfaces()
+    families = (seccomp.AF_UNIX, seccomp.AF_INET, seccomp.AF_INET6, seccomp.AF_NETLINK)
+    other = _argument(0, "SCMP_CMP_NE", seccomp.AF_NETLINK)
+    rules += _interfaces()
     for op, value in _outside(families, max(families)):
         rules.append(_rule(["socket"], errno.EAFNOSUPPORT, _argument(0, op, value)))
     kinds = (seccomp.SOCK_STREAM, seccomp.SOCK_DGRAM, seccomp.SOCK_SEQPACKET)
     for kind in range(seccomp.SOCKET_TYPE_MASK + 1):
         if kind not in kinds:
             bits = _bits(1, seccomp.SOCKET_TYPE_MASK, kind)
-            rules.append(_rule(["socket"], errno.EPERM, *other, bits))
+            rules.append(_rule(["socket"], errno.EPERM, other, bits))
     for op, value in _outside(seccomp.PROTOCOLS, max(seccomp.PROTOCOLS)):
         rules.append(_rule(["socket"], errno.EPROTONOSUPPORT, _argument(2, op, value)))
     for op, value in _outside((seccomp.AF_UNIX,), seccomp.AF_UNIX):
@@ -349,5 +351,5 @@ def request(spec: ContainerSpec, seccomp_profile: str, *, podman: bool = False) 
     }
 
 
-def profile_text(machine: str = "", *, interfaces: bool = False) -> str:
-    return json.dumps(profile(machine, interfaces=interfaces), separators=(",", ":"))
+def profile_text(machine: str = "") -> str:
+    return json.dumps(profile(machine), separators=(",", ":"))

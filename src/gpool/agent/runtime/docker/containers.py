@@ -21,7 +21,13 @@ import structlog
 
 from gpool.agent.network.policy import is_refused
 from gpool.agent.runtime.bubblewrap.launcher_client import ProcessExit
-from gpool.agent.runtime.docker.confinement import JOINS, ContainerSpec, profile_text, request
+from gpool.agent.runtime.docker.confinement import (
+    COUNTERS,
+    JOINS,
+    ContainerSpec,
+    profile_text,
+    request,
+)
 from gpool.agent.runtime.docker.engine import ContainerExit, EngineClient
 from gpool.agent.runtime.docker.images import ContainerImage, ImagePull, registry_of
 from gpool.agent.runtime.docker.network import NamespaceHolders, path_of
@@ -241,20 +247,13 @@ class RunningContainer:
             self._over.set_result(ProcessExit(exit.code, ran=exit.ran, killed=self._killed))
 
 
-@dataclass(frozen=True, slots=True)
-class SeccompProfiles:
-    plain: str
-    gangs: str
-
-    @classmethod
-    def of(cls, data_dir: Path, *, podman: bool) -> SeccompProfiles:
-        texts = profile_text(), profile_text(interfaces=True)
-        if not podman:
-            return cls(*texts)
-        paths = [data_dir / f"seccomp{suffix}.json" for suffix in ("", "-of-gangs")]
-        for path, text in zip(paths, texts, strict=True):
-            path.write_text(text)
-        return cls(*map(str, paths))
+def seccomp_profile(data_dir: Path, *, podman: bool) -> str:
+    """Text of the profile for Docker, path of a file with it for Podman."""
+    if not podman:
+        return profile_text()
+    path = data_dir / "seccomp.json"
+    path.write_text(profile_text())
+    return str(path)
 
 
 class ContainerStarter:
@@ -262,11 +261,11 @@ class ContainerStarter:
         self,
         engine: EngineClient,
         labels: dict[str, str],
-        profiles: SeccompProfiles,
+        profile: str,
         gvisor: Gvisor,
     ) -> None:
         self._engine = engine
-        self._profiles = profiles
+        self._profile = profile
         self.gvisor = gvisor
         self.podman = engine.facts.kind == "podman"
         runsc = [name for name in engine.facts.runtimes if name.startswith("runsc")]
@@ -286,7 +285,9 @@ class ContainerStarter:
         beyond = bool(spec.devices or spec.cdi or spec.sandbox_network is not None)
         under = [] if beyond and self.gvisor is Gvisor.AUTO else self._runsc
         for name in under:
-            tried = replace(spec, oci_runtime=name)
+            # its /proc is its own: nothing of the host is in it
+            binds = [bind for bind in spec.binds if bind[1] != COUNTERS]
+            tried = replace(spec, oci_runtime=name, binds=binds)
             try:
                 return await undivided(self.threads, partial(self._begin, tried), self._undo)
             except SandboxFailed:
@@ -302,15 +303,13 @@ class ContainerStarter:
 
     def _begin(self, spec: ContainerSpec) -> tuple[str, socket.socket]:
         network = spec.sandbox_network
-        gang = network is not None and network.gang
-        profile = self._profiles.gangs if gang else self._profiles.plain
         with contextlib.ExitStack() as held:
             if network is not None:
                 given = f"ns:{path_of(network)}"
                 if not self.podman:
                     given = JOINS + held.enter_context(self.holders.holding(network))
                 spec = replace(spec, network=given)
-            container = self._engine.create(request(spec, profile, podman=self.podman))
+            container = self._engine.create(request(spec, self._profile, podman=self.podman))
             channel: socket.socket | None = None
             try:
                 channel = self._engine.attach(container, with_input=spec.takes_input)

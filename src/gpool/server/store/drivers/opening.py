@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
-from contextlib import AbstractAsyncContextManager, closing
+from contextlib import AbstractAsyncContextManager, closing, suppress
 from importlib import import_module
 from pathlib import Path
 
@@ -22,6 +23,7 @@ async def open_store(url: str) -> Store:
     """Open `sqlite:///PATH` (relative; `sqlite:////PATH` is absolute) or `postgresql://…`; `Invalid` for another URL."""
     if url.startswith(SQLITE):
         path = Path(url.removeprefix(SQLITE))
+        close_to_others(path)
         await asyncio.to_thread(migrate_sqlite, path)
         return await SqliteStore.open(path)
     if url.startswith(POSTGRES):
@@ -30,6 +32,14 @@ async def open_store(url: str) -> Store:
         store: Store = await postgres.open_postgres(url)
         return store
     raise _unknown_store(url)
+
+
+def close_to_others(database: Path) -> None:
+    """Create the file with mode 0600, or give it and its companions that mode; SQLite's new ones copy it."""
+    os.close(os.open(database, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    for suffix in ("", "-wal", "-shm", "-journal"):
+        with suppress(FileNotFoundError, PermissionError):  # another user's: that user decides
+            os.chmod(f"{database}{suffix}", 0o600)
 
 
 def lock_for_serving(url: str, reclaim_s: float) -> AbstractAsyncContextManager[ServerLock]:

@@ -196,7 +196,7 @@ MAX_LOG_BYTES = 16 * MIB
 LEAST_BYTES = 16
 """Least size that a chunk counts for: its row needs space too, and a node may send any number of chunks."""
 
-TRUNCATED = b"output truncated\n"
+TRUNCATED = b"[gpool: output past 16 MiB of all attempts is not kept]\n"
 STDOUT, STDERR = 1, 2
 EPOCH_SHIFT = 32
 """A cursor is the epoch, then the sequence of the chunk: it grows with time and needs no counter."""
