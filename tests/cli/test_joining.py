@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from gpool.cli.lending.join import (
     identity_file,
     load_identity,
     parse_link,
+    rejoin,
     require_same_certificate,
 )
 from gpool.client.transport import ApiTransport
 from gpool.core.errors import Conflict, Forbidden
 from gpool.transfer.requests import Address
+from tests.server.server_desk import Live, serving
 
 PRINT = "a" * 64
 LINK = JoinLink(Address("http://pool.example:8642"), "t", "pool-x")
@@ -155,3 +158,56 @@ def test_a_host_name_in_use_gets_a_number_and_a_chosen_name_does_not(tmp_path: P
     assert second.name.endswith("-2")
     with pytest.raises(Conflict):
         enrol(api, tmp_path / "c.json", name=desk.names[0])
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[Live]:
+    with serving(tmp_path / "server") as live:
+        yield live
+
+
+def invited(live: Live, key: str = "") -> JoinLink:
+    api = ApiTransport(live.url, key or live.key)
+    made = api.send_json("POST", "/v1/nodes/invites", {})
+    api.close()
+    return parse_link(made["link"], plain=True)
+
+
+def test_a_removed_node_joins_again_with_a_new_link(
+    live: Live, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, api = tmp_path / "a.json", ApiTransport(live.url, "")
+    used = invited(live)
+    first = rejoin(api, file, None, name="box", link=used)
+    assert rejoin(api, file, load_identity(file), name=None, link=used) == first
+    assert "Already a node" in capsys.readouterr().err
+    operator = ApiTransport(live.url, live.key)
+    operator.send("DELETE", f"/v1/nodes/{first.id}")
+    with pytest.raises(Forbidden, match="used already"):
+        rejoin(api, file, first, name=None, link=used)
+    again = rejoin(api, file, load_identity(file), name="box", link=invited(live))
+    assert again.id != first.id
+    assert load_identity(file) == again
+    assert f"{first.id}) was removed" in capsys.readouterr().err
+    known = operator.get_json("/v1/nodes")["items"]
+    assert [node["id"] for node in known] == [again.id]
+    api.close()
+    operator.close()
+
+
+def test_a_link_of_somebody_else_is_not_used_and_the_owner_is_named(
+    live: Live, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, api = tmp_path / "a.json", ApiTransport(live.url, "")
+    first = rejoin(api, file, None, name="box", link=invited(live))
+    account = {"name": "bob", "password": "correct horse battery staple"}
+    api.send_json("POST", "/v1/users", account)
+    bob: str = api.send_json("POST", "/v1/auth/password", account)["access_token"]
+    link = invited(live, bob)
+    assert rejoin(api, file, first, name="other", link=link) == first
+    said = capsys.readouterr().err
+    assert "the node 'box' of operator" in said
+    assert "was not used" in said
+    second = rejoin(api, tmp_path / "b.json", None, name="spare", link=link)  # still good
+    assert second.id != first.id
+    api.close()

@@ -44,6 +44,7 @@ from gpool.wire.frames import Finished, Hold, ReportItem, Started
 T = TypeVar("T")
 COMMAND = TaskSpec(TaskKind.COMMAND, "true", command=("true",))
 CPU = Allocation(0, 1000, 1 << 30)
+LENDS_AND_RUNS = frozenset({Permission.CONSUMER, Permission.PROVIDER})
 
 
 @operation
@@ -148,13 +149,13 @@ class Pool:
         return self.database.read(operation)
 
     def user(self, name: str) -> UserId:
-        made = User(UserId(next(self.numbers)), name, frozenset({Permission.CONSUMER}), self.now())
+        made = User(UserId(next(self.numbers)), name, LENDS_AND_RUNS, self.now())
         self.write(users.create_user(made))
         return made.id
 
     def account(self, name: str, **ways: Any) -> UserId:
         """A user with ways in: `password_hash`, `wallet`, `oidc`."""
-        made = User(UserId(next(self.numbers)), name, frozenset({Permission.CONSUMER}), self.now())
+        made = User(UserId(next(self.numbers)), name, LENDS_AND_RUNS, self.now())
         self.write(
             accounts.register(
                 made,

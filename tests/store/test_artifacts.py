@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
+
 from gpool.core.ids import UserId
-from gpool.core.model import EndReason, InputFile, Instant, OutputFile, TaskKind, TaskSpec
+from gpool.core.model import (
+    EndReason,
+    InputFile,
+    Instant,
+    OutputFile,
+    TaskKind,
+    TaskSpec,
+    TaskStatus,
+)
 from gpool.server.store.operations.tasks import artifacts
 from gpool.wire.frames import Finished, Released
 from tests.store.store_pool import Pool
@@ -89,6 +99,23 @@ def test_an_end_cannot_open_what_its_task_could_not_see(pool: Pool) -> None:
     task = pool.running(node)
     pool.record(node, Finished(task, 1, EndReason.EXITED, 0, outputs=outputs(D)))
     assert pool.read(artifacts.visible(D, pool.ann)) is None
+
+
+@pytest.mark.parametrize("naming", ["output", "value"])
+def test_a_success_that_names_what_was_never_uploaded_is_a_bad_output(
+    pool: Pool, naming: str
+) -> None:
+    node = pool.node("box")
+    task, honest = pool.running(node), pool.running(node)
+    add_under(pool, A, node, honest, 1)  # of another task: no excuse
+    named = {"outputs": outputs(A)} if naming == "output" else {"value_sha256": A}
+    ends = [Finished(each, 1, EndReason.EXITED, 0, **named) for each in (task, honest)]
+    pool.record(node, *ends)
+    view = pool.view(task)
+    assert (view.row.status, view.record.reason) == (TaskStatus.FAILED, "bad_output")
+    assert "never uploaded" in str(view.record.error_text)
+    assert view.outputs == ()
+    assert pool.view(honest).row.status is TaskStatus.SUCCEEDED  # control
 
 
 def test_an_upload_of_an_earlier_attempt_is_not_taken_for_this_ones(pool: Pool) -> None:

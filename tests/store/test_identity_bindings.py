@@ -226,3 +226,62 @@ def test_a_sick_gpu_stays_in_quarantine_until_somebody_says_it_is_well(pool: Poo
     assert pool.write(gpu_bindings.quarantine(sick, None)).quarantined is None
     assert withheld(pool, box) == set()
     assert pool.write(gpu_bindings.quarantine(GpuId(1), "by hand")) is None
+
+
+# ---- claims that are gone
+
+
+def remove(pool: Pool, node: NodeId) -> tuple[str, ...]:
+    uuids = pool.read(gpu_bindings.uuids_of(node))
+    pool.write(nodes.remove_node(node, None))
+    return pool.write(gpu_bindings.lapse(uuids, pool.now()))
+
+
+def test_a_flag_lapses_for_the_earliest_claimant_when_the_holder_is_gone(pool: Pool) -> None:
+    bob, eve = pool.account("bob", wallet="0xbb"), pool.user("eve")
+    mine, spare = joined(pool, "mine", pool.ann, "G1", "G2"), joined(pool, "spare", pool.ann, "G1")
+    theirs, hers = joined(pool, "theirs", bob, "G1"), joined(pool, "hers", eve, "G1")
+    bind(pool, mine, pool.ann, "G1", "G2")
+    bind(pool, spare, pool.ann, "G1")
+    for node, owner in ((theirs, bob), (hers, eve)):
+        assert bind(pool, node, owner, "G1") == ("G1",)
+    assert remove(pool, mine) == (), "another node of the holder still has it"
+    assert [withheld(pool, node) for node in (theirs, hers)] == [{0}, {0}]
+    assert pool.read(gpu_bindings.binding("G2")) is None
+    assert remove(pool, spare) == ("G1",)
+    assert [withheld(pool, node) for node in (theirs, hers)] == [set(), {0}]
+    bound = pool.read(gpu_bindings.binding("G1"))
+    assert (bound.owner, bound.wallet) == (bob, "0xbb")
+
+
+def test_an_abandoned_binding_is_taken_over_by_the_next_claim(pool: Pool) -> None:
+    bob = pool.user("bob")
+    mine, theirs = joined(pool, "mine", pool.ann, "G1"), joined(pool, "theirs", bob, "G1")
+    bind(pool, mine, pool.ann, "G1")
+    assert bind(pool, theirs, bob, "G1") == ("G1",)
+    pool.write(nodes.remove_node(mine, None))  # as by an earlier version
+    assert bind(pool, theirs, bob, "G1") == ()
+    assert withheld(pool, theirs) == set()
+
+
+def test_an_operator_s_decision_outlives_the_nodes(pool: Pool) -> None:
+    bob = pool.user("bob")
+    mine, theirs = joined(pool, "mine", pool.ann, "G1"), joined(pool, "theirs", bob, "G1")
+    bind(pool, mine, pool.ann, "G1")
+    pool.write(gpu_bindings.unflag(gpu_on(pool, mine), pool.now()))
+    bind(pool, theirs, bob, "G1")
+    assert remove(pool, mine) == ()
+    assert withheld(pool, theirs) == {0}
+
+
+def test_a_disabled_holder_gives_up_its_claim_and_a_disabled_claimant_gets_none(pool: Pool) -> None:
+    bob, eve = pool.user("bob"), pool.user("eve")
+    holder = joined(pool, "mine", pool.ann, "G1")
+    theirs, hers = joined(pool, "theirs", bob, "G1"), joined(pool, "hers", eve, "G1")
+    for node, owner in ((holder, pool.ann), (theirs, bob), (hers, eve)):
+        bind(pool, node, owner, "G1")
+    for user in (bob, pool.ann):
+        pool.write(accounts.set_disabled(user, True, pool.now()))
+    assert pool.write(gpu_bindings.lapse(["G1"], pool.now())) == ("G1",)
+    assert pool.read(gpu_bindings.binding("G1")).owner == eve
+    assert [withheld(pool, node) for node in (theirs, hers)] == [{0}, set()]

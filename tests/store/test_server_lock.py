@@ -9,6 +9,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from gpool.core.errors import Conflict
 from tests.tools.processes import PATIENCE_S, Pool, eventually
 
 HOLDERS = (
@@ -121,3 +124,23 @@ def asked(url: str, query: str) -> list[Any]:
 def holds_since(url: str, before: int) -> bool:
     found = asked(url, HOLDERS)
     return len(found) == 1 and found != [before]
+
+
+def test_a_server_ends_its_own_lost_session_that_postgresql_still_keeps(
+    postgres: Callable[[], str],
+) -> None:
+    """As after a broken network: PostgreSQL notices only when its keep-alive gives up, 30 s later."""
+    url = postgres()
+    driver = import_module("gpool.server.store.drivers.postgres")
+
+    async def lose_and_reclaim() -> None:
+        lost = await driver.locked_session(url)
+        try:
+            with pytest.raises(Conflict):  # control: the session alone keeps the lock
+                await driver.locked_session(url)
+            again = await driver.locked_session(url, lost.get_server_pid())
+            await again.close()
+        finally:
+            lost.terminate()
+
+    asyncio.run(lose_and_reclaim())

@@ -184,7 +184,12 @@ class AgentChannel:
                 await self._connect()
             except InvalidStatus as error:
                 status = error.response.status_code
-                if status in (401, 403):
+                if status == 403:
+                    raise Forbidden(
+                        f"{self._address.url} refuses this node: its owner's account is disabled or may not lend; "
+                        "ask an operator of the pool"
+                    ) from error
+                if status == 401:
                     raise NotSignedIn(
                         f"{self._address.url} does not know this node's key; join again with a new link: gpool join LINK"
                     ) from error

@@ -80,6 +80,8 @@ class Daemon:
             log.warning("stopping_at_once")
             self._events.clear()
             self._carry_out(ExitDaemon())
+        else:
+            log.info("agent_stops", tasks_back_to_the_queue=len(self._state.holds))
         self._stopping = True
         self.feed(ShutdownAsked())
 

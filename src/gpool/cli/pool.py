@@ -349,12 +349,17 @@ def drain(ctx: click.Context, what: str | None, as_json: bool) -> None:
 @click.confirmation_option(
     prompt="The node is removed for good and can return only with a new join link. Remove it?"
 )
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Remove it although tasks run there; they are queued again.",
+)
 @click.pass_context
-def node_remove(ctx: click.Context, what: str) -> None:
-    """Remove an idle node of yours from the pool for good."""
+def node_remove(ctx: click.Context, what: str, force: bool) -> None:
+    """Remove a node of yours from the pool for good."""
     client = client_of(ctx)
     found = node_id(client, what, own=True)
-    client.api.send("DELETE", f"/v1/nodes/{found}")
+    client.api.send("DELETE", f"/v1/nodes/{found}" + ("?force=true" if force else ""))
     click.echo(f"{plain(what)} removed")
 
 

@@ -9,7 +9,8 @@ GpoolError
 ├── NotFound           404  missing, or not visible to the caller
 ├── Conflict           409  the object's state does not allow the request
 │   ├── StaleLease     409  an effect under a lease that is no longer current
-│   └── KeyReused      409  the same Idempotency-Key with another request
+│   ├── KeyReused      409  the same Idempotency-Key with another request
+│   └── AlreadyJoined  409  the machine's key belongs to a node of this pool
 ├── TooLarge           413  body, batch, artifact or log over its limit
 ├── Unprocessable      422  well-formed, but impossible on this server
 ├── TooMany            429  rate limit exceeded, or the queue is full
@@ -77,6 +78,10 @@ class StaleLease(Conflict):
 
 class KeyReused(Conflict):
     code, title = "key_reused", "Idempotency-Key used for another request"
+
+
+class AlreadyJoined(Conflict):
+    code, title = "already_joined", "The machine is a node of this pool"
 
 
 class TooLarge(GpoolError):

@@ -92,8 +92,8 @@ def as_markdown() -> str:
     lines += [
         "",
         "`succeeded`, `failed` and `cancelled` are final: no move leaves them.",
-        "A lease keeps its allocation until the agent confirms the end or the lease expires, even if the",
-        "task is cancelled.",
+        "A lease keeps its allocation until the agent confirms the end, the lease expires, or the server ends",
+        "it because the agent does not, even if the task is cancelled ([leases](leases.md)).",
         "",
     ]
     return "\n".join(lines)

@@ -19,6 +19,7 @@ from gpool.server.actions import policy as operating
 from gpool.server.actions import quotas
 from gpool.server.actions.tasks import submit
 from gpool.server.api import routing
+from gpool.server.api.readiness import Readiness
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock, MonotonicClock, SystemClock, system_ids
 from gpool.server.identity import authorization
@@ -169,6 +170,7 @@ def make_app(server: Server) -> FastAPI:
             app.state.ready = True
             yield
             app.state.ready = False
+            await app.state.readiness.close()
 
     app = FastAPI(
         title="gpool",
@@ -181,6 +183,7 @@ def make_app(server: Server) -> FastAPI:
         telemetry=NO_TELEMETRY,
     )
     app.state.server = server
+    app.state.readiness = Readiness(server.store)
     routing.install(app, server.guard, VERSION)
     return app
 

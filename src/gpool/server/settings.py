@@ -104,6 +104,16 @@ class Settings(BaseSettings):
     tick_s: float = Field(
         default=1.0, gt=0, description="Longest time between two scheduling passes."
     )
+    release_s: float = Field(
+        default=300.0,
+        gt=0,
+        description="Time a node has to release a cancelled task; then the server frees its slot.",
+    )
+    collect_s: float = Field(
+        default=1800.0,
+        gt=0,
+        description="Time a node has after time-out or preemption, and grace, to save a checkpoint and outputs; then the server ends the lease.",
+    )
     prune_s: float = Field(
         default=60.0, gt=0, description="Interval of the loops that delete expired rows and files."
     )

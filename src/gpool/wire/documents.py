@@ -571,5 +571,6 @@ class ArtifactDocument(Answer):
 
 
 class HealthDocument(Answer):
-    status: Literal["ok", "starting"]
+    status: Literal["ok", "starting", "unavailable"]
     version: str
+    detail: str | None = None  # why it is unavailable

@@ -157,9 +157,10 @@ class Reports(_Frame, frozen=True):
 
 
 class OfferChanged(_Frame, frozen=True):
-    """A GPU appeared or disappeared, or the owner's limits changed."""
+    """A GPU appeared or disappeared, the owner's limits changed, or the agent stops (`leaving`)."""
 
     offer: Offer
+    leaving: bool = False
 
 
 class GpuMeasured(_Frame, frozen=True):

@@ -17,6 +17,7 @@ from gpool.agent.state_machine.instructions import (
     RunnerEnded,
     Send,
     SendCalls,
+    ShutdownAsked,
     StartCommand,
     StartRunner,
     Ticked,
@@ -32,6 +33,8 @@ from gpool.core.model import (
     TaskSpec,
 )
 from gpool.wire.frames import (
+    Beat,
+    BeatSeen,
     Grants,
     Hold,
     Lease,
@@ -100,6 +103,9 @@ class Case:
         if self.recording:
             for frame in sent:
                 out += self.feed(FrameArrived(Recorded(frame.sequence)), after=0)
+            if isinstance(event, ShutdownAsked):  # the server confirms the last heartbeat
+                for beat in frames(Beat, out):
+                    out += self.feed(FrameArrived(BeatSeen(beat.number)), after=0)
         return out
 
     def check(self, event: Event, out: list[Instruction]) -> None:

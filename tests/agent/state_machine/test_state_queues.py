@@ -18,15 +18,29 @@ from gpool.agent.state_machine.instructions import (
     EndCommand,
     EndRunner,
     ExitDaemon,
+    OfferDetected,
     RunnerReady,
+    Send,
     ShutdownAsked,
     StartCommand,
     StartRunner,
     Ticked,
 )
 from gpool.core.model import EndReason, Span
-from gpool.wire.frames import Finished, HandedBack, LogChunk, Released, Reports, Started
+from gpool.wire.frames import (
+    Beat,
+    BeatSeen,
+    Finished,
+    HandedBack,
+    LogChunk,
+    OfferChanged,
+    Recorded,
+    Released,
+    Reports,
+    Started,
+)
 from tests.agent.state_machine.state_case import (
+    OFFER,
     SECOND,
     Case,
     allocation,
@@ -426,6 +440,33 @@ def test_a_stopping_agent_hands_back_what_waits_and_ends_what_runs(case: Case) -
     assert isinstance(reports[1], Finished)
     assert reports[1].reason is EndReason.PREEMPTED
     assert reports[4] == HandedBack(4, 1)
+
+
+def test_a_stopping_agent_withdraws_its_offer_before_it_returns_leases(case: Case) -> None:
+    """Else the server would grant the freed slots to the same node again."""
+    case.grant(command(), 1, 2)
+    case.recording = False
+    sent = [each.frame for each in of(Send, case.feed(ShutdownAsked()))]
+    assert [type(frame) for frame in sent] == [OfferChanged, Beat, Reports]
+    changed, beat, _ = sent
+    assert isinstance(changed, OfferChanged)
+    assert changed.leaving
+    assert changed.offer.closed
+    assert isinstance(beat, Beat)
+    again = case.feed(OfferDetected(OFFER))
+    assert of(Send, again) == [], "a survey does not offer the machine again"
+
+
+def test_an_idle_agent_exits_when_no_lease_can_be_on_its_way(case: Case) -> None:
+    case.recording = False
+    out = case.feed(ShutdownAsked())
+    assert of(ExitDaemon, out) == []
+    granted = case.grant(command(), 1)  # before the server read the withdrawal
+    [reports] = frames(Reports, granted)
+    assert reports.items == (HandedBack(1, 1),)
+    [beat] = frames(Beat, out)
+    assert of(ExitDaemon, case.arrive(BeatSeen(beat.number))) == []
+    assert of(ExitDaemon, case.arrive(Recorded(reports.sequence))) == [ExitDaemon()]
 
 
 def test_a_stopping_agent_takes_nothing_new(case: Case) -> None:

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from gpool.core.ids import decode
+from gpool.core.ids import UserId, decode, encode
 from gpool.core.model import Gpu, Offer, Permission
+from gpool.server.identity import authorization
 from gpool.server.store.operations import gpus as gpu_bindings
 from gpool.server.store.operations.identity import accounts, users
 from gpool.transfer.node_proofs import NodeKey
@@ -138,3 +139,66 @@ async def test_a_machine_listed_without_a_key_neither_binds_nor_flags(desk: Desk
     assert (bound and bound.owner) == (operator and operator.id)
     await desk.post("/register_gpu", {"name": "claim", "gpus": [gpu]}, headers=other)
     assert await flags(desk) == {"first": None, "claim": None}
+
+
+async def seen_by(desk: Desk, headers: dict[str, str]) -> list[str]:
+    """Hardware uuids in every document of GPUs."""
+    items = (await desk.get("/v1/resources?kind=gpu", headers=headers)).json()["items"]
+    nodes = (await desk.get("/v1/nodes", headers=headers)).json()["items"]
+    one = (await desk.get(f"/v1/resources/{items[0]['id']}", headers=headers)).json()
+    listed = [*items, *(gpu for node in nodes for gpu in node["gpus"]), one]
+    return [gpu["uuid"] for gpu in listed if gpu["uuid"]]
+
+
+async def test_uuids_are_shown_to_their_owner_and_operators_only(desk: Desk) -> None:
+    await owned(desk, "lender", offering(UUID))
+    stranger = await desk.person("stranger", Permission.PROVIDER, Permission.CONSUMER)
+    assert await seen_by(desk, stranger) == []
+    assert await seen_by(desk, {}) == [UUID] * 3  # the operator's key
+    lender = await desk.server.store.read(users.user_by_name("lender"))
+    assert lender is not None
+    key = {"authorization": f"Bearer {await new_key(desk, lender.id)}"}
+    assert await seen_by(desk, key) == [UUID] * 3
+
+
+async def new_key(desk: Desk, user: UserId) -> str:
+    key = authorization.fresh(authorization.USER_PREFIX)
+    hashed = authorization.hashed(key)
+    await desk.server.store.write(
+        users.add_key(desk.server.ids.next(), user, "test", hashed, desk.server.now)
+    )
+    return key
+
+
+async def test_a_flag_lapses_when_the_rival_s_node_is_removed(desk: Desk) -> None:
+    squatter = await owned(desk, "squatter", offering(UUID))
+    honest = await desk.agent("honest", offering(UUID))
+    told = (await desk.get(f"/v1/nodes/{honest.badge.identity.node}")).json()
+    assert "another owner" in told["problems"][0], "the owner is told why"
+    await desk.command(gpu="A100")
+    await squatter.channel.close()
+    assert await desk.schedule() == 0
+    removed = await desk.http.delete(f"/v1/nodes/{squatter.badge.identity.node}")
+    assert removed.status_code == 204
+    assert await flags(desk) == {"honest": None}
+    assert await desk.schedule() == 1
+    bound = await desk.server.store.read(gpu_bindings.binding(UUID))
+    assert (bound and bound.owner) == honest.credentials.owner
+
+
+async def test_a_holder_that_is_offline_keeps_its_gpu(desk: Desk) -> None:
+    """Control: only a removed node gives up its claim."""
+    holder = await owned(desk, "holder", offering(UUID))
+    await holder.channel.receive(OfferChanged(offering()))
+    await holder.channel.close()
+    await desk.agent("claimant", offering(UUID))
+    assert "another owner" in str((await flags(desk))["claimant"])
+
+
+async def test_a_flag_lapses_when_the_rival_s_account_is_disabled(desk: Desk) -> None:
+    squatter = await owned(desk, "squatter", offering(UUID))
+    await desk.agent("honest", offering(UUID))
+    owner = encode("user", squatter.credentials.owner)
+    answer = await desk.http.patch(f"/v1/users/{owner}", json={"disabled": True})
+    assert answer.status_code == 200
+    assert (await flags(desk))["honest"] is None

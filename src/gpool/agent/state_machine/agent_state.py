@@ -7,6 +7,7 @@ owner) and `sandbox_events` (reports of sandboxes).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from typing import Any
 
 from gpool.agent.state_machine.dispatch import Dispatch
@@ -65,6 +66,7 @@ SAVING_SHUTDOWN_US = 12_000_000
 """... and the same where a checkpoint is to be saved. A supervisor must wait longer than this before it kills."""
 PREEMPTED_WHY = "stopped to make room for another task"
 RECLAIMED_WHY = "its owner took the GPU back"
+STOPPED_WHY = "its agent was stopped"
 
 
 class ServerConnection:
@@ -105,6 +107,7 @@ class AgentState:
         self._connection = ServerConnection(offer)
         self._readings = ReadingAverages()
         self._exit_by = NEVER  # set once the owner stops the agent
+        self._farewell = 0  # heartbeat after which no new lease is on its way; 0: none awaited
         self._exited = False
         events = SandboxEvents(self._leases, self._dispatch)
         self._handlers: dict[type, Callable[[int, Any, list[Instruction]], None]] = {
@@ -188,6 +191,8 @@ class AgentState:
             case BeatSeen():
                 self._timer.confirm(frame.number)
                 self._drop(now, frame.drop, out)
+                if frame.number >= self._farewell:
+                    self._farewell = 0
             case Stop(reason=StopReason.PREEMPTED):
                 self._control.preempt(now, frame.holds, PREEMPTED_WHY, out)
             case Stop(reason=StopReason.RECLAIMED):
@@ -252,8 +257,9 @@ class AgentState:
 
     def _on_offer_detected(self, _now: int, event: OfferDetected, out: list[Instruction]) -> None:
         """Send the offer at once, or with the next hello; between hello and welcome, after the welcome."""
-        self._offer = event.offer
-        self._send_offer(out)
+        if self._exit_by == NEVER:
+            self._offer = event.offer
+            self._send_offer(out)
 
     def _send_offer(self, out: list[Instruction]) -> None:
         if self._connection.welcomed and self._offer != self._connection.sent_offer:
@@ -268,6 +274,8 @@ class AgentState:
 
     def _on_shutdown_asked(self, now: int, _: ShutdownAsked, out: list[Instruction]) -> None:
         if self._exit_by == NEVER:
+            if self._connection.welcomed:
+                self._leave(now, out)
             self._control.shut_down(now, out)
             saving = any(
                 queue.command is not None and queue.command.terms.spec.checkpoint
@@ -275,8 +283,19 @@ class AgentState:
             )
             self._exit_by = now + (SAVING_SHUTDOWN_US if saving else SHUTDOWN_US)
 
+    def _leave(self, now: int, out: list[Instruction]) -> None:
+        """Withdraw the offer before the leases are returned: the server would grant the freed slots to this node again.
+
+        The heartbeat behind it is confirmed after every lease that was granted before.
+        """
+        self._offer = replace(self._offer, closed=STOPPED_WHY)
+        self._connection.sent_offer = self._offer
+        self._farewell = self._timer.next_heartbeat(now)
+        out.append(Send(OfferChanged(self._offer, leaving=True)))
+        out.append(Send(Beat(self._farewell, self.holds)))
+
     def _exit_when_done(self, now: int, out: list[Instruction]) -> None:
-        reported = not self._connection.welcomed or not self._outbox
+        reported = not self._connection.welcomed or not (self._outbox or self._farewell)
         if now >= self._exit_by or (self._dispatch.is_idle and reported):
             self._exited = True
             out.append(ExitDaemon())

@@ -21,7 +21,7 @@ from gpool.cli.command import SectionedCommand, examples, option_section
 from gpool.cli.lending.children import AGENT_MODULE, exec_module
 from gpool.client.config import write_config
 from gpool.client.transport import ApiTransport
-from gpool.core.errors import Conflict, Forbidden, Invalid, Unreachable
+from gpool.core.errors import AlreadyJoined, Conflict, Forbidden, Invalid, Unreachable
 from gpool.core.specs.fields import normal_labels, parse_price
 from gpool.transfer.keys import parse_fingerprint
 from gpool.transfer.node_proofs import ChallengeStatement, NodeKey, Purpose, public_text
@@ -138,6 +138,8 @@ def _joined(
             wanted["token"] = link.token
         try:
             return _proving(api, key, wanted, None if link is None else link.server)
+        except AlreadyJoined:
+            raise
         except Conflict:
             if not choose or number >= _MOST_NAMESAKES:
                 raise
@@ -339,36 +341,57 @@ def agent_variables(identity: EnrolledNode, data: Path, terms: LendingTerms) -> 
 @lending
 def join(link: str, name: str | None, plain_http: bool, terms: LendingTerms) -> None:
     """Join this machine to a pool and run its agent."""
-    from gpool.cli.lending.join import enrol, identity_file, load_identity, parse_link
+    from gpool.cli.lending.join import identity_file, load_identity, parse_link
     from gpool.client.config import home
     from gpool.client.transport import ApiTransport
 
     wanted = parse_link(link, plain=plain_http)
     url = wanted.address.url
     file = identity_file(home(), url)
-    identity = load_identity(file)
-    if identity is not None:
-        require_same_certificate(identity.address, wanted.address, file)
-        click.echo(f"Already a node of {url}: {identity.name} ({identity.id}).", err=True)
-    else:
-        if file.exists():
-            click.echo(
-                "This machine joined with a version without node keys; joining again.", err=True
-            )
-        api = ApiTransport(wanted.address, "")
-        try:
-            identity = enrol(api, file, name=name, link=wanted)
-        except Unreachable as error:
+    known = load_identity(file)
+    if known is not None:
+        require_same_certificate(known.address, wanted.address, file)
+    elif file.exists():
+        click.echo("This machine joined with a version without node keys; joining again.", err=True)
+    api = ApiTransport(wanted.address, "")
+    try:
+        identity = rejoin(api, file, known, name=name, link=wanted)
+    finally:
+        api.close()
+    click.echo("The agent runs until Ctrl-C.", err=True)
+    exec_module(AGENT_MODULE, agent_variables(identity, file.with_suffix(""), terms))
+
+
+def rejoin(
+    api: ApiTransport, file: Path, known: EnrolledNode | None, *, name: str | None, link: JoinLink
+) -> EnrolledNode:
+    """Use the link unless this machine is a node already (`known`); print the result.
+
+    A node that was removed joins again as a new one, with the same key.
+    """
+    url = api.address.url
+    try:
+        made = enrol(api, file, name=name, link=link)
+    except AlreadyJoined as error:
+        if known is None:
+            raise
+        click.echo(f"{url}: {error.detail}. The link was not used.", err=True)
+        return known
+    except Unreachable as error:
+        if known is None:
             raise Unreachable(
                 f"{error.detail.partition('; ')[0]}. The link names this address: check that this machine reaches it "
                 "(routes, firewall). If it is not the pool's address, the operator sets another one with: "
                 "gpool up --public-url URL"
             ) from error
-        finally:
-            api.close()
-        click.echo(f"Joined {url} as {identity.name} ({identity.id}).", err=True)
-    click.echo("The agent runs until Ctrl-C.", err=True)
-    exec_module(AGENT_MODULE, agent_variables(identity, file.with_suffix(""), terms))
+        click.echo(f"{error.detail}. Starting as {known.name} ({known.id}).", err=True)
+        return known
+    if known is not None and known.id == made.id:
+        click.echo(f"Already a node of {url}: {made.name} ({made.id}).", err=True)
+    else:
+        again = "" if known is None else f"; the earlier node {known.name} ({known.id}) was removed"
+        click.echo(f"Joined {url} as {made.name} ({made.id}){again}.", err=True)
+    return made
 
 
 def require_same_certificate(known: Address, linked: Address, file: Path) -> None:

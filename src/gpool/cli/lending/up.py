@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -106,16 +105,13 @@ def _check_terms(terms: LendingTerms) -> None:
 
 
 def _agent(folder: Path, address: Address, key_file: Path, terms: LendingTerms) -> ChildProcess:
-    from gpool.cli.lending.join import enrol, load_identity
+    from gpool.cli.lending.join import enrol
     from gpool.client.transport import ApiTransport
 
-    file = folder / "node.json"
-    identity = load_identity(file)
-    if identity is None:
-        api = ApiTransport(address, key_file.read_text(encoding="ascii").strip())
-        identity = enrol(api, file, name=None)
-        api.close()
-    identity = replace(identity, address=address)  # our own server; its address may have changed
+    api = ApiTransport(address, key_file.read_text(encoding="ascii").strip())
+    # The same node as before, unless it was removed: the server knows it by its key.
+    identity = enrol(api, folder / "node.json", name=None)
+    api.close()
     variables = agent_variables(identity, folder / "agent", terms)
     return ChildProcess(Program("agent", AGENT_MODULE, variables, folder / "agent.log"))
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from gpool.core.errors import Conflict, NotFound
-from gpool.core.ids import GpuId, NodeId, TaskId, encode
+from gpool.core.ids import GpuId, NodeId, TaskId, UserId, encode
 from gpool.core.model import Availability, Health, Instant
 from gpool.core.permissions import Action, ObjectKind, Thing, missing
 from gpool.server.actions.audit import audited, entry, note_read
@@ -17,9 +18,10 @@ from gpool.server.scheduling.delivery import lines_on
 from gpool.server.server import Once, Server
 from gpool.server.store.identity_values import Caller, GpuRow
 from gpool.server.store.operations import gpus, nodes
+from gpool.server.store.operations.leases import leases
 from gpool.server.store.operations.tasks import tasks as task_operations
 from gpool.server.store.protocol import Operation, operation
-from gpool.server.store.values import NodeRow
+from gpool.server.store.values import NodeRow, Recording
 from gpool.wire.documents import GpuDocument, NodeDocument, TelemetryDocument
 from gpool.wire.frames import Hold, StopReason
 
@@ -63,7 +65,7 @@ async def set_gpu_available(
     )
     if answered.value is not None:
         server.picture.node_changed(answered.value.node)
-    return await gpu(server, id_)
+    return await gpu(server, who, id_)
 
 
 async def unflag(server: Server, who: Caller, id_: GpuId, once: Once | None) -> GpuDocument:
@@ -73,16 +75,55 @@ async def unflag(server: Server, who: Caller, id_: GpuId, once: Once | None) -> 
     answered = await server.write_once(who.user, once, unflagging, lambda _: b"")
     for row in answered.value or ():
         server.picture.node_changed(row.node)
-    return await gpu(server, id_)
+    return await gpu(server, who, id_)
 
 
-async def remove(server: Server, who: Caller, id_: NodeId, once: Once | None) -> None:
-    removal = entry(server.now, who, "node.remove", encode("node", id_))
-    removing = audited(_remove(id_, who), [removal])
+@dataclass(frozen=True, slots=True)
+class _Withdrawn:
+    """Leases that ended with the nodes, and nodes of others whose GPU flags lapsed."""
+
+    recording: Recording
+    unflagged: tuple[NodeRow, ...]
+
+
+async def remove(
+    server: Server, who: Caller, id_: NodeId, once: Once | None, *, force: bool = False
+) -> None:
+    """`Conflict` while it holds leases, unless `force`: then they end at once as lost."""
+    facts = {"force": "true"} if force else {}
+    removal = entry(server.now, who, "node.remove", encode("node", id_), **facts)
+    removing = audited(_remove(id_, who, force, server.now), [removal])
     answered = await server.write_once(who.user, once, removing, lambda _: b"")
-    if answered.value:
+    if answered.value is not None:
         server.gate.forget()
+        server.picture.absorb(answered.value.recording)
         server.picture.node_removed(id_)
+        for row in answered.value.unflagged:
+            server.picture.node_changed(row.node)
+
+
+async def suspend(server: Server, owner: UserId) -> None:
+    """Disconnect the nodes of an account that may not lend any more, and end their leases at once.
+
+    The caller has committed the change; from then on none of them can connect.
+    """
+    server.gate.forget()
+    owned = [row.node.id for row in await server.store.read(nodes.nodes(owner))]
+    for id_ in owned:
+        server.nodes.disconnect(id_, nodes.MAY_NOT_LEND)
+    for id_ in owned:
+        withdrawn = await server.write(_withdraw(id_, server.now))
+        server.picture.absorb(withdrawn.recording)
+        server.nodes.forget(id_)
+        for row in withdrawn.unflagged:
+            server.picture.node_changed(row.node)
+
+
+@operation
+def _withdraw(id_: NodeId, at: Instant) -> Operation[_Withdrawn]:
+    recording = yield from leases.expire(id_, at)
+    uuids = yield from gpus.lapse((yield from gpus.uuids_of(id_)), at)
+    return _Withdrawn(recording, (yield from reconciliation.rows_with(uuids)))
 
 
 @operation
@@ -124,12 +165,15 @@ def _unflag(id_: GpuId, who: Caller, at: Instant) -> Operation[tuple[NodeRow, ..
 
 
 @operation
-def _remove(id_: NodeId, who: Caller) -> Operation[bool]:
+def _remove(id_: NodeId, who: Caller, force: bool, at: Instant) -> Operation[_Withdrawn]:
     found = yield from nodes.node(id_)
     permit(who, Action.NODE_REMOVE, node_thing(found), _named(id_))
+    recording = (yield from leases.expire(id_, at)) if force else Recording()
+    uuids = yield from gpus.uuids_of(id_)
     if not (yield from nodes.remove_node(id_, None)):
         raise no_node(id_)
-    return True
+    freed = yield from gpus.lapse(uuids, at)
+    return _Withdrawn(recording, (yield from reconciliation.rows_with(freed)))
 
 
 def _named(id_: NodeId) -> str:
@@ -150,7 +194,7 @@ async def quarantine(
         server.picture.node_changed(answered.value.node)
     if why:
         await reclaim(server, id_)
-    return await gpu(server, id_)
+    return await gpu(server, who, id_)
 
 
 async def reclaim(server: Server, id_: GpuId) -> None:

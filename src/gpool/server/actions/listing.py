@@ -45,7 +45,7 @@ _Status = Literal["free", "shared", "busy", "paused", "quarantined", "offline"]
 def node_document(server: Server, who: Caller, gpus: GpuRows, row: NodeRow) -> NodeDocument:
     """The node as `who` sees it; allowed users and problems only for its owner and operators."""
     here = row.node
-    inside = who.user.id == here.owner or Permission.OPERATOR in who.user.permissions
+    inside = _is_inside(who, here)
     entry = _entry(server, here.id)
     return NodeDocument(
         id=encode("node", here.id),
@@ -60,7 +60,7 @@ def node_document(server: Server, who: Caller, gpus: GpuRows, row: NodeRow) -> N
         memory_bytes=here.offer.memory_bytes,
         pythons=sorted(here.offer.pythons),
         tiers=_tiers(here.offer.tiers),
-        gpus=[document for _, document in gpu_documents(server, gpus, row)],
+        gpus=[document for _, document in gpu_documents(server, who, gpus, row)],
         running=len(entry.lines) if entry else 0,
         networks=sorted(network.value for network in here.offer.networks),
         audience=list(here.offer.audience) if inside or not here.offer.audience else None,
@@ -77,13 +77,21 @@ def node_document(server: Server, who: Caller, gpus: GpuRows, row: NodeRow) -> N
     )
 
 
+def _is_inside(who: Caller, here: Node) -> bool:
+    return who.user.id == here.owner or Permission.OPERATOR in who.user.permissions
+
+
 def _backoff(server: Server, node: NodeId) -> tuple[str, ...]:
     why = server.nodes.backoff.reason(node)
     return (f"it {why}: nothing new is given to it for a while",) if why else ()
 
 
-def gpu_documents(server: Server, gpus: GpuRows, row: NodeRow) -> list[tuple[int, GpuDocument]]:
+def gpu_documents(
+    server: Server, who: Caller, gpus: GpuRows, row: NodeRow
+) -> list[tuple[int, GpuDocument]]:
+    """The node's GPUs by index. The hardware uuid is shown to the owner and operators only: it can be claimed."""
     here = row.node
+    inside = _is_inside(who, here)
     entry = _entry(server, here.id)
     found = []
     for device in here.offer.gpus:
@@ -105,7 +113,7 @@ def gpu_documents(server: Server, gpus: GpuRows, row: NodeRow) -> list[tuple[int
                     index=device.index,
                     model=device.model,
                     vendor=device.vendor,
-                    uuid=device.uuid,
+                    uuid=device.uuid if inside else "",
                     memory_bytes=device.memory_bytes,
                     memory_free_bytes=free_memory,
                     share_free=free_share / 1000,
@@ -204,6 +212,8 @@ def gpu_problems(here: Node, gpus: GpuRows) -> list[str]:
         if stored is not None and stored.quarantined is not None:
             cure = f"when it is well: gpool node resume gpu{device.index}"
             found.append(f"{name} is in quarantine: {stored.quarantined}; {cure}")
+        elif stored is not None and (stored.flagged or stored.unproven):
+            found.append(f"{name} gets no tasks: {stored.flagged or stored.unproven}")
         elif device.ails:
             found.append(f"{name} is {device.health.value}: {device.ails}")
     return found
@@ -276,7 +286,12 @@ async def nodes(
 
 
 async def resources(
-    server: Server, wanted: NodeFilter, kind: str | None, after: ResourceCursor | None, limit: int
+    server: Server,
+    who: Caller,
+    wanted: NodeFilter,
+    kind: str | None,
+    after: ResourceCursor | None,
+    limit: int,
 ) -> GpuPage:
     before = None
     if after is not None:  # a node with resources behind the cursor is read again
@@ -285,7 +300,7 @@ async def resources(
     items: list[GpuDocument] = []
     last: ResourceCursor | None = None
     for row in rows:
-        for index, document in _resources(server, gpus, row, kind, wanted.search):
+        for index, document in _resources(server, who, gpus, row, kind, wanted.search):
             place = ResourceCursor(row.node.id, index)
             if after is not None and (place.node, place.index) <= (after.node, after.index):
                 continue
@@ -298,9 +313,9 @@ async def resources(
 
 
 def _resources(
-    server: Server, gpus: GpuRows, row: NodeRow, kind: str | None, search: str
+    server: Server, who: Caller, gpus: GpuRows, row: NodeRow, kind: str | None, search: str
 ) -> list[tuple[int, GpuDocument]]:
-    found = gpu_documents(server, gpus, row) if kind != "cpu" else []
+    found = gpu_documents(server, who, gpus, row) if kind != "cpu" else []
     if kind != "gpu" and row.node.offer.cpu_milli:
         found.append((CPU_INDEX, cpu_document(server, row)))
     text = search.lower()
@@ -321,10 +336,12 @@ async def node(server: Server, who: Caller, id_: NodeId) -> NodeDocument:
     raise no_node(id_)
 
 
-async def gpu(server: Server, id_: GpuId) -> GpuDocument:
+async def gpu(server: Server, who: Caller, id_: GpuId) -> GpuDocument:
     row, stored = await server.store.read(_gpu(id_))
     if row is not None and stored is not None:
-        for _, document in gpu_documents(server, {(stored.node, stored.position): stored}, row):
+        for _, document in gpu_documents(
+            server, who, {(stored.node, stored.position): stored}, row
+        ):
             return document
     raise no_gpu(id_)
 

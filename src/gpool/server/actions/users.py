@@ -8,7 +8,7 @@ from gpool.core.errors import Forbidden, Invalid
 from gpool.core.ids import UserId, decode, encode
 from gpool.core.model import Instant, Permission
 from gpool.core.permissions import Action, Role, TeamId
-from gpool.server.actions import quotas
+from gpool.server.actions import lending, quotas
 from gpool.server.actions.accounts.accounts import USER_INVITE_PREFIX, user_document
 from gpool.server.actions.accounts.teams import SavedInvite, given, new_invite_token, quota_document
 from gpool.server.actions.audit import audited, entry
@@ -64,12 +64,20 @@ async def change(
     change = audited(_change(server.settings, id_, who, wanted, server.now), [audit_entry])
     answered = await server.write_once(who.user, once, change, lambda _: b"")
     server.credentials.forget()
+    if answered.value is not None and _ends_lending(wanted):
+        await lending.suspend(server, id_)
     if wanted.quota is not None:
         await quotas.refresh(server)
     # A repetition has no value, and no permission was asked for it.
     asked = actions if answered.value is None else ()
     account, quota = await server.store.read(_permitted(id_, who, asked))
     return user_document(account).model_copy(update={"quota": quota_document(quota)})
+
+
+def _ends_lending(wanted: UserPatch) -> bool:
+    if wanted.permissions is not None and Permission.PROVIDER not in wanted.permissions:
+        return True
+    return bool(wanted.disabled)
 
 
 def asked_for(wanted: UserPatch) -> tuple[Action, ...]:

@@ -47,6 +47,9 @@ routes = EndpointRouter("channel")
 MAX_WAITING_BYTES = 64 * 1024 * 1024
 """Limit of unsent frames to one agent; past it the agent is disconnected and may reconnect."""
 
+ORDERLY = (1000, 1001)
+"""Close codes of an agent that ended its connection itself (RFC 6455); others: it crashed or the network broke."""
+
 PROVE_WITHIN_S = 10.0
 """Time limit for the proof of a new connection."""
 
@@ -140,15 +143,16 @@ async def agent_channel(socket: WebSocket) -> None:
     handshake = Handshake(server.gate, who, server.clock.now, outbox.put)
     channel = NodeChannel(server, who, outbox.put)
     sender = asyncio.create_task(outbox.send_all(), name=f"gpool-channel-{who.node}")
+    is_orderly = False
     try:
         handshake.begin()
         await _listen(_Inbox(socket, pace), handshake, channel)
         if socket.application_state is WebSocketState.CONNECTED:
             await sender  # the remaining frames, a refusal last
-    except WebSocketDisconnect:
-        pass
+    except WebSocketDisconnect as gone:
+        is_orderly = gone.code in ORDERLY
     finally:
-        await channel.close()
+        await channel.close(is_orderly=is_orderly)
         sender.cancel()
         await asyncio.gather(sender, return_exceptions=True)
 

@@ -34,7 +34,7 @@ from enum import StrEnum
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from gpool.core.errors import Invalid, NotSignedIn
+from gpool.core.errors import Forbidden, Invalid, NotSignedIn
 from gpool.core.ids import NodeId, decode, encode
 from gpool.core.model import SECOND, Instant, Span
 from gpool.server.identity.access_tokens import (
@@ -262,6 +262,7 @@ class NodeAuthenticator:
         self._known.clear()
 
     async def node(self, id_: NodeId) -> NodeCredentials | None:
+        """Credentials of a node with a key; `Forbidden` if its owner may not lend."""
         now = self._now()
         known = self._known.get(id_)
         if known is not None and known.until > now:
@@ -269,6 +270,8 @@ class NodeAuthenticator:
         found = await self._store.read(nodes.credentials_of(id_))
         if found is None or found.public_key is None:
             return None
+        if not found.may_lend:
+            raise Forbidden(nodes.MAY_NOT_LEND)
         if len(self._known) >= MAX_KNOWN_NODES:
             self._known.clear()
         self._known[id_] = _CachedNode(found, Instant(now + self._remember))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from gpool.core.errors import NotFound
+from gpool.core.errors import Forbidden, NotFound
 from gpool.core.ids import NodeId, SpecId, TaskId
 from gpool.core.model import EndReason, Instant, Offer, TaskSpec, TaskStatus
 from gpool.server.nodes import reconciliation
@@ -64,6 +64,7 @@ class NodeChannel:
         self._beat = 0
         self._specs_sent: set[SpecId] = set()
         self._unstated: set[TaskId] = set()
+        self._leaving = False  # its agent stops
         self._compared_at = Instant(0)  # last comparison of a heartbeat with the picture
 
     async def receive(self, frame: AgentFrame) -> None:
@@ -96,9 +97,13 @@ class NodeChannel:
         # Before the write: an older Hello that arrives during it must not overwrite this one's offer.
         registry.set_newest_heartbeat(self.node, hello.boot, hello.beat)
         gpu_ids = server.ids.take(len(hello.offer.gpus))
-        stored = await server.write(
-            reconciliation.register(self.node, self._kept(hello.offer), gpu_ids, now)
-        )
+        try:
+            stored = await server.write(
+                reconciliation.register(self.node, self._kept(hello.offer), gpu_ids, now)
+            )
+        except Forbidden as error:
+            self.refuse("forbidden", error.detail, retry=False)
+            return
         if stored is not None:  # even if this connection is closed by now
             server.picture.node_changed(stored.row.node)
         if stored is not None and not self.closed and await self._took_time(stored.row):
@@ -152,7 +157,10 @@ class NodeChannel:
         ended = [delivery.undecryptable_secret(each.task, each.epoch) for each in undecryptable]
         ended += [Finished(lease.task, lease.epoch, EndReason.LOST) for lease in lost]
         if ended:
-            recording = await server.write(leases.record([(self.node, ended)], server.now))
+            term = server.picture.term
+            recording = await server.write(
+                leases.record_if_current([(self.node, ended)], term, server.now)
+            )
             if lost:
                 server.picture.add_loss(self.node)
             server.picture.absorb(recording)
@@ -195,14 +203,22 @@ class NodeChannel:
         )
         return True
 
-    async def close(self) -> None:
-        """Detach a channel whose transport is gone. The node keeps its leases until its deadline."""
-        self.closed = True
-        self._detach()
+    async def close(self, *, is_orderly: bool = False) -> None:
+        """Detach a channel whose transport is gone. The node keeps its leases until its deadline.
 
-    def _detach(self) -> None:
-        if self._server.nodes.detach(self):
+        `is_orderly`: the agent closed it. One that stops has ended its sandboxes before, so leases that it left behind
+        expire after the margin; one that is killed meanwhile has not.
+        """
+        self.closed = True
+        if self._detach() and self._leaving and is_orderly:
+            server = self._server
+            server.nodes.shorten_deadline(self.node, server.now, server.settings.margin)
+
+    def _detach(self) -> bool:
+        is_current = self._server.nodes.detach(self)
+        if is_current:
             self._server.picture.refresh_node(self.node)
+        return is_current
 
     def refuse(self, code: str, detail: str, *, retry: bool) -> None:
         if not self.closed:
@@ -296,10 +312,12 @@ class NodeChannel:
         if wrong is not None:
             self.refuse("invalid", wrong, retry=False)
             return
-        offer = self._kept(frame.offer)
+        self._leaving = frame.leaving
+        offer, now = self._kept(frame.offer), server.now
+        server.nodes.extend_deadline(self.node, now)  # stored as a heartbeat too
         try:
             node: NodeRow | None = await server.write(
-                reconciliation.take(self.node, offer, server.ids.take(len(offer.gpus)), server.now)
+                reconciliation.take(self.node, offer, server.ids.take(len(offer.gpus)), now)
             )
         except NotFound as error:
             self.refuse("not_found", error.detail, retry=False)

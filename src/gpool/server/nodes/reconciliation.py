@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gpool.core.errors import NotFound
+from gpool.core.errors import Forbidden, NotFound
 from gpool.core.gangs import GangOrder
 from gpool.core.ids import NodeId, SpecId, TaskId, UserId
 from gpool.core.model import InputFile, Instant, Offer, TaskSpec, TaskStatus
@@ -98,8 +98,11 @@ class StoredLeases:
 def register(
     node: NodeId, offer: Offer, gpu_ids: Sequence[int], at: Instant
 ) -> Operation[StoredLeases | None]:
-    if (yield from nodes.node(node)) is None:
+    who = yield from nodes.credentials_of(node)
+    if who is None:
         return None
+    if not who.may_lend:  # since the connection was accepted
+        raise Forbidden(nodes.MAY_NOT_LEND)
     row = yield from take(node, offer, gpu_ids, at)
     return (yield from _leases_of(node, row))
 

@@ -21,9 +21,9 @@ ending early:
 - The deadline moves before the heartbeat is committed. If the commit fails, leases end late, not early.
 
 **Blocked nodes.** A gang's slots are released together, by its last member. A member that has not released them 15
-minutes after the gang's end (`scheduling.loops.BlockOverdueNodes`) would keep all of them. Leases of a node that sends
-heartbeats are never taken away, so the server blocks it: closes the connection and refuses new ones until its deadline
-has passed as for any silent node.
+minutes after the gang's end (`scheduling.loops.BlockOverdueNodes`) would keep all of them. A member cannot be ended
+alone, so the server blocks its node: closes the connection and refuses new ones until its deadline has passed as for
+any silent node. Overdue leases of single-node tasks are ended one by one (`scheduling.overdue`).
 
 **Connections.** A newer one replaces the older one. `boot` (one start of the agent) and the heartbeat's number order
 the frames of a node, so that a delayed `Hello` never overrides a newer one.
@@ -81,7 +81,9 @@ class NodeRegistry:
         self._elapsed = elapsed  # None: deadlines go by the time of day
         self._connections: dict[NodeId, NodeConnection] = {}
         self._heartbeats: dict[NodeId, HeartbeatNumber] = {}
-        self._deadlines: dict[NodeId, Instant] = {}  # in time of `_lease_time`
+        self._deadlines: dict[NodeId, Instant] = {}  # in time of `lease_time`
+        # time of day of the last heartbeat, or of `ensure_deadline`
+        self.heard_at: dict[NodeId, Instant] = {}
         self._blocked: set[NodeId] = set()
         self._losses: dict[NodeId, int] = {}
         self._reliability: Mapping[NodeId, Merit] = {}
@@ -130,21 +132,28 @@ class NodeRegistry:
         self._heartbeats[node] = HeartbeatNumber(boot, number)
 
     def extend_deadline(self, node: NodeId, now: Instant) -> None:
-        self._deadlines[node] = Instant(self._lease_time(now) + self._ttl)
+        self._deadlines[node] = Instant(self.lease_time(now) + self._ttl)
+        self.heard_at[node] = now
 
     def ensure_deadline(self, node: NodeId, now: Instant) -> None:
-        self._deadlines.setdefault(node, Instant(self._lease_time(now) + self._ttl))
+        if node not in self._deadlines:
+            self.extend_deadline(node, now)
 
-    def _lease_time(self, now: Instant) -> Instant:
+    def shorten_deadline(self, node: NodeId, now: Instant, left: Span) -> None:
+        known = self._deadlines.get(node)
+        if known is not None:
+            self._deadlines[node] = min(known, Instant(self.lease_time(now) + left))
+
+    def lease_time(self, now: Instant) -> Instant:
         return now if self._elapsed is None else self._elapsed()
 
     def expired(self, now: Instant) -> Sequence[NodeId]:
-        at = self._lease_time(now)
+        at = self.lease_time(now)
         return [node for node, deadline in self._deadlines.items() if deadline < at]
 
     def is_expired(self, node: NodeId, now: Instant) -> bool:
         deadline = self._deadlines.get(node)
-        return deadline is not None and deadline < self._lease_time(now)
+        return deadline is not None and deadline < self.lease_time(now)
 
     def drop_expired_deadline(self, node: NodeId, now: Instant) -> None:
         """Drop the deadline of a node whose leases were released, unless a heartbeat has moved it."""
@@ -194,6 +203,7 @@ class NodeRegistry:
 
     def forget(self, node: NodeId) -> None:
         self._deadlines.pop(node, None)
+        self.heard_at.pop(node, None)
         self._heartbeats.pop(node, None)
         self._blocked.discard(node)
         self.backoff.forget(node)

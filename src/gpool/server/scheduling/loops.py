@@ -21,12 +21,14 @@ from gpool.server.actions import audit, policy, quotas
 from gpool.server.nodes.gpu_verifier import GpuVerifier
 from gpool.server.nodes.reliability import UpdateReliability
 from gpool.server.scheduling import learning
+from gpool.server.scheduling.overdue import EndOverdueLeases
 from gpool.server.server import Server
 from gpool.server.settings import span
 from gpool.server.store.operations import nodes, rules
 from gpool.server.store.operations import rules as rules_operations
 from gpool.server.store.operations.identity import accounts, sessions
 from gpool.server.store.operations.leases import gang_members, leases
+from gpool.server.store.operations.leases.leases import NotExpired
 from gpool.server.store.operations.tasks import artifacts, idempotency, progress, tasks
 from gpool.server.store.values import LogLine
 from gpool.server.wakeups import Wake
@@ -130,7 +132,14 @@ class ExpireNodes:
             server.nodes.disconnect(
                 node, "no heartbeat for a whole lease time; connect again", retry=True
             )
-            recording = await server.write(leases.expire(node, now))
+            heard_at, term = server.nodes.heard_at[node], server.picture.term
+            recording = await server.write(leases.expire_silent(node, heard_at, term, now))
+            if recording is NotExpired.DEPOSED:
+                server.picture.invalidate()
+                return
+            if recording is NotExpired.HEARD:  # by another server; its leases are not ours to end
+                server.nodes.extend_deadline(node, now)
+                continue
             server.picture.add_loss(node)
             server.nodes.drop_expired_deadline(node, now)
             server.picture.absorb(recording)
@@ -337,6 +346,7 @@ def all_loops(server: Server) -> tuple[Loop, ...]:
         StoreUsage(server),
         UpdateReliability(server),
         BlockOverdueNodes(server),
+        EndOverdueLeases(server),
         TrainPricing(server),
     )
     if server.examiner is not None:

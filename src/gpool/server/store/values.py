@@ -322,3 +322,6 @@ class NodeCredentials:
     name: str
     availability: Availability
     public_key: str | None = None  # base64url; None: the node joined without a key
+    may_lend: bool = (
+        True  # False: its owner's account is disabled or lacks the permission `provider`
+    )

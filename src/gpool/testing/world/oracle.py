@@ -83,6 +83,10 @@ class MachineTruth:
     begun: set[tuple[int, int]] = field(default_factory=set)  # by this start of its agent
     preempted: set[tuple[int, int]] = field(default_factory=set)  # by this start, then preempted
     runners: dict[tuple[int, int], Allocation] = field(default_factory=dict)
+    kept: int = 0  # leases that a malicious node did not end
+
+    def keep(self) -> None:
+        self.kept += 1
 
     def booted(self) -> None:
         """Forget attempts of the last start: the server may grant unreported ones again."""

@@ -43,6 +43,8 @@ from gpool.testing.world.database import (
 )
 from gpool.testing.world.faults import FIRST_NODE, FaultInjector, FaultLimits, FaultPlan, draw
 from gpool.testing.world.host import ErrorLogHandler, Host, HostEnvironment, Parts, WallClock
+from gpool.testing.world.liars import OFFER as LIES
+from gpool.testing.world.liars import Liar, LiarPlan
 from gpool.testing.world.network import SimulatedNetwork
 from gpool.testing.world.oracle import Oracle
 
@@ -89,6 +91,7 @@ class WorldOutcome:
     crashes: int
     resumed: int = 0  # attempts that went on from a checkpoint
     gangs: int = 0  # that succeeded
+    kept: int = 0  # leases that malicious nodes did not end
     lines: list[str] = field(default_factory=list)
 
 
@@ -99,11 +102,14 @@ def run(
     keep_trace: bool = False,
     limits: FaultLimits | None = None,
     steps: tuple[tuple[int, int], ...] = (),
+    liars: LiarPlan | None = None,
 ) -> WorldOutcome:
     """A violation ends the run. `steps`: (when, how far) the server's time of day is set forward, in microseconds."""
     folder = Path(tempfile.mkdtemp(prefix="gpool-world-", dir=fast_folder()))
     try:
-        world = World(seed, folder, parts or Parts(), limits or FaultLimits(), keep_trace, steps)
+        world = World(
+            seed, folder, parts or Parts(), limits or FaultLimits(), keep_trace, steps, liars
+        )
         return world.run(seed)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -118,7 +124,9 @@ class World:
         limits: FaultLimits,
         keep_trace: bool,
         steps: tuple[tuple[int, int], ...] = (),
+        liars: LiarPlan | None = None,
     ) -> None:
+        liars = liars or LiarPlan(0, limit_s=300.0)
         self.dice = Dice(f"world-{seed}")
         self.loop: VirtualLoop = new_loop()
         self.loop.set_exception_handler(self._loop_failed)
@@ -142,6 +150,8 @@ class World:
             prune_s=20.0,
             seal_logs_after_s=1e6,
             order=self.dice.branch("order").pick(tuple(sorted(ORDERS))),
+            release_s=liars.limit_s,
+            collect_s=liars.limit_s,
         )
         self.host = Host(
             HostEnvironment(
@@ -162,6 +172,7 @@ class World:
             self.loop, network, self.oracle, self.trace, self.host, parts, self.fail
         )
         self.agents = _make_nodes(self._file, around, self.dice, clock.now())
+        hostile = _make_liars(self._file, around, self.dice, clock.now(), liars.count)
         self.consumers = _make_consumers(
             self._file,
             ConsumerEnvironment(self.loop, network, self.host, self.oracle, self.trace, self.fail),
@@ -171,7 +182,8 @@ class World:
         self._faults = FaultInjector(
             self.loop, self.dice, self.trace, network, self.host, self.agents, self.oracle, speed
         )
-        names = {FIRST_NODE + number: agent.name for number, agent in enumerate(self.agents)}
+        everybody: tuple[Agent | Liar, ...] = (*self.agents, *hostile)
+        names = {FIRST_NODE + number: node.name for number, node in enumerate(everybody)}
         self._reader = DatabaseReader(folder / "gpool.db", names)
         self._lives: list[asyncio.Task[None]] = []
         self.commits = 0
@@ -207,6 +219,7 @@ class World:
             self._faults.server_crashes,
             self.oracle.resumed,
             self.oracle.gangs,
+            sum(node.kept for node in self.oracle.nodes.values()),
             self.trace.lines,
         )
 
@@ -316,6 +329,27 @@ def _make_nodes(
         around.host.know(secret, credentials)
         agents.append(Agent(around, name, secret, offer, dice.branch(name)))
     return agents
+
+
+def _make_liars(
+    file: InlineStore, around: AgentEnvironment, dice: Dice, now: Instant, count: int
+) -> Sequence[Liar]:
+    if not count:
+        return ()
+    owner = User(UserId(2), "mallory", frozenset({Permission.PROVIDER}), now)
+    file.write_now(users.create_user(owner))
+    made = []
+    for number in range(count):
+        name, secret = f"liar{number}", f"liar-secret-{number}"
+        id_ = NodeId(FIRST_NODE + len(OFFERS) + number)
+        gpu_ids = [GpuId(2000 + 10 * number + gpu.index) for gpu in LIES.gpus]
+        credentials = file.write_now(
+            nodes.create_node(id_, name, owner.id, None, secret, LIES, gpu_ids, now)
+        )
+        around.host.know(secret, credentials)
+        made.append(Liar(around, name, secret, dice.branch(name)))
+        made[-1].start()
+    return made
 
 
 def _make_consumers(

@@ -60,6 +60,9 @@ Search = Annotated[
         description="Text in the node's name or in a GPU's model; case is ignored",
     ),
 ]
+Force = Annotated[
+    bool, Query(description="Remove the node although it holds leases; its tasks are queued again")
+]
 Owner = Annotated[str | None, Query(description="User id: nodes of this owner")]
 
 
@@ -135,10 +138,11 @@ async def change_node(request: Request, id: NODE) -> Response:
 
 
 @routes.delete("/v1/nodes/{id}", Action.NODE_REMOVE, returns=NO_CONTENT)
-async def remove_node(request: Request, id: NODE) -> Response:
-    """Remove a node of yours. 409 while it holds leases."""
+async def remove_node(request: Request, id: NODE, force: Force = False) -> Response:
+    """Remove a node of yours. 409 while it holds leases, unless `force`: then they end at once as lost."""
     who = await user_of(request)
-    await lending.remove(server_of(request), who, NodeId(decode("node", id)), once_of(request))
+    node, once = NodeId(decode("node", id)), once_of(request)
+    await lending.remove(server_of(request), who, node, once, force=force)
     return no_content()
 
 
@@ -156,14 +160,14 @@ async def list_resources(
     search: Search = None,
 ) -> Response:
     """List GPUs and lent CPUs, node by node; a page may be short and still have a `next`."""
-    await user_of(request)
+    who = await user_of(request)
     wanted = NodeFilter(
         owner=UserId(decode("user", owner)) if owner else None,
         node=NodeId(decode("node", node)) if node else None,
         search=search or "",
     )
     after = listing.ResourceCursor.parse(cursor) if cursor else None
-    page = await listing.resources(server_of(request), wanted, kind, after, limit)
+    page = await listing.resources(server_of(request), who, wanted, kind, after, limit)
     return tagged(request, page)
 
 
@@ -178,11 +182,11 @@ async def register_resource(request: Request) -> Response:
 @resource_routes.get("/v1/resources/{gpu}", Action.GPU_READ, Action.NODE_READ, returns=GpuDocument)
 async def get_resource(request: Request, gpu: GPU) -> Response:
     """Read one GPU, or the CPUs of one node."""
-    await user_of(request, Action.NODE_READ if _is_node(gpu) else Action.GPU_READ)
+    who = await user_of(request, Action.NODE_READ if _is_node(gpu) else Action.GPU_READ)
     server = server_of(request)
     if _is_node(gpu):
         return tagged(request, await listing.processors(server, NodeId(decode("node", gpu))))
-    return tagged(request, await listing.gpu(server, GpuId(decode("gpu", gpu))))
+    return tagged(request, await listing.gpu(server, who, GpuId(decode("gpu", gpu))))
 
 
 @resource_routes.get("/v1/resources/{gpu}/telemetry", Action.GPU_READ, returns=TelemetryDocument)

@@ -31,13 +31,19 @@ async def get_health(request: Request) -> Response:  # noqa: ARG001 - the signat
     Action.HEALTH_READ,
     returns=(
         SuccessReply(HealthDocument),
-        SuccessReply(HealthDocument, 503, "The server is starting"),
+        SuccessReply(
+            HealthDocument, 503, "The server is starting, or its database does not answer"
+        ),
     ),
 )
 async def get_readiness(request: Request) -> Response:
-    """Answer 200 once the server accepts tasks."""
+    """Answer 200 while the server accepts tasks: it has started, and its database answers within 2 s."""
     if not getattr(request.app.state, "ready", False):
         return answer(HealthDocument(status="starting", version=VERSION), 503)
+    problem = await request.app.state.readiness.problem()
+    if problem:
+        down = HealthDocument(status="unavailable", version=VERSION, detail=problem)
+        return answer(down, 503)
     return answer(HealthDocument(status="ok", version=VERSION))
 
 

@@ -58,10 +58,18 @@ _HOLDER = """
 """
 
 
+_END_SESSION = """
+    SELECT pg_terminate_backend(a.pid) FROM pg_stat_activity a
+    WHERE a.pid = $1 AND a.application_name = current_setting('application_name') AND a.datname = current_database()
+"""
+"""Ends a lost session of this process: PostgreSQL would keep it, and its lock, until the keep-alive gives up."""
+
+
 class PostgresServerLock:
     def __init__(self, url: str, connection: Any, reclaim_s: float) -> None:
         self._url = url
         self._connection = connection
+        self._pid: int = connection.get_server_pid()
         self._reclaim_s = reclaim_s
 
     async def lost(self) -> str:
@@ -74,6 +82,7 @@ class PostgresServerLock:
             try:
                 async with asyncio.timeout(self._reclaim_s):
                     self._connection = await self._reclaimed()
+                    self._pid = self._connection.get_server_pid()
             except Conflict as exc:
                 return exc.detail
             except TimeoutError:
@@ -100,7 +109,7 @@ class PostgresServerLock:
     async def _reclaimed(self) -> Any:
         while True:
             try:
-                return await _locked_session(self._url)
+                return await locked_session(self._url, self._pid)
             except (Unreachable, asyncpg.PostgresError):  # it starts, or has no connection to spare
                 await asyncio.sleep(_RETRY_S)
 
@@ -112,14 +121,15 @@ async def locked_database(url: str, reclaim_s: float) -> AsyncIterator[PostgresS
     `reclaim_s`: how long replacing a lost session may take; shorter than a lease time, because a server that takes the
     lock meanwhile expires no lease before that.
     """
-    lock = PostgresServerLock(url, await _locked_session(url), reclaim_s)
+    lock = PostgresServerLock(url, await locked_session(url), reclaim_s)
     try:
         yield lock
     finally:
         await lock.close()
 
 
-async def _locked_session(url: str) -> Any:
+async def locked_session(url: str, lost_pid: int | None = None) -> Any:
+    """`lost_pid`: backend of an earlier session of this process, ended first if it still lives."""
     try:
         connection = await asyncpg.connect(url, timeout=_CHECK_S)
     except LOST as exc:
@@ -127,7 +137,7 @@ async def _locked_session(url: str) -> Any:
             f"PostgreSQL cannot be reached: {exc}; check the store's address"
         ) from exc
     try:
-        await _lock(connection)
+        await _lock(connection, lost_pid)
     except LOST as exc:
         connection.terminate()
         raise Unreachable(f"PostgreSQL closed the session of the server lock: {exc}") from exc
@@ -137,9 +147,11 @@ async def _locked_session(url: str) -> Any:
     return connection
 
 
-async def _lock(connection: Any) -> None:
+async def _lock(connection: Any, lost_pid: int | None) -> None:
     await connection.execute(_SESSION)
     await connection.execute("SELECT set_config('application_name', $1, false)", this_process())
+    if lost_pid is not None:
+        await connection.execute(_END_SESSION, lost_pid)
     try:
         await connection.execute("SELECT pg_advisory_lock($1)", SERVER_LOCK)
     except asyncpg.LockNotAvailableError:

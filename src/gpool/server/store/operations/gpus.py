@@ -1,7 +1,8 @@
 """GPUs: bindings of a hardware uuid to its owner and wallet (the first claim holds), measurements, verification results.
 
-A later claim by another owner flags only the claimant's row, which is not scheduled until an operator decides; if the
-holder's rows were flagged too, any account could take a GPU out of the pool by naming its uuid.
+A later claim by another owner flags only the claimant's row, which is not scheduled until an operator decides or the
+holder's claim is gone (its nodes removed or its account disabled); if the holder's rows were flagged too, any account
+could take a GPU out of the pool by naming its uuid.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from gpool.core.model import Instant
 from gpool.server.store.generated_rows import GpuBindingsRecord
 from gpool.server.store.identity_values import Binding, GpuRow
 from gpool.server.store.operations import nodes
-from gpool.server.store.protocol import Operation, Statement, operation
+from gpool.server.store.protocol import Operation, Relation, Statement, operation
 from gpool.server.store.rows import columns, of_ids, of_names, select, values
 from gpool.server.store.values import NodeRow
 
@@ -51,11 +52,12 @@ def bind(
 ) -> Operation[tuple[str, ...]]:
     """Bind unbound uuids to `owner`; flag this node's rows of the others and return their uuids, sorted.
 
-    Do not pass simulated GPUs: their uuids identify no device. A flagged row stays flagged.
+    Do not pass simulated GPUs: their uuids identify no device. A flagged row stays flagged while the binding is another's.
     """
     if not uuids:
         return ()
     wanted = {"wanted": of_names(uuids)}
+    yield from _drop_abandoned(uuids)
     yield Statement(
         "INSERT INTO gpu_bindings (uuid, owner_id, wallet, bound_at) "
         "SELECT w.name, CAST(:owner AS BIGINT), CAST(:wallet AS TEXT), CAST(:at AS BIGINT) "
@@ -82,6 +84,12 @@ def bind(
             {"wallet": wallet, "owner": owner},
             {"mine": of_names(mine)},
         )
+        yield Statement(
+            "UPDATE gpus SET flagged = NULL WHERE node_id = :node AND flagged = :taken "
+            "AND uuid IN (SELECT name FROM {mine} AS m)",
+            {"node": node, "taken": TAKEN},
+            {"mine": of_names(mine)},
+        )
     for why, claimed in ((TAKEN, taken), (ANOTHERS, settled)):
         if claimed:
             yield Statement(
@@ -90,6 +98,74 @@ def bind(
                 {"claimed": of_names(claimed)},
             )
     return tuple(sorted((*taken, *settled)))
+
+
+class _Claim(NamedTuple):
+    uuid: str
+    owner_id: UserId
+
+
+_DISABLED = "SELECT 1 FROM users u WHERE u.id = n.owner_id AND u.disabled_at IS NOT NULL"
+
+
+def _drop_abandoned(uuids: Collection[str]) -> Operation[list[str]]:
+    """Delete bindings of owners who have no node with that uuid any more; an operator's decision stays."""
+    return (
+        yield from values(
+            str,
+            "DELETE FROM gpu_bindings WHERE uuid IN (SELECT name FROM {wanted} AS w) AND settled_at IS NULL "  # noqa: S608
+            "AND NOT EXISTS (SELECT 1 FROM gpus g JOIN nodes n ON n.id = g.node_id WHERE g.uuid = gpu_bindings.uuid "
+            f"AND n.owner_id = gpu_bindings.owner_id AND NOT EXISTS ({_DISABLED})) RETURNING uuid",
+            {},
+            {"wanted": of_names(uuids)},
+        )
+    )
+
+
+@operation
+def uuids_of(node: NodeId) -> Operation[tuple[str, ...]]:
+    found = yield from values(
+        str, "SELECT uuid FROM gpus WHERE node_id = :node ORDER BY uuid", {"node": node}
+    )
+    return tuple(found)
+
+
+@operation
+def lapse(uuids: Collection[str], at: Instant) -> Operation[tuple[str, ...]]:
+    """Give bindings that nobody claims any more to the earliest claimant and clear its flags; return their uuids.
+
+    Call it after nodes with these uuids were removed or their owner was disabled.
+    """
+    if not uuids:
+        return ()
+    freed = yield from _drop_abandoned(uuids)
+    if not freed:
+        return ()
+    claims = yield from select(
+        _Claim,
+        "SELECT g.uuid, n.owner_id FROM {freed} AS f JOIN gpus g ON g.uuid = f.name "  # noqa: S608
+        f"JOIN nodes n ON n.id = g.node_id WHERE g.flagged = :taken AND NOT EXISTS ({_DISABLED}) ORDER BY g.id DESC",
+        {"taken": TAKEN},
+        {"freed": of_names(freed)},
+    )
+    earliest = sorted({claim.uuid: claim.owner_id for claim in claims}.items())
+    if not earliest:
+        return ()
+    relation = {"claims": Relation((("uuid", "text"), ("owner", "int")), earliest)}
+    yield Statement(
+        "INSERT INTO gpu_bindings (uuid, owner_id, wallet, bound_at) SELECT c.uuid, c.owner, "
+        "(SELECT w.address FROM wallets w WHERE w.user_id = c.owner AND w.payout = 1), CAST(:at AS BIGINT) "
+        "FROM {claims} AS c WHERE true ON CONFLICT (uuid) DO NOTHING",
+        {"at": at},
+        relation,
+    )
+    yield Statement(
+        "UPDATE gpus SET flagged = NULL FROM {claims} AS c WHERE gpus.uuid = c.uuid AND gpus.flagged = :taken "
+        "AND gpus.node_id IN (SELECT n.id FROM nodes n WHERE n.owner_id = c.owner)",
+        {"taken": TAKEN},
+        relation,
+    )
+    return tuple(uuid for uuid, _ in earliest)
 
 
 @operation

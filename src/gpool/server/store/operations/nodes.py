@@ -9,9 +9,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gpool.core.errors import Conflict, Forbidden, Invalid, NotFound
+from gpool.core.errors import AlreadyJoined, Conflict, Forbidden, Invalid, NotFound
 from gpool.core.ids import GpuId, NodeId, UserId
-from gpool.core.model import Audience, Availability, Gpu, Health, Instant, Offer, Span
+from gpool.core.model import (
+    Audience,
+    Availability,
+    Gpu,
+    Health,
+    Instant,
+    Offer,
+    Permission,
+    Span,
+)
 from gpool.core.reliability import ReliabilityRecord
 from gpool.server.store.generated_rows import InvitesRecord, NodeRecordsRecord, NodesRecord
 from gpool.server.store.protocol import Operation, Relation, Statement, operation
@@ -25,6 +34,7 @@ from gpool.server.store.rows import (
     offer_from,
     offer_text,
     select,
+    select_pairs,
     values,
 )
 from gpool.server.store.values import NodeCredentials, NodeRow
@@ -43,7 +53,23 @@ class _NodeAccount(NamedTuple):
     public_key: str | None
 
 
+class _OwnerAccount(NamedTuple):
+    permissions: str | None  # None: no such account (the nodes of simulations)
+    disabled_at: Instant | None
+
+    @property
+    def may_lend(self) -> bool:
+        if self.permissions is None:
+            return True
+        return self.disabled_at is None and PROVIDER in self.permissions.split(",")
+
+
 CREDENTIALS = columns(_NodeAccount, NodesRecord, "n")
+PROVIDER = Permission.PROVIDER.value
+MAY_NOT_LEND = (
+    "the account of this node's owner is disabled, or lacks the permission 'provider'; "
+    "ask an operator of the pool"
+)
 
 
 class _UnusableGpu(NamedTuple):
@@ -91,6 +117,8 @@ def create_node(
     """Create a node of the invite's owner or of `owner`. With a public key, `secret_hash` may be ""."""
     if not secret_hash and public_key is None:
         raise Invalid("a node needs a key or a secret")
+    if public_key is not None:
+        yield from _require_unused_key(public_key)
     if invite_hash is not None:
         invites = yield from select(
             InvitesRecord,
@@ -98,6 +126,13 @@ def create_node(
             {"hashed": invite_hash},
         )
         owner = _inviter(invites, at)
+        inviters = yield from select(
+            _OwnerAccount,
+            "SELECT u.permissions, u.disabled_at FROM users u WHERE u.id = :owner",
+            {"owner": owner},
+        )
+        if not all(inviter.may_lend for inviter in inviters):
+            raise Forbidden("the account that made this invite may not lend; ask an operator")
     if owner is None:
         raise Forbidden("a node joins with an invite or with its owner's key; ask for a join link")
     taken = yield from exists(
@@ -106,10 +141,6 @@ def create_node(
     )
     if taken:
         raise Conflict(f"you have a node named {name!r} already; choose another name or remove it")
-    if public_key is not None:
-        sql = "SELECT 1 FROM nodes WHERE public_key = :key"
-        if (yield from exists(sql, {"key": public_key})):
-            raise Conflict("a node with this key has joined already; make a new key")
     gpus = _gpu_rows(offer, gpu_ids)
     yield Statement(
         "INSERT INTO nodes (id, owner_id, name, secret_hash, offer, availability, created_at, public_key) "
@@ -131,6 +162,25 @@ def create_node(
         )
     yield from _put_gpus(node_id, gpus)
     return NodeCredentials(node_id, owner, name, Availability.AVAILABLE, public_key)
+
+
+class _JoinedNode(NamedTuple):
+    name: str
+    owner: str | None
+
+
+def _require_unused_key(public_key: str) -> Operation[None]:
+    """Checked before the invite: a machine that is a node does not use it up."""
+    rows = yield from select(
+        _JoinedNode,
+        "SELECT n.name, u.name FROM nodes n LEFT JOIN users u ON u.id = n.owner_id WHERE n.public_key = :key",
+        {"key": public_key},
+    )
+    for row in rows:
+        raise AlreadyJoined(
+            f"this machine is the node {row.name!r} of {row.owner or 'an unknown account'} already; "
+            "remove that node first to join for somebody else"
+        )
 
 
 def _inviter(invites: list[InvitesRecord], at: Instant) -> UserId:
@@ -171,14 +221,21 @@ def _put_gpus(node: NodeId, gpus: Relation) -> Operation[None]:
 
 
 def _credentials(where: str, **parameters: int | str) -> Operation[NodeCredentials | None]:
-    rows = yield from select(
+    rows = yield from select_pairs(
         _NodeAccount,
-        f"SELECT {CREDENTIALS} FROM nodes n WHERE {where}",  # noqa: S608
+        _OwnerAccount,
+        f"SELECT {CREDENTIALS}, u.permissions, u.disabled_at FROM nodes n "  # noqa: S608
+        f"LEFT JOIN users u ON u.id = n.owner_id WHERE {where}",
         parameters,
     )
-    for row in rows:
+    for row, owner in rows:
         return NodeCredentials(
-            row.id, row.owner_id, row.name, Availability(row.availability), row.public_key
+            row.id,
+            row.owner_id,
+            row.name,
+            Availability(row.availability),
+            row.public_key,
+            owner.may_lend,
         )
     return None
 
@@ -322,7 +379,7 @@ def remove_node(node: NodeId, owner: UserId | None) -> Operation[bool]:
         {"node": node},
     )
     if holds:
-        raise Conflict("this node still holds leases; drain it first, then remove it")
+        raise Conflict("this node still holds leases; drain it first, or remove it with force")
     yield Statement("DELETE FROM gpus WHERE node_id = :node", {"node": node})
     yield Statement("DELETE FROM nodes WHERE id = :node", {"node": node})
     return True

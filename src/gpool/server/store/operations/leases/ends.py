@@ -18,7 +18,7 @@ from gpool.core.lifecycle import Move, after, end_move
 from gpool.core.model import SECOND, EndReason, Fault, Instant, Span, TaskStatus
 from gpool.core.reliability import Unstarted, archived_as, given_up, unstarted_move
 from gpool.server.store.generated_rows import TasksRecord
-from gpool.server.store.operations.tasks.artifacts import NamedResult
+from gpool.server.store.operations.tasks.artifacts import NamedResult, missing_results
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
 from gpool.server.store.rows import STATUS, columns, of_ids, outputs_text, select, storable
 from gpool.server.store.values import EndedTask, Requeued
@@ -314,10 +314,34 @@ def finish(
         outputs=outputs_text(item.outputs) if item.outputs else None,
         duration=plausible_duration(item.duration_us, row.leased_at, row.started_at, at),
     )
-    if item.value_sha256:
-        named.append(result_of(row, item.value_sha256))
-    for output in item.outputs:
-        named.append(result_of(row, output.sha256))
+    named += results_of(row, item)
+
+
+def results_of(row: HeldTask, item: Finished) -> list[NamedResult]:
+    found = [result_of(row, item.value_sha256)] if item.value_sha256 else []
+    return found + [result_of(row, output.sha256) for output in item.outputs]
+
+
+def without_missing(
+    ends: Sequence[tuple[HeldTask, Finished]],
+) -> Operation[list[tuple[HeldTask, Finished]]]:
+    """Ends of successes; those that name a result which was never uploaded become `bad_output`."""
+    missing = yield from missing_results([each for end in ends for each in results_of(*end)])
+    return [
+        (row, _bad_output(item) if missing.intersection(results_of(row, item)) else item)
+        for row, item in ends
+    ]
+
+
+def _bad_output(item: Finished) -> Finished:
+    return Finished(
+        item.task,
+        item.epoch,
+        EndReason.BAD_OUTPUT,
+        item.exit_code or None,
+        error_text="its node named outputs that it never uploaded",
+        duration_us=item.duration_us,
+    )
 
 
 def result_of(row: HeldTask, sha256: str) -> NamedResult:

@@ -28,6 +28,7 @@ from gpool.server.store.operations.leases.ends import (
     finish,
     lose,
     result_of,
+    without_missing,
 )
 from gpool.server.store.operations.leases.gang_members import (
     GangStatus,
@@ -392,6 +393,8 @@ def _close(
             duration_us=first.duration_us or cause.duration_us,
             outputs=outputs_from(first.outputs),
         )
+        if end.exit_code == 0:
+            [(_, end)] = yield from without_missing([(row, end)])
         left = row.tries < gang.spec.retries
         finish(ends, row, end, tries_left=left, named=reports.named)
     return ends

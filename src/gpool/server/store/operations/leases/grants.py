@@ -129,7 +129,7 @@ def apply_plan(
 ) -> Operation[AppliedPlan]:
     """Grant the leases of a plan that are still possible.
 
-    Tasks planned on a removed or draining node or a flagged GPU stay queued. A gang is granted on all its nodes or none,
+    Tasks planned on a removed or draining node, a node of a disabled account or a flagged GPU stay queued. A gang is granted on all its nodes or none,
     and only where they reach each other. `with_secrets`: specs with secrets, returned sealed. `with_checkpoints`: specs
     that may have saved a checkpoint; others are not looked up. `gang_secrets`: a gang's sealed shared secret, by task.
     """
@@ -140,6 +140,7 @@ def apply_plan(
     available = yield from values(
         NodeId,
         "SELECT n.id FROM {nodes} AS i JOIN nodes n ON n.id = i.id WHERE n.availability = 'available' "
+        "AND NOT EXISTS (SELECT 1 FROM users u WHERE u.id = n.owner_id AND u.disabled_at IS NOT NULL) "
         "/*postgresql FOR SHARE OF n*/",
         {},
         {"nodes": of_ids(node for node, _ in wanted)},

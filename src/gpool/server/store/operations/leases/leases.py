@@ -15,8 +15,8 @@ changes the row only if the task is held at that epoch by that node.
     25 s   A is back and reports Finished(7, 1): refused, epoch 1 of A was archived as lost; A drops the lease
     30 s   B reports Finished(7, 2)    2      B      succeeded
 
-The result is B's. Nor can two schedulers both grant: each takes a term (`grants.take_term`), and a plan of an earlier
-term is not applied. The lease time limits how long a lost node delays a task; fencing, not time, makes the result
+The result is B's. Nor can two schedulers both grant: each takes a term (`grants.take_term`), and a plan, an expiry or
+a loss of an earlier term is not applied. An expiry also requires that no newer heartbeat of the node is stored. The lease time limits how long a lost node delays a task; fencing, not time, makes the result
 unique, so clocks of nodes need not agree.
 
 `grants` applies plans, `reports` writes reports and expiry, `ends` the ends of leases, `gangs` leases of several nodes.
@@ -32,7 +32,13 @@ from gpool.core.model import Instant, Span, TaskSpec
 from gpool.core.permissions import TeamId
 from gpool.server.store.operations.leases import gang_members
 from gpool.server.store.operations.leases.grants import apply_plan, is_current_term, take_term
-from gpool.server.store.operations.leases.reports import expire, record
+from gpool.server.store.operations.leases.reports import (
+    NotExpired,
+    expire,
+    expire_silent,
+    record,
+    record_if_current,
+)
 from gpool.server.store.operations.nodes import load_nodes
 from gpool.server.store.protocol import Operation, Relation, Statement, operation
 from gpool.server.store.rows import (
@@ -225,13 +231,16 @@ def record_heartbeats(heartbeats: Sequence[Heartbeat]) -> Operation[list[tuple[H
 
 __all__ = [
     "Heartbeat",
+    "NotExpired",
     "apply_plan",
     "expire",
+    "expire_silent",
     "held",
     "is_current_term",
     "picture",
     "record",
     "record_heartbeats",
+    "record_if_current",
     "spec",
     "take_term",
 ]

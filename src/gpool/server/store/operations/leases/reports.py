@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import NamedTuple
 
 from gpool.core.ids import NodeId, SpecId, TaskId
@@ -25,12 +26,14 @@ from gpool.server.store.operations.leases.ends import (
     fault_in,
     finish,
     lose,
+    without_missing,
 )
 from gpool.server.store.operations.leases.gangs import MemberReports, lose_members, record_members
+from gpool.server.store.operations.leases.grants import is_current_term
 from gpool.server.store.operations.tasks.artifacts import NamedResult, keep_results
 from gpool.server.store.operations.tasks.progress import append_chunks, note_phases, save
 from gpool.server.store.protocol import Operation, Relation, Statement, operation
-from gpool.server.store.rows import of_ids, select
+from gpool.server.store.rows import of_ids, select, values
 from gpool.server.store.values import Recording
 from gpool.wire.frames import (
     Checkpointed,
@@ -71,8 +74,9 @@ class _LeaseReports:
     ends: Ends
     started: dict[TaskId, int] = field(default_factory=dict)
     failed: list[tuple[HeldTask, Finished]] = field(default_factory=list)
+    with_results: list[tuple[HeldTask, Finished]] = field(default_factory=list)  # successes
     unstarted: list[FailedStart] = field(default_factory=list)
-    lost: list[HeldTask] = field(default_factory=list)
+    lost: dict[str, list[HeldTask]] = field(default_factory=dict)  # by the cause
     named: list[NamedResult] = field(default_factory=list)
     chunks: list[LogChunk] = field(default_factory=list)
     reached: list[Reached] = field(default_factory=list)
@@ -89,9 +93,12 @@ class _LeaseReports:
                     failed = FailedStart(row, fault, item.error_text, item.exit_code)
                     self.unstarted.append(failed)
                 elif item.reason is EndReason.RETURNED or item.exit_code == 0:
-                    finish(self.ends, row, item, tries_left=False, named=self.named)
+                    if item.outputs or item.value_sha256:
+                        self.with_results.append((row, item))
+                    else:
+                        finish(self.ends, row, item, tries_left=False, named=self.named)
                 elif item.reason is EndReason.LOST:
-                    self.lost.append(row)
+                    self.lost.setdefault(item.error_text, []).append(row)
                 else:
                     self.failed.append((row, item))
                 return False
@@ -116,6 +123,8 @@ class _LeaseReports:
         return True
 
     def write(self, at: Instant) -> Operation[Recording]:
+        if self.with_results:
+            self.failed += yield from without_missing(self.with_results)
         if self.failed or self.unstarted:
             retries = yield from _retries(
                 {row.spec_id for row, _ in self.failed}
@@ -126,8 +135,8 @@ class _LeaseReports:
             for row, item in self.failed:
                 left = row.tries < retries[row.spec_id]
                 finish(self.ends, row, item, tries_left=left, named=self.named)
-        if self.lost:
-            yield from lose(self.ends, self.lost)
+        for detail, rows in self.lost.items():
+            yield from lose(self.ends, rows, detail)
         if self.started:
             yield from _start(self.started, at)
         unusable: tuple[Hold, ...] = ()
@@ -188,6 +197,14 @@ def record(frames: Sequence[Reports], at: Instant) -> Operation[Recording]:
         if reports.rest:
             refused += yield from _refused(node, reports.rest)
     return _merged(recordings, refused)
+
+
+@operation
+def record_if_current(frames: Sequence[Reports], term: int, at: Instant) -> Operation[Recording]:
+    """Record ends that the server decided itself, unless another scheduler has taken over."""
+    if not (yield from is_current_term(term)):
+        return Recording()
+    return (yield from record(frames, at))
 
 
 def _write_members(reports: MemberReports, at: Instant) -> Operation[Recording]:
@@ -267,8 +284,34 @@ def _refused(node: NodeId, reported: Sequence[ReportItem]) -> Operation[list[tup
     return [(node, Hold(task, epoch)) for task, epoch in sorted(leases - repeated)]
 
 
+class NotExpired(Enum):
+    HEARD = auto()  # a heartbeat newer than the caller's was stored
+    DEPOSED = auto()  # another scheduler has taken over
+
+
+@operation
+def expire_silent(
+    node: NodeId, heard_at: Instant, term: int, at: Instant
+) -> Operation[Recording | NotExpired]:
+    """Expire the leases of a node whose last heartbeat, as far as the caller knows, came at `heard_at`.
+
+    Fenced by the stored heartbeat and the term: a second server on this database expires no node that the first hears.
+    """
+    if not (yield from is_current_term(term)):
+        return NotExpired.DEPOSED
+    stored = yield from values(
+        int,
+        "SELECT COALESCE(last_beat_at, 0) FROM nodes WHERE id = :node /*postgresql FOR UPDATE*/",
+        {"node": node},
+    )
+    if any(beat > heard_at for beat in stored):
+        return NotExpired.HEARD
+    return (yield from expire(node, at))
+
+
 @operation
 def expire(node: NodeId, at: Instant) -> Operation[Recording]:
+    """End all leases of the node as lost, now: it is removed, its owner is suspended, or `expire_silent` has checked."""
     rows = yield from select(
         HeldTask,
         f"SELECT {HELD} FROM tasks t WHERE t.node_id = :node AND t.holding = 1 "  # noqa: S608

@@ -307,6 +307,22 @@ def keep(
         yield from count([(*holder_of(user, team), sha256) for sha256, _ in pairs])
 
 
+def missing_results(named: Sequence[NamedResult]) -> Operation[set[NamedResult]]:
+    """Results that their node neither uploaded under the lease nor could see through it."""
+    if not named:
+        return set()
+    found = yield from select(
+        NamedResult,
+        "SELECT n.sha256, n.task, n.epoch, n.spec, n.user_id FROM {named} AS n WHERE EXISTS ("
+        "SELECT 1 FROM artifact_refs r WHERE r.sha256 = n.sha256 AND (r.kind = 'lease' AND r.holder = n.task "
+        "AND r.epoch = n.epoch OR r.kind = 'spec' AND r.holder = n.spec "
+        "OR r.kind IN ('payload', 'checkpoint', 'result') AND r.holder = n.task))",
+        {},
+        {"named": Relation(NAMED, sorted(set(named)))},
+    )
+    return set(named).difference(found)
+
+
 def keep_results(named: Sequence[NamedResult]) -> Operation[None]:
     """Refer from ended tasks to artifacts that their node uploaded under the lease, or could see through it."""
     if not named:
