@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 from gpool.core.ids import UserId, encode
 from gpool.core.model import SECOND, Instant
 from gpool.server.identity.audit import (
+    OK,
     AuditAnchor,
     AuditEntry,
     AuditLink,
@@ -32,7 +33,6 @@ T = TypeVar("T")
 AuditActor = User | Caller | NodeCredentials | None
 """None: an anonymous caller."""
 
-OK, REFUSED = "ok", "refused"
 PAGE = 1000
 DAY = 86_400 * SECOND
 
@@ -116,6 +116,13 @@ def keys_used(used: Sequence[tuple[int, Instant]]) -> Operation[None]:
 
 async def note(server: Server, *entries: AuditEntry) -> None:
     await server.store.write(operations.append(entries))
+
+
+async def note_refused_sign_in(server: Server, address: str, via: str, thing: str = "") -> None:
+    """Record a refused sign-in, the first ones of an address and minute singly, others as a count."""
+    entries = server.identity.refusals.add(server.now, address, via, thing)
+    if entries:
+        await note(server, *entries)
 
 
 async def page(server: Server, before: int | None, limit: int) -> tuple[AuditLink, ...]:
