@@ -43,14 +43,14 @@ async def set_gpu_available(
     )
     if answered.value is not None:
         server.picture.node_changed(answered.value.node)
-    return await gpu(server, id_)
+    return await gpu(server, who, id_)
 
 
 async def unflag(server: Server, who: Caller, id_: GpuId, once: Once | None) -> GpuDocument:
     answered = await server.write_once(who.user, once, _unflag(id_, who, server.now), lambda _: b"")
     for row in answered.value or ():
         server.picture.node_changed(row.node)
-    return await gpu(server, id_)
+    return await gpu(server, who, id_)
 
 
 async def remove(server: Server, who: Caller, id_: NodeId, once: Once | None) -> None:
@@ -127,7 +127,7 @@ async def quarantine(
         server.picture.node_changed(answered.value.node)
     if why:
         await reclaim(server, id_)
-    return await gpu(server, id_)
+    return await gpu(server, who, id_)
 
 
 async def reclaim(server: Server, id_: GpuId) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from gpool.core.errors import NotFound
+from gpool.core.errors import Forbidden, NotFound
 from gpool.core.ids import NodeId, SpecId, TaskId
 from gpool.core.model import EndReason, Instant, Offer, TaskSpec, TaskStatus
 from gpool.server.nodes import reconciliation
@@ -27,6 +27,7 @@ from gpool.wire.frames import (
     Beat,
     BeatSeen,
     Finished,
+    FromAgent,
     Grants,
     Hello,
     Hold,
@@ -95,9 +96,14 @@ class NodeChannel:
         # Before the write: an older Hello that arrives during it must not overwrite this one's offer.
         registry.set_newest_heartbeat(self.node, hello.boot, hello.beat)
         gpu_ids = server.ids.take(len(hello.offer.gpus))
-        stored = await server.write(
-            reconciliation.register(self.node, self._kept(hello.offer), gpu_ids, now)
-        )
+        offer, quota = self._kept(hello.offer), server.settings.owner_quota
+        try:
+            stored = await server.write(
+                reconciliation.register(self.node, offer, gpu_ids, now, quota)
+            )
+        except Forbidden as error:
+            self.refuse(error.code, error.detail, retry=True)
+            return
         if stored is not None:  # even if this connection is closed by now
             server.picture.node_changed(stored.row.node)
         if stored is not None and not self.closed and await self._took_time(stored.row):
@@ -193,6 +199,17 @@ class NodeChannel:
             retry=True,
         )
         return True
+
+    def changed_gpus(self, frame: FromAgent) -> int:
+        """Number of GPUs that a frame's offer adds, changes or removes."""
+        if not isinstance(frame, Hello | OfferChanged):
+            return 0
+        entry = self._server.picture.state.nodes.get(self.node)
+        known = () if entry is None or entry.node is None else entry.node.offer.gpus
+        before = {gpu.uuid: gpu for gpu in known}
+        after = {gpu.uuid: gpu for gpu in frame.offer.gpus}
+        added = sum(before.get(uuid) != gpu for uuid, gpu in after.items())
+        return added + len(before.keys() - after.keys())
 
     async def close(self) -> None:
         """Detach a channel whose transport is gone. The node keeps its leases until its deadline."""
@@ -295,13 +312,14 @@ class NodeChannel:
         if wrong is not None:
             self.refuse("invalid", wrong, retry=False)
             return
-        offer = self._kept(frame.offer)
+        offer, quota = self._kept(frame.offer), server.settings.owner_quota
+        gpu_ids = server.ids.take(len(offer.gpus))
         try:
             node: NodeRow | None = await server.write(
-                reconciliation.take(self.node, offer, server.ids.take(len(offer.gpus)), server.now)
+                reconciliation.take(self.node, offer, gpu_ids, server.now, quota)
             )
-        except NotFound as error:
-            self.refuse("not_found", error.detail, retry=False)
+        except (NotFound, Forbidden) as error:
+            self.refuse(error.code, error.detail, retry=isinstance(error, Forbidden))
             return
         assert node is not None
         if await self._took_time(node):

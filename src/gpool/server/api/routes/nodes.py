@@ -156,14 +156,14 @@ async def list_resources(
     search: Search = None,
 ) -> Response:
     """List GPUs and lent CPUs, node by node; a page may be short and still have a `next`."""
-    await user_of(request)
+    who = await user_of(request)
     wanted = NodeFilter(
         owner=UserId(decode("user", owner)) if owner else None,
         node=NodeId(decode("node", node)) if node else None,
         search=search or "",
     )
     after = listing.ResourceCursor.parse(cursor) if cursor else None
-    page = await listing.resources(server_of(request), wanted, kind, after, limit)
+    page = await listing.resources(server_of(request), who, wanted, kind, after, limit)
     return tagged(request, page)
 
 
@@ -178,11 +178,11 @@ async def register_resource(request: Request) -> Response:
 @resource_routes.get("/v1/resources/{gpu}", Action.GPU_READ, Action.NODE_READ, returns=GpuDocument)
 async def get_resource(request: Request, gpu: GPU) -> Response:
     """Read one GPU, or the CPUs of one node."""
-    await user_of(request, Action.NODE_READ if _is_node(gpu) else Action.GPU_READ)
+    who = await user_of(request, Action.NODE_READ if _is_node(gpu) else Action.GPU_READ)
     server = server_of(request)
     if _is_node(gpu):
-        return tagged(request, await listing.processors(server, NodeId(decode("node", gpu))))
-    return tagged(request, await listing.gpu(server, GpuId(decode("gpu", gpu))))
+        return tagged(request, await listing.processors(server, who, NodeId(decode("node", gpu))))
+    return tagged(request, await listing.gpu(server, who, GpuId(decode("gpu", gpu))))
 
 
 @resource_routes.get("/v1/resources/{gpu}/telemetry", Action.GPU_READ, returns=TelemetryDocument)
@@ -250,6 +250,6 @@ async def _lend(
         node = NodeId(decode("node", id_))
         wanted = Availability.AVAILABLE if available else Availability.PAUSED
         await lending.set_availability(server, who, node, wanted, once)
-        return answer(await listing.processors(server, node))
+        return answer(await listing.processors(server, who, node))
     gpu = GpuId(decode("gpu", id_))
     return answer(await lending.set_gpu_available(server, who, gpu, available, once))
