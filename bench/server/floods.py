@@ -217,9 +217,9 @@ async def offers(target: Target) -> Counter[str]:
     return found
 
 
-def _bodies(body: bytes, path: str, authorization: str | None = None) -> Any:
+def _bodies(make: Callable[[int], bytes], size: int, path: str, sender: str | None = None) -> Any:
     async def flood(target: Target) -> Counter[str]:
-        sent = request_bytes(target, "POST", path, body, authorization)
+        sent = request_bytes(target, "POST", path, make(size), sender)
         return await repeat(target, lambda _: sent)
 
     return flood
@@ -252,10 +252,10 @@ INVITED = '{"name":"nameNUMBER","password":"a long way to Tipperary","invite":"g
 WRONG = '{"name":"nameNUMBER","password":"a long way to Tipperary"}'
 SHAPES: dict[str, Callable[[Target], Awaitable[Counter[str]]]] = {
     "nothing": lambda _: asyncio.sleep(3, Counter[str]()),
-    "6 fields, 29 MB": _bodies(unknown_fields(29 * MIB), "/v1/tasks"),
-    "6 fields, 1 MB": _bodies(unknown_fields(MIB - 4096), "/v1/tasks"),
-    "6 env keys": _bodies(env_keys(150_000), "/v1/tasks"),
-    "6 anonymous": _bodies(unknown_fields(MIB - 4096), PASSWORD, "x"),
+    "6 fields, 29 MB": _bodies(unknown_fields, 29 * MIB, "/v1/tasks"),
+    "6 fields, 1 MB": _bodies(unknown_fields, MIB - 4096, "/v1/tasks"),
+    "6 env keys": _bodies(env_keys, 150_000, "/v1/tasks"),
+    "6 anonymous": _bodies(unknown_fields, MIB - 4096, PASSWORD, "x"),
     "7 machines": machines,
     "8 channels": _held(channel_head, unfinished_message(64 * 1024)),
     "9 nonces": _numbered("/v1/auth/wallet/nonce", "", "x"),
