@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from gpool.core.errors import Conflict, Invalid
+from gpool.core.errors import Conflict, Forbidden, Invalid
 from gpool.core.ids import GpuId, NodeId, UserId
 from gpool.core.model import Gpu, Health, Instant, Offer, Slice, TaskStatus
+from gpool.core.quotas import OwnerQuota
 from gpool.server.store.identity_values import Binding
 from gpool.server.store.operations import gpus as gpu_bindings
 from gpool.server.store.operations import nodes
@@ -285,3 +286,39 @@ def test_a_disabled_holder_gives_up_its_claim_and_a_disabled_claimant_gets_none(
     assert pool.write(gpu_bindings.lapse(["G1"], pool.now())) == ("G1",)
     assert pool.read(gpu_bindings.binding("G1")).owner == eve
     assert [withheld(pool, node) for node in (theirs, hers)] == [{0}, set()]
+
+
+def test_gpus_that_left_the_offer_soon_are_forgotten_with_their_bindings(pool: Pool) -> None:
+    box, twin = (
+        joined(pool, "box", pool.ann, "G1", "G2", "G3"),
+        joined(pool, "twin", pool.ann, "G3"),
+    )
+    bind(pool, box, pool.ann, "G1", "G2", "G3")
+    pool.write(nodes.set_gpu_available(gpu_on(pool, box, 1), None, False))
+    gpu = Gpu(0, "G4", "H100", "nvidia", 80 << 30)
+    pool.write(nodes.greet(box, replace(OFFER, gpus=(gpu,)), [next(pool.numbers)], pool.now()))
+    assert pool.read(gpu_bindings.binding("G1")) is None
+    assert pool.read(gpu_bindings.binding("G2")) is not None  # withdrawn: remembered
+    assert pool.read(gpu_bindings.binding("G3")) is not None  # on another node of the owner
+    assert {row.uuid for row in pool.read(gpu_bindings.gpu_rows())} == {"G3", "G4"}
+    assert pool.read(gpu_bindings.gpu(gpu_on(pool, twin))) is not None
+
+
+def test_an_owner_has_so_many_nodes_and_gpus(pool: Pool) -> None:
+    bob = pool.user("bob")
+    joined(pool, "one", bob, "G1", "G2")
+    offer = replace(OFFER, gpus=(Gpu(0, "G3", "H100", "nvidia", 80 << 30),))
+
+    def join(quota: OwnerQuota) -> None:
+        node, ids = NodeId(next(pool.numbers)), [next(pool.numbers)]
+        pool.write(
+            nodes.create_node(
+                node, f"n{node}", bob, None, f"s{node}", offer, ids, pool.now(), quota=quota
+            )
+        )
+
+    with pytest.raises(Forbidden, match="1 of 1 nodes"):
+        join(OwnerQuota(nodes=1))
+    with pytest.raises(Forbidden, match="2 of 2 GPUs; 1 more"):
+        join(OwnerQuota(gpus=2))
+    join(OwnerQuota(nodes=2, gpus=3))

@@ -26,7 +26,7 @@ def join(pool: Pool, number: int, name: str, model: str = "", **changes: object)
 
 
 def names(pool: Pool, wanted: NodeFilter, after: int | None = None, limit: int = 10) -> list[str]:
-    page = pool.read(nodes.node_page(wanted, None if after is None else NodeId(after), limit))
+    page = pool.read(nodes.node_page(wanted, None if after is None else NodeId(after), limit)).rows
     return [row.node.name for row in page]
 
 

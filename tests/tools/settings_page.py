@@ -23,12 +23,14 @@ SECTIONS = {
 
 UNITS = {
     "_frames_per_s": "frames/s",
+    "_bytes_per_s": "bytes/s",
     "_s": "seconds",
     "_days": "days",
     "_bytes": "bytes",
     "_kib": "KiB",
     "_gpus": "GPUs",
     "_queued": "tasks",
+    "_nodes": "nodes",
     "_teams": "teams",
 }
 TABLE = ("| variable | default | unit | meaning |", "|---|---|---|---|")

@@ -61,3 +61,14 @@ def within_quotas(pairs: Iterable[tuple[QuotaUsage, Quota]], ask: QuotaUsage) ->
         if over is not None:
             return over
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerQuota:
+    """Upper limits of an owner's nodes, and of the GPUs on all of them together; None: no limit."""
+
+    nodes: int | None = None
+    gpus: int | None = None
+
+
+NO_OWNER_QUOTA = OwnerQuota()

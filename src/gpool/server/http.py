@@ -1,19 +1,31 @@
 """uvicorn's HTTP and WebSocket protocols with limits that apply before the application is called.
 
-An endless request head must not fill memory; input that the application never sees (pings, pongs, endless
-fragments, messages after our close frame) must not keep the loop busy.
+Heads and bodies arrive in time, connections per network are counted, and a channel whose node has not proved its key
+sends one small frame. Input that the application never sees must neither fill memory nor keep the loop busy.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
+from websockets.http11 import Request
+
+from gpool.server.identity.throttle import network_of, site_of
+from gpool.wire.frames import MAX_PROOF_BYTES
 
 MAX_HEAD_BYTES = 64 * 1024
 """Limit of request line and headers over several reads; `api.callers` checks a head that came in one read."""
+
+BODY_WINDOW = 3
+"""Time over which the rate of a body is measured, in times of the limit for heads: links stall for seconds."""
 
 MOST_PINGS = 100
 """Pings and pongs between two messages: an agent pings every ten seconds and sends heartbeats as often."""
@@ -23,42 +35,299 @@ MOST_UNREAD = 64
 MOST_LATE = 100
 """Messages accepted after our close frame, sent before the peer saw it. Then reading stops and uvicorn closes."""
 PIECE_BYTES = 16 * 1024
+UNPROVEN_BYTES = MAX_PROOF_BYTES + 64
+"""Bytes accepted before the proof: the one frame of the proof with its head."""
+PROVEN = "gpool.proven"
+"""Extension of a channel's scope: called without arguments when its node has proved its key."""
 
-_REFUSAL = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain\r\n"
-    b"content-length: 0\r\nconnection: close\r\n\r\n"
-)
+LATE_S = 1.0
+"""A body that did not go on for this long may be given up for a new connection."""
+SITE_NETWORKS = 4
+"""Connections of an IPv6 /48, in times of the limit of a network."""
+
+
+def _refusal(status: str, headers: str = "") -> bytes:
+    return (
+        f"HTTP/1.1 {status}\r\ncontent-type: text/plain\r\n{headers}"
+        "content-length: 0\r\nconnection: close\r\n\r\n"
+    ).encode()
+
+
+_TOO_LARGE = _refusal("431 Request Header Fields Too Large")
+_TOO_SLOW = _refusal("408 Request Timeout")
+_TOO_MANY = _refusal("429 Too Many Requests", "retry-after: 5\r\n")
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    per_network: int
+    total: int  # without channels of proven nodes; further descriptors are reserved for them
+    head_s: float
+    body_bytes_per_s: int
+    proxies: Sequence[str] = ()  # networks whose connections carry those of many clients
+
+
+class _Counted(NamedTuple):
+    network: str
+    site: str | None
+
+
+class ConnectionCounts:
+    """Open connections by network, without the channels of nodes that have proved their key.
+
+    A network at its limit gets a new connection in exchange for a spare one of its own: a client that holds idle
+    connections does not lock out its neighbours.
+    """
+
+    def __init__(self, limits: HttpLimits) -> None:
+        self._limits = limits
+        self._proxies = [ipaddress.ip_network(each) for each in limits.proxies]
+        self._of: dict[asyncio.Transport, _Counted] = {}
+        self._networks: dict[str, dict[asyncio.Transport, None]] = {}  # oldest connection first
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def admit(self, connection: asyncio.Transport, address: str) -> bool:
+        counted = _Counted(network_of(address), site_of(address))
+        if len(self._of) >= self._limits.total and not self._make_room(self._largest()):
+            return False
+        if not self._is_proxy(address):
+            for key, most in self._bounds(counted):
+                if len(self._networks.get(key, ())) >= most and not self._make_room(key):
+                    return False
+        self._of[connection] = counted
+        for key, _ in self._bounds(counted):
+            self._networks.setdefault(key, {})[connection] = None
+        return True
+
+    def release(self, connection: asyncio.Transport) -> None:
+        """Stop counting a connection that was closed or belongs to a proven node; unknown ones are ignored."""
+        counted = self._of.pop(connection, None)
+        if counted is None:
+            return
+        for key, _ in self._bounds(counted):
+            del self._networks[key][connection]
+            if not self._networks[key]:
+                del self._networks[key]
+
+    def _make_room(self, key: str) -> bool:
+        """Abort the network's most dispensable connection, the oldest of equals; False: all are in use."""
+        ranked = [(_rank_of(each), each) for each in self._networks.get(key, ())]
+        spare = min((rank for rank, _ in ranked if rank is not None), default=None)
+        if spare is None:
+            return False
+        victim = next(each for rank, each in ranked if rank == spare)
+        self.release(victim)
+        victim.abort()
+        return True
+
+    def _largest(self) -> str:
+        return max(self._networks, key=lambda key: len(self._networks[key]), default="")
+
+    def _bounds(self, counted: _Counted) -> list[tuple[str, int]]:
+        most = self._limits.per_network
+        sites = [] if counted.site is None else [(counted.site, SITE_NETWORKS * most)]
+        return [(counted.network, most), *sites]
+
+    def _is_proxy(self, address: str) -> bool:
+        if not self._proxies:
+            return False
+        try:
+            parsed = ipaddress.ip_address(address)
+        except ValueError:
+            return False
+        return any(parsed in each for each in self._proxies)
+
+
+def _rank_of(connection: asyncio.Transport) -> int | None:
+    protocol = connection.get_protocol()
+    return protocol.rank if isinstance(protocol, LimitedHttp | LimitedWebSocket) else None
+
+
+class LimitedConfig(uvicorn.Config):
+    """uvicorn's configuration with the limits that both protocols apply."""
+
+    def __init__(self, app: Any, limits: HttpLimits, **options: Any) -> None:
+        super().__init__(app, http=LimitedHttp, ws=LimitedWebSocket, **options)
+        self.limits = limits
+        self.counts = ConnectionCounts(limits)
 
 
 class LimitedHttp(HttpToolsProtocol):
     _in_head = False
+    _in_body = False
+    _is_upgraded = False
     _head_bytes = 0
+    _body_bytes = 0
+    _received_at = 0.0
+    _head_timer: asyncio.TimerHandle | None = None
+    _body_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def _config(self) -> LimitedConfig:
+        return cast("LimitedConfig", self.config)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self._config.counts.admit(transport, self.client[0] if self.client else ""):
+            self._expect_head()
+        else:
+            transport.write(_TOO_MANY)
+            transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._config.counts.release(self.transport)
+        self._stop_timers()
+        self._forget_request()
+
+    def handle_websocket_upgrade(self) -> None:
+        self._is_upgraded = True
+        self._stop_timers()
+        super().handle_websocket_upgrade()
 
     def on_message_begin(self) -> None:
         self._in_head, self._head_bytes = True, 0
+        self._expect_head()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
+        self._in_head, self._in_body, self._body_bytes = False, True, 0
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        super().on_message_complete()
+
     def data_received(self, data: bytes) -> None:
+        self._received_at = self.loop.time()
         super().data_received(data)
+        if self._is_upgraded:  # the WebSocket protocol has replaced this one
+            self.parser = None  # type: ignore[assignment]
+            self._forget_request()
+            return
+        if self.transport.is_closing():
+            return
         if self._in_head:
             self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-                self.transport.write(_REFUSAL)
-                self.transport.close()
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(_TOO_LARGE)
+        elif self._in_body:
+            self._expect_body()
+        elif self._is_idle and self.timeout_keep_alive_task is None:
+            self._expect_head()  # blank lines: uvicorn has stopped its timer, and no head has begun
+
+    @property
+    def rank(self) -> int | None:
+        """Rank among connections that can be closed for a new one: without a request so far, idle, with a body that does
+        not arrive; None: in use.
+        """
+        if self._is_idle:
+            return 0 if self.cycle is None else 1
+        is_late = self.loop.time() - self._received_at > LATE_S
+        return 2 if self._in_body and not self.flow.read_paused and is_late else None
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _expect_head(self) -> None:
+        if self._head_timer is None:
+            seconds = self._config.limits.head_s
+            self._head_timer = self.loop.call_later(seconds, self._end_slow_head)
+
+    def _end_slow_head(self) -> None:
+        self._head_timer = None
+        if not self.transport.is_closing():
+            self._refuse(_TOO_SLOW if self._in_head and self._is_idle else b"")
+
+    def _expect_body(self) -> None:
+        if self._body_timer is None:
+            self._body_bytes = 0
+            seconds = self._config.limits.head_s * BODY_WINDOW
+            self._body_timer = self.loop.call_later(seconds, self._check_body)
+
+    def _check_body(self) -> None:
+        self._body_timer = None
+        if not self._in_body or self.transport.is_closing():
+            return
+        limits = self._config.limits
+        least = limits.body_bytes_per_s * limits.head_s * BODY_WINDOW
+        # Only the sender's own delay counts: the application may wait before it reads or continues.
+        is_waiting = self.flow.read_paused or self.cycle.waiting_for_100_continue
+        if is_waiting or self._body_bytes >= least:
+            self._expect_body()
+        else:
+            self._refuse(b"" if self.cycle.response_started else _TOO_SLOW)
+
+    def _refuse(self, response: bytes) -> None:
+        if response:
+            self.transport.write(response)
+        self.transport.close()
+
+    def _stop_timers(self) -> None:
+        for timer in (self._head_timer, self._body_timer):
+            if timer is not None:
+                timer.cancel()
+        self._head_timer = self._body_timer = None
+
+    def _forget_request(self) -> None:
+        """Break the reference cycles of a request, so that its body is freed at once, not at the next collection."""
+        self.cycle = self.scope = self.headers = None  # type: ignore[assignment]
+        self.pipeline.clear()
 
 
 class LimitedWebSocket(WebSocketsSansIOProtocol):
     _pings = 0
     _late = 0
     _unparsed = b""
+    _is_proven = False
+    _unproven_bytes = 0
+
+    def handle_connect(self, event: Request) -> None:
+        super().handle_connect(event)
+        if self.response.status_code == 101:
+            cast("Any", self.scope)["extensions"][PROVEN] = self.prove
+
+    @property
+    def rank(self) -> int | None:
+        return None if self._is_proven else 0
+
+    def prove(self) -> None:
+        """Lift the limits of unproven channels; the connection no longer counts for its network."""
+        self._is_proven = True
+        cast("LimitedConfig", self.config).counts.release(self.transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Drop what was received: the objects refer to one another, and a collection may be minutes away."""
+        super().connection_lost(exc)
+        cast("LimitedConfig", self.config).counts.release(self.transport)
+        self.frames, self._unparsed = [], b""
+        self.conn.reader.discard()
+        self.conn.parser.close()
+        self.conn.events.clear()
+        if self.handshake_initiated and self.response.status_code == 101:
+            cast("Any", self.scope)["extensions"].pop(PROVEN, None)
+        if not self._is_proven:
+            while self.queue.qsize() > 1:  # the last message says that the peer is gone
+                self.queue.get_nowait()
 
     def data_received(self, data: bytes) -> None:
         if self._is_closed:
             return
+        if self.handshake_initiated and not self._is_proven:
+            self._unproven_bytes += len(data)
+            if self._unproven_bytes > UNPROVEN_BYTES:
+                self.transport.abort()
+                return
         if not self._unparsed and len(data) <= PIECE_BYTES:
             super().data_received(data)
         else:
@@ -94,8 +363,14 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
         elif not self.transport.is_closing():
             self.transport.abort()
 
+    def handle_bytes(self, event: Frame) -> None:
+        if self._is_proven or event.fin:
+            super().handle_bytes(event)
+        elif not self.transport.is_closing():
+            self.transport.abort()
+
     def handle_cont(self, event: Frame) -> None:
-        if len(self.frames) < MOST_FRAGMENTS:
+        if self._is_proven and len(self.frames) < MOST_FRAGMENTS:
             super().handle_cont(event)
         elif not self.transport.is_closing():
             self.transport.abort()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from types import FrameType
 
 import uvicorn
@@ -14,7 +16,7 @@ import uvloop
 
 from gpool.core.errors import Conflict, Unreachable
 from gpool.server.app import make_app, open_server, private_directory
-from gpool.server.http import LimitedHttp, LimitedWebSocket
+from gpool.server.http import HttpLimits, LimitedConfig
 from gpool.server.server import Server
 from gpool.server.settings import Settings
 from gpool.server.store.drivers.opening import lock_for_serving
@@ -26,6 +28,9 @@ STOP_WITHIN_S = 3
 KEEP_ALIVE_S = 75
 """Longer than our clients keep an idle connection (`transfer.senders.KEPT_IDLE_S`), so that the client closes it and
 no request meets a connection the server is closing."""
+
+OWN_DESCRIPTORS = 128
+"""Descriptors for the store, artifacts and logs."""
 
 Opened = Callable[[Server], Awaitable[None]]
 
@@ -52,6 +57,7 @@ async def serve(settings: Settings, opened: Opened | None = None) -> int:
     `Conflict` if another server has the store's lock; `Unreachable` after the lock was lost.
     """
     private_directory(settings.data)
+    raise_descriptor_limit()
     async with lock_for_serving(settings.store_url, settings.ttl_s / 2) as lock:
         server = await open_server(settings)
         if opened is not None:
@@ -70,14 +76,34 @@ async def serve(settings: Settings, opened: Opened | None = None) -> int:
     return listener.signal
 
 
+def raise_descriptor_limit() -> None:
+    """Raise this process's limit of open files to the hard limit, which the administrator set."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(OSError, ValueError):  # e.g. unlimited, where the kernel has a maximum
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def http_limits(settings: Settings) -> HttpLimits:
+    """Limits of connections. A quarter of the descriptors is reserved for channels of nodes that proved their key."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    descriptors = 1 << 20 if soft == resource.RLIM_INFINITY else soft
+    return HttpLimits(
+        per_network=settings.connections_per_network,
+        total=max(16, (descriptors - OWN_DESCRIPTORS) * 3 // 4),
+        head_s=settings.request_head_s,
+        body_bytes_per_s=settings.request_bytes_per_s,
+        proxies=settings.proxies,
+    )
+
+
 def configuration(server: Server) -> uvicorn.Config:
     shown = server.certificate
-    return uvicorn.Config(
+    return LimitedConfig(
         make_app(server),
+        http_limits(server.settings),
         host=server.settings.host,
         port=server.settings.port,
-        http=LimitedHttp,
-        ws=LimitedWebSocket,
         ws_max_size=MAX_FRAME_BYTES,
         ws_per_message_deflate=False,
         ws_ping_interval=None,  # heartbeats of the agents do that

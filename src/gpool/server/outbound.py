@@ -18,11 +18,15 @@ from urllib.parse import urlsplit
 import httpx2
 
 from gpool.core.errors import Invalid, Unreachable
+from gpool.core.model import SECOND, Instant, Span
 
 TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 1024 * 1024
 _PUBLIC = {4: (socket.AF_INET, "192.0.2.1"), 6: (socket.AF_INET6, "2001:db8::1")}
 """Documentation addresses (RFC 5737, RFC 3849): a route to one is the default route."""
+KEPT_FOR = Span(600 * SECOND)
+"""Life of a cached response: a provider's discovery document changes in weeks."""
+FAILED_FOR = Span(10 * SECOND)
 _HEADERS = {"accept": "application/json", "user-agent": "gpool"}
 
 
@@ -46,6 +50,12 @@ class CheckedDestination:
     address: str
 
 
+@dataclass(frozen=True, slots=True)
+class _CachedResponse:
+    found: OutboundResponse | Unreachable
+    until: Instant
+
+
 class Outbound:
     """HTTP client without redirects or environment proxies, with bounded time and response size."""
 
@@ -54,6 +64,28 @@ class Outbound:
     ) -> None:
         self._transport, self._timeout_s = transport, timeout_s
         self._http: httpx2.AsyncClient | None = None
+        self._kept: dict[str, _CachedResponse] = {}
+        self._fetching = asyncio.Lock()
+
+    async def get_cached(self, url: str, now: Instant) -> OutboundResponse:
+        """Like `get`, at most one request per `KEPT_FOR`, after a failure per `FAILED_FOR`. Only for configured URLs."""
+        known = self._kept.get(url)
+        if known is None or known.until <= now:
+            async with self._fetching:
+                known = self._kept.get(url)
+                if known is None or known.until <= now:
+                    known = self._kept[url] = await self._fetch(url, now)
+        if isinstance(known.found, Unreachable):
+            raise Unreachable(known.found.detail)
+        return known.found
+
+    async def _fetch(self, url: str, now: Instant) -> _CachedResponse:
+        try:
+            found: OutboundResponse | Unreachable = await self.get(url)
+        except Unreachable as error:
+            found = error
+        failed = isinstance(found, Unreachable) or found.status != 200
+        return _CachedResponse(found, Instant(now + (FAILED_FOR if failed else KEPT_FOR)))
 
     async def get(self, url: str, headers: Mapping[str, str] | None = None) -> OutboundResponse:
         return await self._send("GET", url, headers=headers)

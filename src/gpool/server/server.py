@@ -12,7 +12,7 @@ from gpool.core.ids import IdSource
 from gpool.core.model import Instant
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock
-from gpool.server.identity.audit import RecentReads
+from gpool.server.identity.audit import RecentReads, RefusedSignIns
 from gpool.server.identity.authorization import Credentials
 from gpool.server.identity.certificates import Certificate
 from gpool.server.identity.node_proofs import NodeAuthenticator
@@ -37,7 +37,7 @@ from gpool.server.store.batching import WriteBatcher
 from gpool.server.store.operations.tasks import idempotency
 from gpool.server.store.protocol import Operation, Store, brief, is_brief
 from gpool.server.store.values import User
-from gpool.server.wakeups import Hub
+from gpool.server.wakeups import Hub, Turns
 
 T = TypeVar("T")
 
@@ -69,6 +69,7 @@ class SignInServices:
     terms: RefreshTerms
     cost: PasswordCost = field(default_factory=PasswordCost)
     reads: RecentReads = field(default_factory=RecentReads)  # by operators, in the audit record
+    refusals: RefusedSignIns = field(default_factory=RefusedSignIns)
 
     @cached_property
     def passwords(self) -> Passwords:
@@ -105,6 +106,7 @@ class Server:
     telemetry: Telemetry = field(default_factory=Telemetry)
     learning: TrainingRequests = field(default_factory=TrainingRequests)
     explaining: Explainer = field(default_factory=Explainer)
+    turns: Turns = field(default_factory=Turns)
     paces: FrameBudgets = field(default_factory=lambda: FrameBudgets(0.0))  # frame budgets of nodes
 
     @property

@@ -16,7 +16,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from gpool.core.errors import Invalid
 from gpool.core.model import GIB, Permission, Span
-from gpool.core.quotas import Quota
+from gpool.core.quotas import OwnerQuota, Quota
 from gpool.server.identity.sealer import MasterSource
 from gpool.server.nodes.reports import SITE
 from gpool.server.outbound import own_address
@@ -84,6 +84,21 @@ class Settings(BaseSettings):
     trusted_proxies: str = Field(
         default="",
         description="Addresses or networks, separated by commas, whose `X-Forwarded-*` headers are trusted.",
+    )
+    connections_per_network: int = Field(
+        default=512,
+        ge=1,
+        description="Open connections from one IPv4 address or IPv6 /64 network, four times as many from a /48; channels of nodes that proved their key and `trusted_proxies` do not count.",
+    )
+    request_head_s: float = Field(
+        default=10.0,
+        gt=0,
+        description="Time for a request's head, and of a new connection until its first one.",
+    )
+    request_bytes_per_s: int = Field(
+        default=1024,
+        ge=0,
+        description="Lowest rate of a request's body, measured over three times `request_head_s`; slower requests are closed.",
     )
     shared_sites: str = Field(
         default="",
@@ -240,6 +255,16 @@ class Settings(BaseSettings):
     user_queued: int | None = Field(
         default=1_000_000, ge=0, description="Quota of an account: queued tasks."
     )
+    owner_nodes: int | None = Field(
+        default=256,
+        ge=0,
+        description="Quota of an owner who is not an operator: nodes; unset: no limit.",
+    )
+    owner_gpus: int | None = Field(
+        default=2048,
+        ge=0,
+        description="Quota of an owner who is not an operator: GPUs on all nodes together; unset: no limit.",
+    )
     user_storage_bytes: int | None = Field(
         default=1024 * GIB, ge=0, description="Quota of an account: stored artifacts."
     )
@@ -381,6 +406,10 @@ class Settings(BaseSettings):
     @property
     def team_quota(self) -> Quota:
         return Quota(_milli(self.team_gpus), self.team_queued, self.team_storage_bytes)
+
+    @property
+    def owner_quota(self) -> OwnerQuota:
+        return OwnerQuota(self.owner_nodes, self.owner_gpus)
 
     @property
     def master_source(self) -> MasterSource:

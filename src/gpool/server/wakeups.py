@@ -1,9 +1,13 @@
-"""In-process notifications that a task, batch or node changed, without data: the waiter reads the store."""
+"""In-process notifications that a task, batch or node changed, without data: the waiter reads the store; and turns of
+callers at expensive work.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import AsyncIterator, Collection, Hashable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -98,3 +102,35 @@ class Wake:
             except TimeoutError:
                 pass
         self._event.clear()
+
+
+class KeyedTurns:
+    """At most `most` pieces of work per key at once; more wait, so that a caller with many requests waits for itself."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._waiting: dict[Hashable, tuple[asyncio.Semaphore, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @asynccontextmanager
+    async def turn(self, key: Hashable) -> AsyncIterator[None]:
+        semaphore, users = self._waiting.get(key) or (asyncio.Semaphore(self._most), 0)
+        self._waiting[key] = (semaphore, users + 1)
+        try:
+            async with semaphore:
+                yield
+        finally:
+            semaphore, users = self._waiting.pop(key)
+            if users > 1:
+                self._waiting[key] = (semaphore, users - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """Limits of work that occupies memory or the interpreter for long."""
+
+    large_bodies: KeyedTurns = field(default_factory=lambda: KeyedTurns(4))
+    listings: KeyedTurns = field(default_factory=lambda: KeyedTurns(1))
+    parsing: asyncio.Lock = field(default_factory=asyncio.Lock)

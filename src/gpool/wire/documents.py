@@ -8,7 +8,14 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, SecretStr, StringConstraints
+from pydantic import (
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    StringConstraints,
+)
 
 from gpool.core.gangs import MAX_NODES
 from gpool.core.specs.fields import MAX_LABELS, MAX_REQUIREMENT_BYTES
@@ -20,6 +27,11 @@ MAX_BODY_BYTES = 32 * 1024 * 1024
 """Body of a batch submission; every other body is limited to `MAX_SMALL_BODY_BYTES`."""
 
 MAX_SMALL_BODY_BYTES = 1024 * 1024
+MAX_ANONYMOUS_BODY_BYTES = 16 * 1024
+"""Body of a request without a valid credential."""
+
+MAX_ENV = 1000
+"""Environment variables of a task."""
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=200)]
@@ -106,7 +118,9 @@ class TaskRequest(Document):
     name: Name | None = None
     command: Annotated[list[str], Field(min_length=1, max_length=1000)] | None = None
     function: FunctionDocument | None = None
-    calls: Annotated[list[str | CallDocument], Field(max_length=MAX_BATCH)] | None = None
+    calls: (
+        Annotated[list[str | CallDocument], Field(max_length=MAX_BATCH, fail_fast=True)] | None
+    ) = None
     copies: Annotated[int, Field(ge=1, le=MAX_BATCH)] = 1
     gpu: str | int | float | None = None
     vram: str | None = None
@@ -114,9 +128,9 @@ class TaskRequest(Document):
     memory: str | None = None  # "4GB"
     disk: str | None = None
     tier: Literal["none", "container", "vm"] = "container"
-    env: dict[str, str] = {}
+    env: Annotated[dict[str, str], Field(max_length=MAX_ENV)] = {}
     secrets: Annotated[dict[str, SecretStr], Field(max_length=100)] = {}  # variables never shown
-    inputs: Annotated[list[InputDocument], Field(max_length=10_000)] = []
+    inputs: Annotated[list[InputDocument], Field(max_length=10_000, fail_fast=True)] = []
     outputs: Annotated[list[str], Field(max_length=1000)] = []
     timeout_s: Annotated[float, Field(gt=0, le=30 * 86400)] = 86400.0
     retries: Annotated[int, Field(ge=0, le=20)] = 0

@@ -11,6 +11,7 @@ from gpool.core.errors import TooMany
 from gpool.core.ids import decode
 from gpool.core.model import Permission
 from gpool.server.identity.throttle import CLASS_RATES, UNKNOWN_KEYS, RouteClass
+from tests.server.identity_routes.people_desk import PASSWORD, registered, signed_in
 from tests.server.server_desk import Desk, Live
 from tests.tools.processes import PATIENCE_S
 
@@ -55,6 +56,59 @@ async def test_unknown_keys_are_not_tried_at_any_speed_and_known_ones_go_on(desk
     refused = await desk.bare.get("/v1/me", headers={"authorization": "Bearer gpk_x"})
     assert refused.status_code == 429
     assert (await desk.get("/v1/me")).status_code == 200
+
+
+@pytest.mark.parametrize("authorization", ["x", "Bearer gpk_x", "Basic eDp4"])
+@pytest.mark.parametrize(
+    ("method", "path", "rate"),
+    [
+        ("POST", "/v1/auth/wallet/nonce", RouteClass.SIGN_IN),
+        ("POST", "/v1/users", RouteClass.REGISTER),
+        ("GET", "/openapi.json", RouteClass.READ),
+        ("GET", "/no/such/route", RouteClass.READ),
+    ],
+)
+async def test_no_header_takes_an_anonymous_request_out_of_the_limit(
+    desk: Desk, method: str, path: str, rate: RouteClass, authorization: str
+) -> None:
+    for _ in range(CLASS_RATES[rate].address.burst - 1):
+        desk.server.guard.count_address(rate, "127.0.0.1")
+    headers = {"authorization": authorization}
+    assert (await desk.bare.request(method, path, headers=headers)).status_code != 429
+    assert (await desk.bare.request(method, path, headers=headers)).status_code == 429
+
+
+async def test_a_route_that_asks_for_a_credential_counts_for_the_account_instead(
+    desk: Desk,
+) -> None:
+    """The control: with the address at its limit a valid key still passes, an unknown one is counted as such."""
+    rate = CLASS_RATES[RouteClass.READ].address
+    for _ in range(rate.burst):
+        desk.server.guard.count_address(RouteClass.READ, "127.0.0.1")
+    assert (await desk.get("/v1/me")).status_code == 200
+    assert (await desk.bare.get("/v1/me")).status_code == 429
+
+
+async def test_sign_ins_and_refreshes_that_succeed_do_not_count(desk: Desk) -> None:
+    ann = await registered(desk, "ann")
+    burst = CLASS_RATES[RouteClass.SIGN_IN].address.burst
+    for _ in range(burst - 1):
+        desk.server.guard.count_address(RouteClass.SIGN_IN, "127.0.0.1")
+    for _ in range(5):
+        await signed_in(desk, "ann")
+        assert (await ann.refresh()).status_code == 200
+    wrong = {"name": "ann", "password": "not this one"}
+    assert (await desk.bare.post("/v1/auth/password", json=wrong)).status_code == 401
+    assert (await desk.bare.post("/v1/auth/password", json=wrong)).status_code == 429
+
+
+async def test_a_made_up_invite_is_refused_before_the_password_is_hashed(desk: Desk) -> None:
+    wanted = {"name": "bob", "password": PASSWORD, "invite": "gpv_made_up"}
+    answer = await desk.bare.post("/v1/users", json=wanted)
+    assert answer.status_code == 403
+    assert "passwords" not in vars(desk.server.identity)  # created by the first hash
+    await registered(desk, "ann")  # the control
+    assert "passwords" in vars(desk.server.identity)
 
 
 async def test_a_batch_of_ten_thousand_counts_once(desk: Desk) -> None:

@@ -8,14 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpool.core.model import Instant
+from gpool.core.model import SECOND, Instant
 from gpool.server.identity.audit import (
     GENESIS,
+    MOST_NETWORKS,
+    REFUSED,
+    SINGLE_ENTRIES,
     AuditAnchor,
     AuditEntry,
     AuditLink,
     ChainBroken,
     ChainIntact,
+    RefusedSignIns,
     appended,
     canonical,
     check,
@@ -134,3 +138,27 @@ def test_an_entry_that_is_not_the_next_one_is_a_bug_and_says_so() -> None:
         appended(AuditAnchor(1, GENESIS), entry)
     with pytest.raises(AssertionError, match="not sorted"):
         appended(None, replace(entry, sequence=1, facts=(("b", ""), ("a", ""))))
+
+
+# ---- refused sign-ins
+
+
+def test_refused_sign_ins_are_counted_by_minute_and_address_and_none_is_lost() -> None:
+    refusals, found = RefusedSignIns(), []
+    for number in range(6400):
+        at = Instant(1_800_000_000 * SECOND + number * SECOND // 100)  # about a minute
+        found += refusals.add(at, f"10.0.0.{number % 8}", "password", f"name n{number}")
+    found += refusals.take(Instant(1_800_000_000 * SECOND + 600 * SECOND))
+    assert all(entry.outcome == REFUSED for entry in found)
+    assert len(found) <= 2 * 8 * (SINGLE_ENTRIES + 1)
+    assert sum(int(dict(entry.facts).get("count", 1)) for entry in found) == 6400
+
+
+def test_refusals_from_more_addresses_than_are_told_apart_are_one_count() -> None:
+    refusals, at = RefusedSignIns(), Instant(1_800_000_000 * SECOND)
+    for number in range(10_000):
+        refusals.add(at, f"10.0.{number // 256}.{number % 256}", "wallet", "")
+    [last] = refusals.take(Instant(at + 60 * SECOND))
+    assert last.address == "other addresses"
+    assert dict(last.facts) == {"count": str(10_000 - MOST_NETWORKS)}
+    assert refusals.take(Instant(at + 120 * SECOND)) == []

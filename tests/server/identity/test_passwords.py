@@ -91,11 +91,41 @@ async def test_a_hash_of_an_older_cost_is_made_anew_and_one_of_today_is_not(
         ("correct \ud800 horse", "proper Unicode"),
         ("Ada.Lovelace", "account's name"),
         ("".join(chr(ord(c) + 0xFEE0) for c in "ada.lovelace"), "account's name"),
+        ("1234567890", "digits only"),
+        ("1990-12-31 23:59", "digits only"),
+        ("\u0661\u0662\u0663\u0664\u0665" * 2, "digits only"),
+        ("aaaaaaaaaaaab", "4 different characters; this one has 2"),
+        ("Password123!", "most common"),
+        ("QWERTYUIOP", "most common"),
+        ("1q2w3e4r5t6y", "most common"),
     ],
 )
 def test_a_password_that_breaks_a_rule_is_told_which(password: str, complaint: str) -> None:
     with pytest.raises(Invalid, match=complaint):
         acceptable("ada.lovelace", password)
+
+
+@pytest.mark.parametrize(
+    "password", [GOOD, "4-digit codes, 12345", "!@#$%^&*()", "passwords of mine"]
+)
+def test_a_password_that_breaks_no_rule_is_taken(password: str) -> None:
+    """The control."""
+    assert acceptable("ada.lovelace", password) == password
+
+
+@pytest.mark.anyio
+async def test_a_flood_of_new_passwords_does_not_delay_sign_ins() -> None:
+    busy = Passwords(NOTICEABLE, threads=1, waiting=0)
+    try:
+        stored = await busy.hash("ada", GOOD)
+        flood = asyncio.ensure_future(busy.hash("mallory", GOOD))
+        await asyncio.sleep(0)
+        with pytest.raises(TooMany):  # the control: a second one waits for the first
+            await busy.hash("mallory", GOOD)
+        assert await busy.verify(stored, GOOD) == Match()
+        await flood
+    finally:
+        busy.close()
 
 
 @given(st.text(max_size=1200))

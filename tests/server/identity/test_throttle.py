@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from gpool.core.model import SECOND, Instant, Span
 from gpool.server.identity.throttle import (
     CLASS_RATES,
+    NETWORKS_PER_SITE,
     RATES,
     Admitted,
     Attempt,
@@ -148,6 +149,42 @@ def test_an_owner_at_a_new_address_gets_in_while_a_few_addresses_guess_all_day()
         if second % 600 == 0:
             owner = throttle.attempt(Attempt("ada", f"192.0.2.{second // 600}"), later(second))
             assert isinstance(owner, Admitted)
+
+
+def test_a_48_cannot_keep_an_owner_at_a_new_address_out() -> None:
+    throttle = SignInThrottle()
+    let_in = {"guesser": 0, "owner": 0}
+    for second in range(0, 3600, 6):
+        for guess in range(4):
+            who = Attempt("ada", f"2001:db8:0:{second * 4 + guess:x}::1")
+            let_in["guesser"] += isinstance(throttle.attempt(who, later(second)), Admitted)
+        owner = Attempt("ada", f"198.51.{second // 256}.{second % 256}")
+        let_in["owner"] += isinstance(throttle.attempt(owner, later(second)), Admitted)
+    assert let_in["owner"] == 600
+    most = RATES.fresh_site.burst + 1 + RATES.name.burst + 3600 * SECOND // RATES.name.every
+    assert let_in["guesser"] <= most + 1
+
+
+def test_as_many_unrelated_addresses_can() -> None:
+    """The control: what a /48 was counted as before."""
+    throttle, owner_waits = SignInThrottle(), 0
+    for second in range(0, 3600, 6):
+        guess_wildly(throttle, "ada", 0, later(second))
+        for guess in range(4):
+            throttle.attempt(Attempt("ada", address(second * 4 + guess)), later(second))
+        owner = Attempt("ada", f"198.51.{second // 256}.{second % 256}")
+        owner_waits += isinstance(throttle.attempt(owner, later(second)), Wait)
+    assert owner_waits > 100
+
+
+def test_a_48_has_the_rates_of_eight_networks() -> None:
+    limits = RouteLimits()
+    let_in = sum(
+        limits.take_address(RouteClass.SIGN_IN, f"2001:db8:0:{net:x}::1", NOW) is None
+        for net in range(2000)
+    )
+    assert let_in == NETWORKS_PER_SITE * CLASS_RATES[RouteClass.SIGN_IN].address.burst
+    assert limits.take_address(RouteClass.SIGN_IN, "2001:db8:1::1", NOW) is None
 
 
 def test_one_address_guesses_at_one_name_a_few_times_and_then_every_so_often() -> None:

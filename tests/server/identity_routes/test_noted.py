@@ -47,6 +47,19 @@ async def test_sign_ins_good_and_bad_are_noted_with_their_address(desk: Desk) ->
     assert "not the right one" not in str(found)
 
 
+async def test_further_refusals_of_a_minute_are_noted_as_a_count(desk: Desk) -> None:
+    for number in range(20):
+        wrong = {"name": f"nobody{number}", "password": PASSWORD}
+        assert (await desk.bare.post("/v1/auth/password", json=wrong)).status_code == 401
+    assert await actions(desk) == [("sign_in", "refused")] * 3
+    desk.clock.advance(61)
+    await MaintainIdentity(desk.server).run_once(desk.server.now)
+    found = [item for item in await noted(desk) if item["action"] == "sign_in"]
+    assert len(found) == 4
+    assert (found[3]["address"], found[3]["facts"]) == ("127.0.0.1", {"count": "17"})
+    assert (await desk.get("/v1/audit?verify=true")).json()["whole"] is True
+
+
 async def test_a_wallet_s_story_is_noted(desk: Desk) -> None:
     bob = await signed_in_by(desk, wallet(1))
     second = await signed(desk, wallet(2), "link", bob.name)

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from gpool.core.errors import Invalid, Unreachable
-from gpool.server.outbound import MAX_ANSWER_BYTES, Outbound, checked, is_public
+from gpool.core.model import Instant
+from gpool.server.outbound import (
+    FAILED_FOR,
+    KEPT_FOR,
+    MAX_ANSWER_BYTES,
+    Outbound,
+    checked,
+    is_public,
+)
 from tests.server.identity_routes.socket_server import answering
 from tests.tools.processes import PATIENCE_S
 
@@ -78,4 +88,35 @@ async def test_redirects_are_not_followed() -> None:
     outbound = Outbound(timeout_s=PATIENCE_S)
     async with answering(lambda *_: (302, b"{}")) as url:
         assert (await outbound.get(url)).status == 302
+    await outbound.close()
+
+
+@pytest.mark.parametrize(("status", "life"), [(200, KEPT_FOR), (503, FAILED_FOR)])
+async def test_a_provider_is_asked_once_however_many_sign_ins_begin(status: int, life: int) -> None:
+    asked = []
+
+    def answer(line: str, _: bytes) -> tuple[int, bytes]:
+        asked.append(line)
+        return status, b"{}"
+
+    outbound = Outbound(timeout_s=PATIENCE_S)
+    async with answering(answer) as url:
+        await asyncio.gather(*(outbound.get_cached(url, Instant(0)) for _ in range(50)))
+        assert len(asked) == 1
+        assert (await outbound.get_cached(url, Instant(life - 1))).status == status
+        assert len(asked) == 1
+        await outbound.get_cached(url, Instant(life))
+        assert len(asked) == 2
+        await asyncio.gather(*(outbound.get(url) for _ in range(10)))  # the control
+        assert len(asked) == 12
+    await outbound.close()
+
+
+async def test_a_provider_that_does_not_respond_is_not_asked_by_every_request() -> None:
+    outbound = Outbound(timeout_s=PATIENCE_S)
+    async with answering(lambda *_: (200, b"{}")) as url:
+        pass  # closed again
+    for _ in range(3):
+        with pytest.raises(Unreachable, match="does not respond"):
+            await outbound.get_cached(url, Instant(0))
     await outbound.close()

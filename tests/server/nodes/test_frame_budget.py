@@ -19,7 +19,8 @@ from gpool.server.nodes.guards import (
     FrameBudgets,
     cost_of,
 )
-from gpool.wire.frames import Beat, Hold, Released, Reports
+from gpool.wire.frames import PROTOCOL, Beat, Hello, Hold, OfferChanged, Released, Reports
+from tests.server.server_desk import an_offer
 
 RATE = 600.0
 
@@ -99,3 +100,18 @@ def test_a_node_that_comes_again_has_what_it_had() -> None:
         paces.of(NodeId(number), lambda: 0.0)
     assert paces.of(NodeId(1), lambda: 1.0) is spent
     assert len(paces) < 8, "those that are rested are forgotten"
+
+
+def test_an_offer_costs_what_it_changes() -> None:
+    """A node of eight GPUs changes all of them every second; one of a thousand new ones each time has to wait."""
+    few, many = OfferChanged(an_offer(gpus=8)), OfferChanged(an_offer(gpus=1024))
+    honest, flooding = FrameBudget(RATE, 0.0), FrameBudget(RATE, 0.0)
+    for second in range(60):
+        assert honest.spend(cost_of(few, 16), 4_000, float(second)) == 0
+    now = sent = 0.0
+    while now < 60:
+        now += flooding.spend(cost_of(many, 2048), 400_000, now)
+        sent += 1
+    assert sent <= 6
+    assert cost_of(many, 0) < cost_of(many, 2048) / 10  # the control: nothing changed
+    assert cost_of(Hello(PROTOCOL, "boot", many.offer, 1, ()), 1024) > cost_of(many, 1024)

@@ -12,6 +12,7 @@ from gpool.core.ids import UserId, encode
 from gpool.core.model import SECOND, Instant
 from gpool.core.permissions import Action, Thing
 from gpool.server.identity.audit import (
+    OK,
     AuditAnchor,
     AuditEntry,
     AuditLink,
@@ -34,7 +35,6 @@ T = TypeVar("T")
 AuditActor = User | Caller | NodeCredentials | None
 """None: an anonymous caller."""
 
-OK, REFUSED = "ok", "refused"
 PAGE = 1000
 DAY = 86_400 * SECOND
 
@@ -134,6 +134,13 @@ def as_operator(
     """Last step of an operation: record that an operator changes what belongs to another account."""
     if acts_as_operator(who, action, thing):
         yield from operations.append_all([entry(at, who, action.value, name)])
+
+
+async def note_refused_sign_in(server: Server, address: str, via: str, thing: str = "") -> None:
+    """Record a refused sign-in, the first ones of an address and minute singly, others as a count."""
+    entries = server.identity.refusals.add(server.now, address, via, thing)
+    if entries:
+        await note(server, *entries)
 
 
 async def page(server: Server, before: int | None, limit: int) -> tuple[AuditLink, ...]:

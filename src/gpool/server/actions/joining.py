@@ -13,6 +13,7 @@ from gpool.core.errors import Forbidden, Invalid
 from gpool.core.ids import NodeId, UserId, encode
 from gpool.core.model import SECOND, Gpu, Instant, Offer
 from gpool.core.permissions import Action, ObjectKind, Thing
+from gpool.core.quotas import OwnerQuota
 from gpool.server.actions.audit import audited, entry
 from gpool.server.identity import authorization
 from gpool.server.identity.authorization import own, permit
@@ -63,6 +64,7 @@ async def join(
         offer,
         server.ids.take(len(offer.gpus)),
         server.now,
+        server.settings.owner_quota,
     )
     now = server.now
     create = audited(
@@ -94,9 +96,8 @@ async def join(
 async def register(server: Server, who: NodeCredentials, request: NodeRequest) -> NodeJoined:
     permit(who, Action.NODE_OFFER, Thing(ObjectKind.NODE, owner=who.owner, holder=who.node))
     offer = _offer(request, server.settings.max_gpus_per_node)
-    row = await server.write(
-        reconciliation.take(who.node, offer, server.ids.take(len(offer.gpus)), server.now)
-    )
+    gpu_ids, quota = server.ids.take(len(offer.gpus)), server.settings.owner_quota
+    row = await server.write(reconciliation.take(who.node, offer, gpu_ids, server.now, quota))
     server.picture.node_changed(row.node)
     return NodeJoined(id=encode("node", who.node), name=who.name, server=server.gate.name)
 
@@ -185,12 +186,13 @@ def _create(
     offer: Offer,
     gpu_ids: Sequence[int],
     at: Instant,
+    quota: OwnerQuota,
 ) -> Operation[NodeRow]:
     invite_hash = authorization.hashed(request.token) if request.token else None
     whose = UserId(owner) if owner is not None else None
     known = yield from _existing(request.name, whose, invite_hash, public_key)
     if known is not None and public_key is None:
-        return (yield from reconciliation.take(known, offer, gpu_ids, at))
+        return (yield from reconciliation.take(known, offer, gpu_ids, at, quota))
     if known is not None:
         row = yield from nodes.node(known)
         assert row is not None
@@ -206,6 +208,7 @@ def _create(
         gpu_ids,
         at,
         public_key,
+        quota,
     )
     return (yield from reconciliation.bind(id_, offer, at))
 
@@ -221,11 +224,7 @@ def _existing(
             made = yield from nodes.node_of_invite(invite_hash)
             return known.node if made == known.node else None
         return known.node if known.owner == owner else None
-    for row in (yield from nodes.nodes(owner)) if owner is not None else ():
-        if row.node.name == name:
-            found = yield from nodes.credentials_of(row.node.id)
-            return row.node.id if found is not None and found.public_key is None else None
-    return None
+    return None if owner is None else (yield from nodes.keyless_node(owner, name))
 
 
 @operation

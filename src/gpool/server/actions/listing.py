@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Literal
 
@@ -19,7 +20,7 @@ from gpool.server.server import Server
 from gpool.server.store.identity_values import Caller, GpuRow
 from gpool.server.store.operations import gpus as gpu_bindings
 from gpool.server.store.operations import nodes as operations
-from gpool.server.store.operations.nodes import NodeFilter
+from gpool.server.store.operations.nodes import NodeFilter, NodeRows
 from gpool.server.store.protocol import Operation, operation
 from gpool.server.store.values import NodeRow
 from gpool.wire.documents import (
@@ -273,16 +274,25 @@ class ResourceCursor:
         return node if self.index == CPU_INDEX else f"{node}.{self.index}"
 
 
+def seen_by(who: Caller, wanted: NodeFilter) -> NodeFilter:
+    """The filter without machines that others registered without an agent's key; operators see all."""
+    if Permission.OPERATOR in who.user.permissions:
+        return wanted
+    return replace(wanted, viewer=who.user.id)
+
+
 async def nodes(
     server: Server, who: Caller, wanted: NodeFilter, after: NodeId | None, limit: int
 ) -> NodePage:
-    rows, gpus = await server.store.read(_page(wanted, after, limit))
-    return NodePage(
-        items=[
-            node_document(server, who, gpus, row) for row in rows if matches(row, wanted.search)
-        ],
-        next=encode("node", rows[-1].node.id) if len(rows) == limit else None,
-    )
+    async with server.turns.listings.turn(who.user.id):
+        found, gpus = await server.store.read(_page(seen_by(who, wanted), after, limit))
+        items = []
+        for row in found.rows:
+            if matches(row, wanted.search):
+                items.append(node_document(server, who, gpus, row))
+                await asyncio.sleep(0)  # a node may have a thousand GPUs
+    more = found.rows[-1].node.id if found.more else None
+    return NodePage(items=items, next=None if more is None else encode("node", more))
 
 
 async def resources(
@@ -293,13 +303,26 @@ async def resources(
     after: ResourceCursor | None,
     limit: int,
 ) -> GpuPage:
+    async with server.turns.listings.turn(who.user.id):
+        return await _resource_page(server, who, seen_by(who, wanted), kind, after, limit)
+
+
+async def _resource_page(
+    server: Server,
+    who: Caller,
+    wanted: NodeFilter,
+    kind: str | None,
+    after: ResourceCursor | None,
+    limit: int,
+) -> GpuPage:
     before = None
     if after is not None:  # a node with resources behind the cursor is read again
         before = after.node if after.index == CPU_INDEX else NodeId(after.node - 1)
-    rows, gpus = await server.store.read(_page(wanted, before, limit))
+    found, gpus = await server.store.read(_page(wanted, before, limit))
     items: list[GpuDocument] = []
     last: ResourceCursor | None = None
-    for row in rows:
+    for row in found.rows:
+        await asyncio.sleep(0)  # a node may have a thousand GPUs
         for index, document in _resources(server, who, gpus, row, kind, wanted.search):
             place = ResourceCursor(row.node.id, index)
             if after is not None and (place.node, place.index) <= (after.node, after.index):
@@ -308,7 +331,7 @@ async def resources(
                 return GpuPage(items=items, next=str(last))
             items.append(document)
             last = place
-    more = str(ResourceCursor(rows[-1].node.id)) if len(rows) == limit else None
+    more = str(ResourceCursor(found.rows[-1].node.id)) if found.more else None
     return GpuPage(items=items, next=more)
 
 
@@ -330,14 +353,15 @@ def matches(row: NodeRow, search: str) -> bool:
 
 
 async def node(server: Server, who: Caller, id_: NodeId) -> NodeDocument:
-    rows, gpus = await server.store.read(_page(NodeFilter(node=id_), None, 1))
-    for row in rows:
-        return node_document(server, who, gpus, row)
+    async with server.turns.listings.turn(who.user.id):
+        found, gpus = await server.store.read(_page(seen_by(who, NodeFilter(node=id_)), None, 1))
+        for row in found.rows:
+            return node_document(server, who, gpus, row)
     raise no_node(id_)
 
 
 async def gpu(server: Server, who: Caller, id_: GpuId) -> GpuDocument:
-    row, stored = await server.store.read(_gpu(id_))
+    row, stored = await server.store.read(_gpu(id_, seen_by(who, NodeFilter())))
     if row is not None and stored is not None:
         for _, document in gpu_documents(
             server, who, {(stored.node, stored.position): stored}, row
@@ -346,11 +370,12 @@ async def gpu(server: Server, who: Caller, id_: GpuId) -> GpuDocument:
     raise no_gpu(id_)
 
 
-async def processors(server: Server, id_: NodeId) -> GpuDocument:
-    row = await server.store.read(operations.node(id_))
-    if row is None:
-        raise no_node(id_)
-    return cpu_document(server, row)
+async def processors(server: Server, who: Caller, id_: NodeId) -> GpuDocument:
+    wanted = seen_by(who, NodeFilter(node=id_))
+    found = await server.store.read(operations.node_page(wanted, None, 1))
+    for row in found.rows:
+        return cpu_document(server, row)
+    raise no_node(id_)
 
 
 def no_node(id_: NodeId) -> NotFound:
@@ -364,15 +389,16 @@ def no_gpu(id_: GpuId) -> NotFound:
 @operation
 def _page(
     wanted: NodeFilter, after: NodeId | None, limit: int
-) -> Operation[tuple[tuple[NodeRow, ...], GpuRows]]:
-    rows = yield from operations.node_page(wanted, after, limit)
-    gpus = yield from gpu_bindings.gpus_of_nodes([row.node.id for row in rows])
-    return rows, {(row.node, row.position): row for row in gpus}
+) -> Operation[tuple[NodeRows, GpuRows]]:
+    found = yield from operations.node_page(wanted, after, limit)
+    gpus = yield from gpu_bindings.gpus_of_nodes([row.node.id for row in found.rows])
+    return found, {(row.node, row.position): row for row in gpus}
 
 
 @operation
-def _gpu(id_: GpuId) -> Operation[tuple[NodeRow | None, GpuRow | None]]:
+def _gpu(id_: GpuId, wanted: NodeFilter) -> Operation[tuple[NodeRow | None, GpuRow | None]]:
     stored = yield from gpu_bindings.gpu(id_)
     if stored is None or stored.gone:
         return None, None
-    return (yield from operations.node(stored.node)), stored
+    found = yield from operations.node_page(replace(wanted, node=stored.node), None, 1)
+    return (found.rows[0] if found.rows else None), stored

@@ -1,20 +1,21 @@
 """Checks before a route: rate limits, header sizes, authentication by bearer token or node proof, the caller's action.
 
 Anonymous requests count for their address, signed-in ones only for their account: users behind one router do not
-slow each other, and a password guesser there does not lock them out.
-
-The check depends on caller and action alone; the action asks `permit` about its object.
+slow each other, and a password guesser there does not lock them out. A header is no proof: routes for anonymous
+callers, sign-ins and refreshes count for the address, and the count is taken back once a credential was valid.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import NamedTuple
 
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gpool.core.errors import GpoolError, NotSignedIn, TooLarge
+from gpool.core.ids import encode
 from gpool.core.permissions import Action
 from gpool.server.api.endpoints import Endpoint, action_of
 from gpool.server.api.problems import problem
@@ -30,23 +31,39 @@ from gpool.transfer.requests import LEASE_HEADER
 CLASS = "gpool.route_class"
 """Key of the request scope under which the rate class is kept."""
 
+COUNTED = "gpool.counted_address"
+"""Key of the request scope: rate class under which the address was counted, until a credential was valid."""
+
+KNOWN = "gpool.known_caller"
+"""Key of the request scope: id of the user or node, once it was authenticated."""
+
 FREE = frozenset({"/healthz", "/readyz"})
 """Paths without a limit: load balancers poll them, and they cost nothing."""
 
 
+class RouteRate(NamedTuple):
+    route_class: RouteClass
+    counts_address: bool  # whatever the headers say
+
+
+_ADDRESS_CLASSES = frozenset({RouteClass.SIGN_IN, RouteClass.REGISTER, RouteClass.REFRESH})
+_UNKNOWN_ROUTE = RouteRate(RouteClass.READ, counts_address=True)
+
+
 class RateClasses:
     def __init__(self, endpoints: Iterable[Endpoint]) -> None:
-        self._plain: dict[tuple[str, str], RouteClass] = {}
-        self._patterns: dict[tuple[str, int], list[tuple[list[str | None], RouteClass]]] = {}
+        self._plain: dict[tuple[str, str], RouteRate] = {}
+        self._patterns: dict[tuple[str, int], list[tuple[list[str | None], RouteRate]]] = {}
         for each in endpoints:
+            rate = RouteRate(each.rate, each.is_open or each.rate in _ADDRESS_CLASSES)
             if "{" in each.path:
                 parts = [None if part.startswith("{") else part for part in each.path.split("/")]
                 key = (each.method, len(parts))
-                self._patterns.setdefault(key, []).append((parts, each.rate))
+                self._patterns.setdefault(key, []).append((parts, rate))
             else:
-                self._plain[each.method, each.path] = each.rate
+                self._plain[each.method, each.path] = rate
 
-    def of(self, method: str, path: str) -> RouteClass:
+    def of(self, method: str, path: str) -> RouteRate:
         plain = self._plain.get((method, path))
         if plain is not None:
             return plain
@@ -54,7 +71,7 @@ class RateClasses:
         for wanted, rate in self._patterns.get((method, len(parts)), ()):
             if all(want is None or want == part for want, part in zip(wanted, parts, strict=True)):
                 return rate
-        return RouteClass.READ
+        return _UNKNOWN_ROUTE
 
 
 class RateLimiter:
@@ -65,29 +82,37 @@ class RateLimiter:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in FREE:
-            rate = scope[CLASS] = self._classes.of(scope["method"], scope["path"])
             try:
-                self._check(scope, rate)
+                self._check(scope, self._classes.of(scope["method"], scope["path"]))
             except GpoolError as error:
                 await problem(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _check(self, scope: Scope, rate: RouteClass) -> None:
+    def _check(self, scope: Scope, rate: RouteRate) -> None:
+        scope[CLASS] = rate.route_class
         size, has_credentials = 0, False
         for name, value in scope["headers"]:
             size += len(name) + len(value)
             has_credentials = has_credentials or name == b"authorization"
         if size > MAX_HEAD_BYTES:
             raise TooLarge(f"the headers have more than {MAX_HEAD_BYTES} bytes; send fewer")
-        if not has_credentials:
-            self._guard.count_address(rate, address_in(scope))
+        if rate.counts_address or not has_credentials:
+            self._guard.count_address(rate.route_class, address_in(scope))
+            scope[COUNTED] = rate.route_class
 
 
 def count_account(connection: HTTPConnection, guard: Guard, account: int) -> None:
     rate = connection.scope.get(CLASS)
     if rate is not None:
         guard.count_account(rate, account)
+
+
+def credential_was_valid(connection: HTTPConnection) -> None:
+    """Take back the count of the request's address."""
+    counted = connection.scope.pop(COUNTED, None)
+    if counted is not None:
+        server_of(connection).guard.return_address(counted, address_of(connection))
 
 
 def address_in(scope: Scope) -> str:
@@ -143,9 +168,13 @@ async def caller_if_any(connection: HTTPConnection) -> Caller | NodeCredentials 
     found: Caller | None = None
     proof = connection.headers.get(PROOF_HEADER)
     if proof is not None:
-        return await _node_of(connection, secret.strip(), proof)
+        node = await _node_of(connection, secret.strip(), proof)
+        _authenticated(connection, encode("node", node.node))
+        return node
     server = server_of(connection)
-    if scheme.lower() == "bearer":
+    if scheme.lower() != "bearer":
+        server.guard.count_unknown_key(address_of(connection))
+    else:
         if server.credentials.remembers(secret):
             found = await server.credentials.who(secret)
         else:  # costs a store read, so guesses of unknown keys are rate limited
@@ -157,10 +186,14 @@ async def caller_if_any(connection: HTTPConnection) -> Caller | NodeCredentials 
         raise NotSignedIn(
             "this key or token is unknown, expired or revoked; check it, or sign in again"
         )
-    if isinstance(found, Caller):  # a node is limited by its leases
-        count_account(connection, server.guard, found.user.id)
-        return replace(found, address=address_of(connection))
-    return found
+    _authenticated(connection, encode("user", found.user.id))
+    count_account(connection, server.guard, found.user.id)  # a node is limited by its leases
+    return replace(found, address=address_of(connection))
+
+
+def _authenticated(connection: HTTPConnection, who: str) -> None:
+    connection.scope[KNOWN] = who
+    credential_was_valid(connection)
 
 
 async def _node_of(connection: HTTPConnection, token: str, proof: str) -> NodeCredentials:

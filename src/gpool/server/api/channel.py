@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Callable
 
 from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
@@ -15,9 +16,10 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 from gpool.core.errors import GpoolError, Invalid, NotSignedIn, TooMany
 from gpool.core.ids import NodeId, decode
 from gpool.core.permissions import Action
-from gpool.server.api.callers import server_of
+from gpool.server.api.callers import address_of, server_of
 from gpool.server.api.endpoints import EndpointRouter
 from gpool.server.api.problems import problem
+from gpool.server.http import PROVEN
 from gpool.server.identity.node_proofs import JOIN_AGAIN
 from gpool.server.identity.throttle import RouteClass
 from gpool.server.nodes.connection import NodeChannel
@@ -130,6 +132,7 @@ def _size(message: Message) -> int:
 async def agent_channel(socket: WebSocket) -> None:
     server = server_of(socket)
     try:
+        server.guard.count_channel(address_of(socket))
         who = await server.gate.node(_claimed_node(socket))
         if who is None:
             raise NotSignedIn(JOIN_AGAIN)
@@ -146,7 +149,7 @@ async def agent_channel(socket: WebSocket) -> None:
     is_orderly = False
     try:
         handshake.begin()
-        await _listen(_Inbox(socket, pace), handshake, channel)
+        await _listen(_Inbox(socket, pace), handshake, channel, lambda: _proven(socket))
         if socket.application_state is WebSocketState.CONNECTED:
             await sender  # the remaining frames, a refusal last
     except WebSocketDisconnect as gone:
@@ -178,7 +181,17 @@ def _claimed_node(socket: WebSocket) -> NodeId:
         raise NotSignedIn(JOIN_AGAIN) from error
 
 
-async def _listen(inbox: _Inbox, handshake: Handshake, channel: NodeChannel) -> None:
+def _proven(socket: WebSocket) -> None:
+    """Lift the limits of a channel whose node has proved its key."""
+    server_of(socket).guard.channel_was_proven(address_of(socket))
+    lift = socket.scope.get("extensions", {}).get(PROVEN)
+    if lift is not None:  # served by uvicorn
+        lift()
+
+
+async def _listen(
+    inbox: _Inbox, handshake: Handshake, channel: NodeChannel, proven: Callable[[], None]
+) -> None:
     while not channel.closed and not handshake.is_proven:
         try:
             async with asyncio.timeout(PROVE_WITHIN_S):
@@ -187,6 +200,8 @@ async def _listen(inbox: _Inbox, handshake: Handshake, channel: NodeChannel) -> 
             channel.refuse("not_signed_in", "no proof arrived in time; reconnect", retry=True)
             return
         await _receive(message, MAX_PROOF_BYTES, inbox, handshake, channel)
+    if handshake.is_proven:
+        proven()
     while not channel.closed:
         await _receive(await inbox.next(), MAX_FRAME_BYTES, inbox, handshake, channel)
 
@@ -207,16 +222,15 @@ async def _receive(
         return
     was_proven = handshake.is_proven
     # Before the proof the node is only claimed, so its budget is not charged; one frame is allowed.
-    wait_s = inbox.wait_s(cost_of(frame), len(data)) if was_proven else 0.0
+    cost = cost_of(frame, channel.changed_gpus(frame)) if was_proven else cost_of(frame)
+    wait_s = inbox.wait_s(cost, len(data)) if was_proven else 0.0
     if wait_s > 0 and not await inbox.throttle(wait_s):
         log.warning("node %s floods the server with frames; closing its connection", channel.node)
         channel.refuse("too_many", FLOODING, retry=True)
         return
     passed = await handshake.take(frame)
     if handshake.is_proven and not was_proven:
-        inbox.wait_s(
-            cost_of(frame), len(data)
-        )  # charged for the proof, so that the next frame waits
+        inbox.wait_s(cost, len(data))  # charged for the proof, so that the next frame waits
     if isinstance(passed, Refused):
         channel.refuse(passed.code, passed.detail, retry=passed.retry)
     elif passed is not None:

@@ -5,29 +5,33 @@ Depends on pydantic models of `wire`; decides nothing about permissions.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from typing import Annotated, TypeVar
 
 from fastapi import Path, Query
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from gpool.core.errors import Invalid, TooLarge
 from gpool.core.ids import decode
-from gpool.server.api.callers import server_of
+from gpool.server.api.bodies import parsed
+from gpool.server.api.callers import KNOWN, server_of
 from gpool.server.api.endpoints import JSON
-from gpool.server.api.problems import invalid
 from gpool.server.blobs import UploadPart
 from gpool.server.server import Once
 from gpool.transfer.requests import LEASE_HEADER
-from gpool.wire.documents import MAX_SMALL_BODY_BYTES
+from gpool.wire.documents import MAX_ANONYMOUS_BODY_BYTES, MAX_SMALL_BODY_BYTES
 from gpool.wire.frames import Hold
 
 M = TypeVar("M", bound=BaseModel)
 MAX_KEY_LENGTH = 200
+PARSED_ON_LOOP_BYTES = 64 * 1024
+"""Larger bodies are parsed in a thread."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
@@ -57,33 +61,43 @@ TEAM = Annotated[str, Path(description="Team id, tm-…")]
 # ---- requests
 
 
-async def body_of(request: Request, limit: int = MAX_SMALL_BODY_BYTES) -> bytes:
-    """The whole body; `TooLarge` past `limit`, before reading if Content-Length says so."""
+async def _body_of(request: Request, limit: int, held: AsyncExitStack) -> bytes:
+    """The whole body; `TooLarge` past `limit`, before reading if Content-Length says so.
+
+    Until `callers` has authenticated the caller, at most `MAX_ANONYMOUS_BODY_BYTES` are read. A large body of a caller
+    is read when few others of the same caller are in memory; `held` ends its turn.
+    """
+    who = request.scope.get(KNOWN)
+    if who is None:
+        limit = min(limit, MAX_ANONYMOUS_BODY_BYTES)
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise TooLarge(f"the body has {declared[:20]} bytes; at most {limit} are accepted here")
     pieces: list[bytes] = []
     size = 0
+    is_large = False
     async for piece in request.stream():
         size += len(piece)
+        if size > PARSED_ON_LOOP_BYTES and not is_large:
+            is_large = True
+            await held.enter_async_context(server_of(request).turns.large_bodies.turn(who))
         if size > limit:
             raise TooLarge(f"the body has more than {limit} bytes, the limit of this route")
         pieces.append(piece)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-def parsed(model: type[M], raw: bytes) -> M:
-    try:
-        return model.model_validate_json(raw or b"{}")
-    except ValidationError as error:
-        raise invalid(error.errors(include_url=False)) from None
-
-
 async def document_of(
     request: Request, model: type[M], limit: int = MAX_SMALL_BODY_BYTES
 ) -> tuple[M, Once | None]:
-    content = await body_of(request, limit)
-    return parsed(model, content), once_of(request, content)
+    async with AsyncExitStack() as held:
+        content = await _body_of(request, limit, held)
+        if len(content) <= PARSED_ON_LOOP_BYTES:
+            found = parsed(model, content)
+        else:  # one at a time: pydantic keeps the interpreter's lock, and the loop must get it in between
+            await held.enter_async_context(server_of(request).turns.parsing)
+            found = await asyncio.to_thread(parsed, model, content)
+    return found, once_of(request, content)
 
 
 def once_of(request: Request, raw: bytes = b"") -> Once | None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from gpool.core.model import SECOND, Instant
+from gpool.server.identity.throttle import network_of
 
 LABEL = b"gpool audit 1\n"
 GENESIS = hashlib.sha256(LABEL).digest()
@@ -132,3 +133,51 @@ def check(
             sequence + 1, f"the log ends at {sequence}, but entry {min(beyond)} was anchored"
         )
     return ChainIntact(AuditAnchor(sequence, previous))
+
+
+# ---- refused sign-ins
+
+OK, REFUSED = "ok", "refused"
+SINGLE_ENTRIES = 3
+"""Refused sign-ins of one address and minute that are recorded one by one."""
+MOST_NETWORKS = 64
+"""Addresses of one minute that are told apart; refusals from further ones are one count."""
+_MINUTE = 60 * SECOND
+
+
+class RefusedSignIns:
+    """Refused sign-ins as counts per minute and address: anonymous requests must not fill the append-only log."""
+
+    def __init__(self) -> None:
+        self._minute = 0
+        self._counts: dict[str, int] = {}
+
+    def add(self, at: Instant, address: str, via: str, thing: str) -> list[AuditEntry]:
+        """Count a refusal; return the entries to append now, those of earlier minutes included."""
+        found = self.take(at)
+        self._minute = at // _MINUTE
+        network = network_of(address)
+        if network not in self._counts and len(self._counts) >= MOST_NETWORKS:
+            network = ""
+        self._counts[network] = self._counts.get(network, 0) + 1
+        if network and self._counts[network] <= SINGLE_ENTRIES:
+            members = facts({"via": via})
+            found.append(AuditEntry(0, at, "", "sign_in", thing, REFUSED, address, members))
+        return found
+
+    def take(self, at: Instant) -> list[AuditEntry]:
+        """Counts of a minute that is over, one entry per address."""
+        if at // _MINUTE == self._minute:
+            return []
+        ended = Instant((self._minute + 1) * _MINUTE)
+        counts, self._counts = self._counts, {}
+        entries = []
+        for network, count in counts.items():
+            more = count - SINGLE_ENTRIES if network else count
+            if more > 0:
+                members = facts({"count": str(more)})
+                where = network or "other addresses"
+                entries.append(
+                    AuditEntry(0, ended, "", "sign_in", "further attempts", REFUSED, where, members)
+                )
+        return entries

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import secrets
 import sys
 import threading
@@ -23,6 +24,7 @@ from argon2.exceptions import InvalidHashError, VerificationError
 from gpool.core.errors import Invalid, TooMany
 
 MIN_LETTERS = 10
+MIN_DISTINCT = 4
 MAX_BYTES = 1024
 NICENESS = 10
 BUSY_S = 2
@@ -57,14 +59,39 @@ class NoMatch:
     """Wrong password or no such account, indistinguishable."""
 
 
+_COMMON_TEXT = """
+password passw0rd p@ssword p@ssw0rd passwort passwordpassword mypassword yourpassword newpassword changeme
+letmein letmeinplease welcome welcomeback iloveyou iloveyouso administrator admin root rootroot qwerty qwertyui
+qwertyuiop qwertyuiopasdf qwerty123456 qwertz qwertzuiop azerty azertyuiop asdfgh asdfghjkl asdfghjkl; zxcvbnm
+zaq12wsx zaq1zaq1 1qaz2wsx 1qaz2wsx3edc 1q2w3e4r 1q2w3e4r5t 1q2w3e4r5t6y q1w2e3r4 q1w2e3r4t5 q1w2e3r4t5y6 qazwsxedc
+qazwsxedcrfv abcdefghij abcdefghijk abcd abcdefg abc monkey dragon football baseball basketball superman batman
+sunshine princess starwars whatever trustno master shadow michael jennifer computer internet liverpool
+christopher strawberry chocolate butterfly blink unknown google facebook linkedin secret topsecret secretsecret
+testtest testpassword test tester testing default guest user username login temporary gpool gpoolgpool gpoolpassword
+"""
+COMMON = frozenset(_COMMON_TEXT.split())
+"""Most common passwords of public leaks, in lower case; digits and signs at the end are removed before comparing."""
+
+
 def acceptable(name: str, password: str) -> str:
     text = _normal(password)
     if text is None:
         raise Invalid(f"a password has at most {MAX_BYTES} bytes of proper Unicode")
     if len(text) < MIN_LETTERS:
         raise Invalid(f"a password has at least {MIN_LETTERS} characters; this one has {len(text)}")
-    if text.casefold().strip() == (_normal(name) or "").casefold().strip():
+    folded = text.casefold().strip()
+    if folded == (_normal(name) or "").casefold().strip():
         raise Invalid("a password must not be the account's name")
+    if not re.search(r"[^\d\s.,:/+-]", text):
+        raise Invalid("a password must not consist of digits only; add letters or words")
+    if len(set(folded)) < MIN_DISTINCT:
+        raise Invalid(
+            f"a password has at least {MIN_DISTINCT} different characters; this one has {len(set(folded))}"
+        )
+    if folded in COMMON or folded.rstrip("0123456789!.") in COMMON:
+        raise Invalid(
+            "this is one of the most common passwords, with or without digits at its end; choose another one"
+        )
     return text
 
 
@@ -92,18 +119,16 @@ class Passwords:
             parallelism=cost.lanes,
             type=Type.ID,
         )
-        self._pool = ThreadPoolExecutor(threads, "gpool-passwords", initializer=_lower_priority)
-        self._slots = threading.BoundedSemaphore(threads + waiting)
+        self._strangers = _HashQueue("gpool-passwords", threads, waiting)
         # Attempts from known addresses have their own thread, which guessers cannot fill.
-        self._trusted_pool = ThreadPoolExecutor(
-            1, "gpool-known-addresses", initializer=_lower_priority
-        )
-        self._trusted_slots = threading.BoundedSemaphore(1 + waiting)
+        self._trusted = _HashQueue("gpool-known-addresses", 1, waiting)
+        # New passwords too: a flood of registrations must not delay sign-ins.
+        self._new = _HashQueue("gpool-new-passwords", 1, waiting)
         self._decoy = self._hasher.hash(secrets.token_bytes(32))
 
     async def hash(self, name: str, password: str) -> str:
         text = acceptable(name, password)
-        return await self._run(lambda: self._hasher.hash(text))
+        return await self._run(lambda: self._hasher.hash(text), self._new)
 
     async def verify(
         self, stored: str | None, password: str, *, trusted: bool = False
@@ -115,7 +140,8 @@ class Passwords:
         text = _normal(password)
         if text is None:
             return NoMatch()  # immediate, but for every name alike
-        return await self._run(lambda: self._checked(stored, text), trusted)
+        queue = self._trusted if trusted else self._strangers
+        return await self._run(lambda: self._checked(stored, text), queue)
 
     def _checked(self, stored: str | None, text: str) -> Match | NoMatch:
         try:
@@ -127,26 +153,35 @@ class Passwords:
         stale = self._hasher.check_needs_rehash(stored)
         return Match(self._hasher.hash(text) if stale else None)
 
-    async def _run(self, work: Callable[[], T], trusted: bool = False) -> T:
-        pool, slots = self._pool, self._slots
-        if trusted:
-            pool, slots = self._trusted_pool, self._trusted_slots
-        if not slots.acquire(blocking=False):
-            raise TooMany(
-                "too many sign-ins at once; try again in a few seconds", retry_after=BUSY_S
-            )
-        try:
-            future: Future[T] = pool.submit(work)
-        except BaseException:
-            slots.release()
-            raise
-        # The slot is free when the thread is, which may be after the caller was cancelled.
-        future.add_done_callback(lambda _: slots.release())
-        return await asyncio.wrap_future(future)
+    async def _run(self, work: Callable[[], T], queue: _HashQueue | None = None) -> T:
+        return await (queue or self._strangers).run(work)
 
     def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
-        self._trusted_pool.shutdown(cancel_futures=True)
+        for queue in (self._strangers, self._trusted, self._new):
+            queue.pool.shutdown(cancel_futures=True)
+
+
+class _HashQueue:
+    """Low-priority threads, and so many requests that may wait for them."""
+
+    def __init__(self, name: str, threads: int, waiting: int) -> None:
+        self.pool = ThreadPoolExecutor(threads, name, initializer=_lower_priority)
+        self._slots = threading.BoundedSemaphore(threads + waiting)
+
+    async def run(self, work: Callable[[], T]) -> T:
+        if not self._slots.acquire(blocking=False):
+            raise TooMany(
+                "too many passwords to check at once; try again in a few seconds",
+                retry_after=BUSY_S,
+            )
+        try:
+            future: Future[T] = self.pool.submit(work)
+        except BaseException:
+            self._slots.release()
+            raise
+        # The slot is free when the thread is, which may be after the caller was cancelled.
+        future.add_done_callback(lambda _: self._slots.release())
+        return await asyncio.wrap_future(future)
 
 
 def _lower_priority() -> None:

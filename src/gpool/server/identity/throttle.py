@@ -13,6 +13,8 @@ an account's owner:
   over all addresses. The last one is large (300, then one per 6 s) for the first two attempts of an address at the
   name, small (20, then one per 10 s) for later ones: all addresses together get at most 16 sustained guesses a
   minute at one name, and an owner at a new address competes only with guessers at fresh addresses.
+- one customer may have a whole IPv6 /48, that is 65,536 networks of /64. So a /48 has an address bucket of its own,
+  and after ten first attempts at a name its further ones count as later ones: it cannot drain the large bucket.
 Nothing locks an account: every wait is bounded, and waiting is always enough.
 
 Each replica has its own buckets, so n replicas allow n times the rate. Quotas are rows in the store instead.
@@ -112,6 +114,32 @@ def network_of(address: str) -> str:
     return str(parsed)
 
 
+@lru_cache(maxsize=16_384)
+def site_of(address: str) -> str | None:
+    """IPv6 /48 of an address, which one customer may own; None for other addresses."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return None
+    if isinstance(parsed, ipaddress.IPv6Address) and parsed.ipv4_mapped is None:
+        return str(ipaddress.ip_network((int(parsed), 48), strict=False))
+    return None
+
+
+NETWORKS_PER_SITE = 8
+"""Share of an IPv6 /48 in a limit: so many networks of /64 in full use."""
+
+
+def _of_address(kind: Hashable, address: str, rate: Rate) -> list[Spending]:
+    """Tokens that an address takes: of its network and, for IPv6, of its /48."""
+    spending: list[Spending] = [((kind, network_of(address)), rate)]
+    site = site_of(address)
+    if site is not None:
+        wider = Rate(rate.burst * NETWORKS_PER_SITE, Span(max(1, rate.every // NETWORKS_PER_SITE)))
+        spending.append(((kind, site), wider))
+    return spending
+
+
 # ---- sign-in
 
 
@@ -123,6 +151,7 @@ class SignInRates:
     first_tries: Rate = Rate(300, Span(6 * SECOND))
     name: Rate = Rate(20, Span(10 * SECOND))
     fresh: Rate = Rate(2, Span(DAY // 4))  # attempts of an address at a name that count as first
+    fresh_site: Rate = Rate(10, Span(DAY // 24))  # likewise of an IPv6 /48
     remembered: Span = Span(30 * DAY)  # noqa: RUF009 - life of a known address
 
 
@@ -160,17 +189,21 @@ class SignInThrottle:
                 attempt, self._trusted, (("known", name, network), rates.known), now=now
             )
         pair = (name, network)
-        is_first = self._fresh.spent(pair, rates.fresh, now) < rates.fresh.burst
+        first: list[Spending] = [(pair, rates.fresh)]
+        site = site_of(attempt.address)
+        if site is not None:
+            first.append(((name, site), rates.fresh_site))
+        is_first = all(self._fresh.spent(key, rate, now) < rate.burst for key, rate in first)
         found = self._take(
             attempt,
             self._strangers,
-            (("address", network), rates.address),
+            *_of_address("address", attempt.address, rates.address),
             (("pair", *pair), rates.pair),
             (("first", name), rates.first_tries) if is_first else (("name", name), rates.name),
             now=now,
         )
         if is_first and isinstance(found, Admitted):
-            self._fresh.spend([(pair, rates.fresh)], now)
+            self._fresh.spend(first, now)
         return found
 
     def _take(
@@ -196,7 +229,8 @@ class SignInThrottle:
 
 
 class RouteClass(StrEnum):
-    SIGN_IN = "sign_in"  # also nonces, registration, joining
+    SIGN_IN = "sign_in"  # also nonces, joining
+    REGISTER = "register"  # apart, so that a flood of registrations does not keep a neighbour from signing in
     REFRESH = "refresh"  # a refresh token cannot be guessed: the limit is against floods only
     READ = "read"
     CHANGE = "change"
@@ -222,6 +256,7 @@ def per_second(rate: int, burst: int) -> Rate:
 
 CLASS_RATES: Mapping[RouteClass, ClassRates] = {
     RouteClass.SIGN_IN: ClassRates(per_second(2, 30), per_second(10, 100)),
+    RouteClass.REGISTER: ClassRates(per_second(2, 30), per_second(5, 100)),
     RouteClass.REFRESH: ClassRates(per_second(500, 50_000), per_second(500, 50_000)),
     RouteClass.READ: ClassRates(per_second(2000, 10_000), per_second(100, 1000)),
     RouteClass.CHANGE: ClassRates(per_second(500, 5000), per_second(50, 500)),
@@ -242,12 +277,20 @@ class RouteLimits:
         return self._buckets.spend([((route, account), self._rates[route].account)], now)
 
     def take_address(self, route: RouteClass, address: str, now: Instant) -> Wait | None:
-        key = (route, network_of(address))
-        return self._buckets.spend([(key, self._rates[route].address)], now)
+        return self._buckets.spend(self._spending(route, address), now)
+
+    def return_address(self, route: RouteClass, address: str) -> None:
+        self._buckets.give_back(self._spending(route, address))
+
+    def _spending(self, route: RouteClass, address: str) -> list[Spending]:
+        return _of_address(route, address, self._rates[route].address)
 
 
 UNKNOWN_KEYS = per_second(50, 500)
 """Unknown keys and tokens from one address: each costs a read of the store."""
+
+CHANNELS = per_second(50, 1000)
+"""Channels opened from one address by nodes that have not proved their key; a proof returns the token."""
 
 
 @dataclass(slots=True)
@@ -269,6 +312,7 @@ class Guard:
         self._sign_ins = SignInThrottle()
         self._routes = RouteLimits()
         self._unknown = Buckets()
+        self._channels = Buckets()
 
     @asynccontextmanager
     async def sign_in(self, name: str, address: str) -> AsyncIterator[GuardedSignIn]:
@@ -302,14 +346,27 @@ class Guard:
         if wait is not None:
             raise _slow_down(f"too many '{route}' requests from your address", wait)
 
+    def return_address(self, route: RouteClass, address: str) -> None:
+        """Take back a count of `count_address`: the request had a valid credential."""
+        self._routes.return_address(route, address)
+
     def count_unknown_key(self, address: str) -> None:
         """Count a key before its lookup in the store; `key_was_known` takes the count back."""
-        wait = self._unknown.spend([(network_of(address), UNKNOWN_KEYS)], self._now())
+        wait = self._unknown.spend(_of_address("key", address, UNKNOWN_KEYS), self._now())
         if wait is not None:
             raise _slow_down("too many unknown keys from your address", wait)
 
     def key_was_known(self, address: str) -> None:
-        self._unknown.give_back([(network_of(address), UNKNOWN_KEYS)])
+        self._unknown.give_back(_of_address("key", address, UNKNOWN_KEYS))
+
+    def count_channel(self, address: str) -> None:
+        """Count a channel before its node's proof; `channel_was_proven` takes the count back."""
+        wait = self._channels.spend(_of_address("channel", address, CHANNELS), self._now())
+        if wait is not None:
+            raise _slow_down("too many channels without a proof from your address", wait)
+
+    def channel_was_proven(self, address: str) -> None:
+        self._channels.give_back(_of_address("channel", address, CHANNELS))
 
 
 def _slow_down(what: str, wait: Wait) -> TooMany:

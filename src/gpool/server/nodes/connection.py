@@ -28,6 +28,7 @@ from gpool.wire.frames import (
     Beat,
     BeatSeen,
     Finished,
+    FromAgent,
     Grants,
     Hello,
     Hold,
@@ -97,12 +98,13 @@ class NodeChannel:
         # Before the write: an older Hello that arrives during it must not overwrite this one's offer.
         registry.set_newest_heartbeat(self.node, hello.boot, hello.beat)
         gpu_ids = server.ids.take(len(hello.offer.gpus))
+        offer, quota = self._kept(hello.offer), server.settings.owner_quota
         try:
             stored = await server.write(
-                reconciliation.register(self.node, self._kept(hello.offer), gpu_ids, now)
+                reconciliation.register(self.node, offer, gpu_ids, now, quota)
             )
         except Forbidden as error:
-            self.refuse("forbidden", error.detail, retry=False)
+            self.refuse(error.code, error.detail, retry=error.detail != nodes.MAY_NOT_LEND)
             return
         if stored is not None:  # even if this connection is closed by now
             server.picture.node_changed(stored.row.node)
@@ -202,6 +204,17 @@ class NodeChannel:
             retry=True,
         )
         return True
+
+    def changed_gpus(self, frame: FromAgent) -> int:
+        """Number of GPUs that a frame's offer adds, changes or removes."""
+        if not isinstance(frame, Hello | OfferChanged):
+            return 0
+        entry = self._server.picture.state.nodes.get(self.node)
+        known = () if entry is None or entry.node is None else entry.node.offer.gpus
+        before = {gpu.uuid: gpu for gpu in known}
+        after = {gpu.uuid: gpu for gpu in frame.offer.gpus}
+        added = sum(before.get(uuid) != gpu for uuid, gpu in after.items())
+        return added + len(before.keys() - after.keys())
 
     async def close(self, *, is_orderly: bool = False) -> None:
         """Detach a channel whose transport is gone. The node keeps its leases until its deadline.
@@ -313,14 +326,15 @@ class NodeChannel:
             self.refuse("invalid", wrong, retry=False)
             return
         self._leaving = frame.leaving
-        offer, now = self._kept(frame.offer), server.now
+        offer, quota, now = self._kept(frame.offer), server.settings.owner_quota, server.now
+        gpu_ids = server.ids.take(len(offer.gpus))
         server.nodes.extend_deadline(self.node, now)  # stored as a heartbeat too
         try:
             node: NodeRow | None = await server.write(
-                reconciliation.take(self.node, offer, server.ids.take(len(offer.gpus)), now)
+                reconciliation.take(self.node, offer, gpu_ids, now, quota)
             )
-        except NotFound as error:
-            self.refuse("not_found", error.detail, retry=False)
+        except (NotFound, Forbidden) as error:
+            self.refuse(error.code, error.detail, retry=isinstance(error, Forbidden))
             return
         assert node is not None
         if await self._took_time(node):

@@ -49,6 +49,8 @@ MAX_AHEAD_BYTES = MIB
 
 COST_OF_BEAT, COST_OF_OFFER, COST_OF_HELLO, COST_OF_OTHERS = 24.0, 120.0, 300.0, 10.0
 """Relative to 1 for a frame of reports: heartbeats come every few seconds, offers and hellos seldom."""
+COST_OF_OFFERED_GPU, COST_OF_CHANGED_GPU = 0.25, 4.0
+"""Of an offer's GPUs: all are stored with the node, each changed one takes rows of its own."""
 ITEMS_FOR_ONE = 200
 BLOCKED_S = 30.0
 """Time a flooding node is refused: a Hello costs more than any other frame."""
@@ -58,14 +60,17 @@ FLOODING = (
 )
 
 
-def cost_of(frame: FromAgent) -> float:
+def cost_of(frame: FromAgent, changed_gpus: int = 0) -> float:
+    """Cost of a frame; `changed_gpus`: GPUs that its offer adds, changes or removes."""
     if type(frame) is Reports:
         return 1.0 + len(frame.items) / ITEMS_FOR_ONE
     if type(frame) is Beat:
         return COST_OF_BEAT + len(frame.holds) / ITEMS_FOR_ONE
-    if type(frame) is OfferChanged:
-        return COST_OF_OFFER
-    return COST_OF_HELLO if type(frame) is Hello else COST_OF_OTHERS
+    if type(frame) is OfferChanged or type(frame) is Hello:
+        base = COST_OF_HELLO if type(frame) is Hello else COST_OF_OFFER
+        stored = COST_OF_OFFERED_GPU * len(frame.offer.gpus)
+        return base + stored + COST_OF_CHANGED_GPU * changed_gpus
+    return COST_OF_OTHERS
 
 
 class FrameBudget:

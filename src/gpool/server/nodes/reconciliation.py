@@ -15,6 +15,7 @@ from gpool.core.errors import Forbidden, NotFound
 from gpool.core.gangs import GangOrder
 from gpool.core.ids import NodeId, SpecId, TaskId, UserId
 from gpool.core.model import InputFile, Instant, Offer, TaskSpec, TaskStatus
+from gpool.core.quotas import NO_OWNER_QUOTA, OwnerQuota
 from gpool.server.store.operations import gpus, nodes
 from gpool.server.store.operations.identity import accounts
 from gpool.server.store.operations.identity.sealed_fields import data_keys, secrets_to_open
@@ -37,8 +38,14 @@ def site_name(site: str) -> str | None:
 
 
 @operation
-def take(node: NodeId, offer: Offer, gpu_ids: Sequence[int], at: Instant) -> Operation[NodeRow]:
-    yield from nodes.greet(node, offer, gpu_ids, at)
+def take(
+    node: NodeId,
+    offer: Offer,
+    gpu_ids: Sequence[int],
+    at: Instant,
+    quota: OwnerQuota = NO_OWNER_QUOTA,
+) -> Operation[NodeRow]:
+    yield from nodes.greet(node, offer, gpu_ids, at, quota)
     return (yield from bind(node, offer, at))
 
 
@@ -96,14 +103,18 @@ class StoredLeases:
 
 @operation
 def register(
-    node: NodeId, offer: Offer, gpu_ids: Sequence[int], at: Instant
+    node: NodeId,
+    offer: Offer,
+    gpu_ids: Sequence[int],
+    at: Instant,
+    quota: OwnerQuota = NO_OWNER_QUOTA,
 ) -> Operation[StoredLeases | None]:
     who = yield from nodes.credentials_of(node)
     if who is None:
         return None
     if not who.may_lend:  # since the connection was accepted
         raise Forbidden(nodes.MAY_NOT_LEND)
-    row = yield from take(node, offer, gpu_ids, at)
+    row = yield from take(node, offer, gpu_ids, at, quota)
     return (yield from _leases_of(node, row))
 
 

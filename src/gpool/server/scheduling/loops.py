@@ -256,6 +256,9 @@ class MaintainIdentity:
     async def run_once(self, now: Instant) -> None:
         server = self._server
         await server.identity.signing.look(now)
+        refused = server.identity.refusals.take(now)
+        if refused:
+            await audit.note(server, *refused)
         used = server.credentials.used_keys()
         if used:
             await server.write(audit.keys_used(used))

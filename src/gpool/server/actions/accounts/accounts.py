@@ -13,7 +13,7 @@ from gpool.core.permissions import Action, ObjectKind, Role, Scope, TeamId, Thin
 from gpool.server.actions.audit import audited, entry
 from gpool.server.identity import authorization
 from gpool.server.identity.authorization import own, permit
-from gpool.server.identity.passwords import Match
+from gpool.server.identity.passwords import Match, acceptable
 from gpool.server.identity.refresh_tokens import FamilyEnd
 from gpool.server.server import Once, Server
 from gpool.server.settings import span
@@ -186,6 +186,9 @@ async def register(server: Server, request: UserRequest) -> UserDocument:
             raise Conflict(
                 f"names that begin with '{provider.name}-' are for accounts of that identity provider; choose another"
             )
+    acceptable(request.name, request.password)
+    invite_hash = None if request.invite is None else authorization.hashed(request.invite)
+    await server.store.read(operations.check_registration(request.name, invite_hash, server.now))
     hashed = await server.identity.passwords.hash(request.name, request.password)
     made = await create(server, request.name, FirstCredential(password_hash=hashed), request.invite)
     return user_document(Account(made, hashed, None))

@@ -149,7 +149,8 @@ async def _opened(server: Server, state: str) -> _OidcFlow:
 
 
 async def _discovered(server: Server, configured: OidcProvider) -> ProviderEndpoints:
-    answer = await server.identity.outbound.get(oidc.discovery_url(configured.issuer))
+    url = oidc.discovery_url(configured.issuer)
+    answer = await server.identity.outbound.get_cached(url, server.now)
     return oidc.read_discovery(answer.json(), configured.issuer)
 
 

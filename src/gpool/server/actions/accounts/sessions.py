@@ -9,7 +9,7 @@ from gpool.core.errors import Forbidden, Invalid, NotSignedIn
 from gpool.core.ids import encode
 from gpool.core.model import Instant
 from gpool.core.permissions import Action, ObjectKind, Thing, missing
-from gpool.server.actions.audit import REFUSED, audited, entry, note
+from gpool.server.actions.audit import audited, entry, note_refused_sign_in
 from gpool.server.identity import refresh_tokens as refresh
 from gpool.server.identity.access_tokens import LIFE_S, TokenGrant, TokenType
 from gpool.server.identity.authorization import own, permit
@@ -55,8 +55,7 @@ async def sign_in_with_password(
         if isinstance(found, Match):
             guess.succeeded()
     if not isinstance(found, Match) or account is None or stored is None:
-        facts = {"outcome": REFUSED, "address": address, "via": "password"}
-        await note(server, entry(server.now, None, "sign_in", f"name {name[:64]}", **facts))
+        await note_refused_sign_in(server, address, "password", f"name {name[:64]}")
         raise NotSignedIn(NO_MATCH)
     if found.rehash is not None:
         await server.write(

@@ -13,7 +13,7 @@ from gpool.core.model import Instant
 from gpool.core.permissions import Action
 from gpool.server.actions.accounts import accounts, sessions
 from gpool.server.actions.accounts.accounts import FirstCredential, checksummed
-from gpool.server.actions.audit import REFUSED, audited, entry, note
+from gpool.server.actions.audit import audited, entry, note_refused_sign_in
 from gpool.server.identity.authorization import own, permit
 from gpool.server.identity.passwords import Match
 from gpool.server.server import Once, Server
@@ -64,8 +64,7 @@ async def sign_in(
     try:
         address = (await verified_wallet(server, request, WalletPurpose.SIGN_IN)).lower()
     except NotSignedIn:
-        facts = {"outcome": REFUSED, "address": origin, "via": "wallet"}
-        await note(server, entry(server.now, None, "sign_in", **facts))
+        await note_refused_sign_in(server, origin, "wallet")
         raise
     account = await server.store.read(operations.user_by_wallet(address))
     if account is None:

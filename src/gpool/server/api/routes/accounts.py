@@ -11,7 +11,14 @@ from starlette.responses import Response
 from gpool.core.ids import decode
 from gpool.core.permissions import Action
 from gpool.server.actions.accounts import accounts, oidc, sessions, wallets
-from gpool.server.api.callers import address_of, caller_if_any, check, server_of, user_of
+from gpool.server.api.callers import (
+    address_of,
+    caller_if_any,
+    check,
+    credential_was_valid,
+    server_of,
+    user_of,
+)
 from gpool.server.api.endpoints import NO_CONTENT, EndpointRouter, created
 from gpool.server.api.messages import (
     answer,
@@ -67,7 +74,7 @@ def _label(request: Request) -> str:
 @routes.post(
     "/v1/users",
     Action.REGISTER,
-    rate=SIGN_IN,
+    rate=RouteClass.REGISTER,
     body=UserRequest,
     returns=created(UserDocument),
     problems=(403, 409),
@@ -92,6 +99,7 @@ async def sign_in_with_password(request: Request) -> Response:
     found = await sessions.sign_in_with_password(
         server_of(request), wanted.name, wanted.password, _label(request), address_of(request)
     )
+    credential_was_valid(request)
     return uncached(found)
 
 
@@ -121,9 +129,9 @@ async def create_wallet_nonce(request: Request) -> Response:
 async def sign_in_with_wallet(request: Request) -> Response:
     """Sign in with Ethereum (EIP-4361). The first sign-in creates the account."""
     wanted, _ = await document_of(request, WalletSignIn)
-    return uncached(
-        await wallets.sign_in(server_of(request), wanted, _label(request), address_of(request))
-    )
+    found = await wallets.sign_in(server_of(request), wanted, _label(request), address_of(request))
+    credential_was_valid(request)
+    return uncached(found)
 
 
 @routes.get(
@@ -150,9 +158,9 @@ async def start_oidc(request: Request, redirect_uri: str, provider: str = "") ->
 async def finish_oidc(request: Request) -> Response:
     """Finish a sign-in with the `code` and `state` that the provider returned."""
     wanted, _ = await document_of(request, OidcFinish)
-    return uncached(
-        await oidc.finish(server_of(request), wanted, _label(request), address_of(request))
-    )
+    found = await oidc.finish(server_of(request), wanted, _label(request), address_of(request))
+    credential_was_valid(request)
+    return uncached(found)
 
 
 @routes.post(
@@ -166,7 +174,9 @@ async def finish_oidc(request: Request) -> Response:
 async def refresh_tokens(request: Request) -> Response:
     """Exchange a refresh token for the next pair of tokens; it can be used once."""
     wanted, _ = await document_of(request, RefreshRequest)
-    return uncached(await sessions.refresh_tokens(server_of(request), wanted.refresh_token))
+    found = await sessions.refresh_tokens(server_of(request), wanted.refresh_token)
+    credential_was_valid(request)
+    return uncached(found)
 
 
 @routes.post(

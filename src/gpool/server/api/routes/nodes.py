@@ -185,7 +185,7 @@ async def get_resource(request: Request, gpu: GPU) -> Response:
     who = await user_of(request, Action.NODE_READ if _is_node(gpu) else Action.GPU_READ)
     server = server_of(request)
     if _is_node(gpu):
-        return tagged(request, await listing.processors(server, NodeId(decode("node", gpu))))
+        return tagged(request, await listing.processors(server, who, NodeId(decode("node", gpu))))
     return tagged(request, await listing.gpu(server, who, GpuId(decode("gpu", gpu))))
 
 
@@ -254,6 +254,6 @@ async def _lend(
         node = NodeId(decode("node", id_))
         wanted = Availability.AVAILABLE if available else Availability.PAUSED
         await lending.set_availability(server, who, node, wanted, once)
-        return answer(await listing.processors(server, node))
+        return answer(await listing.processors(server, who, node))
     gpu = GpuId(decode("gpu", id_))
     return answer(await lending.set_gpu_available(server, who, gpu, available, once))

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from gpool.core.errors import AlreadyJoined, Conflict, Forbidden, Invalid, NotFound
 from gpool.core.ids import GpuId, NodeId, UserId
 from gpool.core.model import (
+    SECOND,
     Audience,
     Availability,
     Gpu,
@@ -21,8 +22,10 @@ from gpool.core.model import (
     Permission,
     Span,
 )
+from gpool.core.quotas import NO_OWNER_QUOTA, OwnerQuota
 from gpool.core.reliability import ReliabilityRecord
 from gpool.server.store.generated_rows import InvitesRecord, NodeRecordsRecord, NodesRecord
+from gpool.server.store.operations.identity.users import permissions_from
 from gpool.server.store.protocol import Operation, Relation, Statement, operation
 from gpool.server.store.rows import (
     STORED_NODE,
@@ -42,6 +45,12 @@ from gpool.server.store.values import NodeCredentials, NodeRow
 GPU_COLUMNS = (("id", "int"), ("uuid", "text"), ("position", "int"), ("ails", "text"))
 RELIABILITY = (("node", "int"), ("up", "int"), ("losses", "int"), ("at", "int"))
 ME, USER, TEAM = "me", "user:", "team:"
+KEPT_AFTER = Span(3600 * SECOND)
+"""Age of a GPU's binding from which on the GPU is kept when it leaves the offer."""
+MAX_GONE = 1024
+"""GPUs of one node that are kept after they left the offer."""
+MAX_PAGE_GPUS = 1024
+"""GPUs on one page of nodes, unless its first node has more: each takes some 40 microseconds of the loop."""
 INVITE = columns(InvitesRecord, InvitesRecord, "i")
 
 
@@ -113,6 +122,7 @@ def create_node(
     gpu_ids: Sequence[int],
     at: Instant,
     public_key: str | None = None,
+    quota: OwnerQuota = NO_OWNER_QUOTA,
 ) -> Operation[NodeCredentials]:
     """Create a node of the invite's owner or of `owner`. With a public key, `secret_hash` may be ""."""
     if not secret_hash and public_key is None:
@@ -141,6 +151,7 @@ def create_node(
     )
     if taken:
         raise Conflict(f"you have a node named {name!r} already; choose another name or remove it")
+    yield from _check_quota(owner, node_id, quota, len(offer.gpus), is_new=True)
     gpus = _gpu_rows(offer, gpu_ids)
     yield Statement(
         "INSERT INTO nodes (id, owner_id, name, secret_hash, offer, availability, created_at, public_key) "
@@ -160,7 +171,7 @@ def create_node(
             "UPDATE invites SET used_at = :at, node_id = :node WHERE hashed = :hashed",
             {"at": at, "node": node_id, "hashed": invite_hash},
         )
-    yield from _put_gpus(node_id, gpus)
+    yield from _put_gpus(node_id, owner, gpus, at)
     return NodeCredentials(node_id, owner, name, Availability.AVAILABLE, public_key)
 
 
@@ -206,8 +217,43 @@ def _ailing(gpu: Gpu) -> str | None:
     return (gpu.ails or "sick") if gpu.health is Health.QUARANTINED else None
 
 
-def _put_gpus(node: NodeId, gpus: Relation) -> Operation[None]:
-    """Store the GPUs of an offer and mark others as gone. A returning GPU keeps its id and availability."""
+def _check_quota(
+    owner: UserId, node: NodeId, quota: OwnerQuota, gpus: int, *, is_new: bool
+) -> Operation[None]:
+    """Refuse a node or an offer past the owner's quota. Operators have none: they run the pool."""
+    if quota.nodes is None and quota.gpus is None:
+        return
+    texts = yield from values(
+        str, "SELECT permissions FROM users WHERE id = :owner", {"owner": owner}
+    )
+    if any(Permission.OPERATOR in permissions_from(text) for text in texts):
+        return
+    if is_new and quota.nodes is not None:
+        [count] = yield from values(
+            int, "SELECT COUNT(*) FROM nodes WHERE owner_id = :owner", {"owner": owner}
+        )
+        if count >= quota.nodes:
+            raise Forbidden(
+                f"the owner has {count} of {quota.nodes} nodes; remove one, or ask an operator for more"
+            )
+    if gpus and quota.gpus is not None:
+        [others] = yield from values(
+            int,
+            "SELECT COUNT(*) FROM gpus g JOIN nodes n ON n.id = g.node_id "
+            "WHERE n.owner_id = :owner AND g.gone = 0 AND n.id <> :node",
+            {"owner": owner, "node": node},
+        )
+        if others + gpus > quota.gpus:
+            raise Forbidden(
+                f"the owner's other nodes have {others} of {quota.gpus} GPUs; {gpus} more do not fit. "
+                "Offer fewer, or ask an operator for more"
+            )
+
+
+def _put_gpus(node: NodeId, owner: UserId, gpus: Relation, at: Instant) -> Operation[None]:
+    """Store the GPUs of an offer and mark others as gone. A returning GPU keeps its id and availability, unless it left
+    soon after it came (`_forget_gone`).
+    """
     yield Statement("UPDATE gpus SET gone = 1 WHERE node_id = :node", {"node": node})
     if gpus.rows:
         yield Statement(
@@ -217,6 +263,36 @@ def _put_gpus(node: NodeId, gpus: Relation) -> Operation[None]:
             "quarantined = COALESCE(gpus.quarantined, excluded.quarantined)",
             {"node": node},
             {"gpus": gpus},
+        )
+    yield from _forget_gone(node, owner, at)
+
+
+def _forget_gone(node: NodeId, owner: UserId, at: Instant) -> Operation[None]:
+    """Delete GPUs that left the offer, with their bindings, so that changing offers do not fill the tables.
+
+    Kept are withdrawn, quarantined, measured and verified GPUs and those bound for `KEPT_AFTER`, the newest `MAX_GONE`.
+    """
+    gone = yield from values(
+        str, "SELECT uuid FROM gpus WHERE node_id = :node AND gone = 1 LIMIT 1", {"node": node}
+    )
+    if not gone:
+        return
+    forgotten = yield from values(
+        str,
+        "DELETE FROM gpus WHERE node_id = :node AND gone = 1 AND (id IN ("
+        "SELECT g.id FROM gpus g WHERE g.node_id = :node AND g.gone = 1 ORDER BY g.id DESC LIMIT 1000000 OFFSET :most"
+        ") OR (available = 1 AND quarantined IS NULL AND measured IS NULL AND verdict IS NULL AND NOT EXISTS ("
+        "SELECT 1 FROM gpu_bindings b WHERE b.uuid = gpus.uuid AND b.owner_id = :owner "
+        "AND (b.bound_at <= :before OR b.settled_at IS NOT NULL)))) RETURNING uuid",
+        {"node": node, "owner": owner, "before": at - KEPT_AFTER, "most": MAX_GONE},
+    )
+    if forgotten:
+        yield Statement(
+            "DELETE FROM gpu_bindings WHERE uuid IN (SELECT name FROM {forgotten} AS f) AND owner_id = :owner "
+            "AND settled_at IS NULL AND NOT EXISTS (SELECT 1 FROM gpus g JOIN nodes n ON n.id = g.node_id "
+            "WHERE g.uuid = gpu_bindings.uuid AND n.owner_id = :owner)",
+            {"owner": owner},
+            {"forgotten": of_names(forgotten)},
         )
 
 
@@ -251,6 +327,17 @@ def node_of_invite(hashed: str) -> Operation[NodeId | None]:
 
 
 @operation
+def keyless_node(owner: UserId, name: str) -> Operation[NodeId | None]:
+    """Machine of this name that was registered without an agent's key."""
+    found = yield from values(
+        NodeId,
+        "SELECT id FROM nodes WHERE owner_id = :owner AND name = :name AND public_key IS NULL",
+        {"owner": owner, "name": name},
+    )
+    return found[0] if found else None
+
+
+@operation
 def node_by_key(public_key: str) -> Operation[NodeCredentials | None]:
     return (yield from _credentials("n.public_key = :key", key=public_key))
 
@@ -261,16 +348,27 @@ def credentials_of(node: NodeId) -> Operation[NodeCredentials | None]:
 
 
 @operation
-def greet(node: NodeId, offer: Offer, gpu_ids: Sequence[int], at: Instant) -> Operation[None]:
+def greet(
+    node: NodeId,
+    offer: Offer,
+    gpu_ids: Sequence[int],
+    at: Instant,
+    quota: OwnerQuota = NO_OWNER_QUOTA,
+) -> Operation[None]:
     """Record the offer of a node that connects, and its heartbeat."""
-    if not (yield from exists("SELECT 1 FROM nodes WHERE id = :node", {"node": node})):
+    owners = yield from values(
+        UserId, "SELECT owner_id FROM nodes WHERE id = :node", {"node": node}
+    )
+    if not owners:
         raise NotFound("this node was removed; join again with a new link")
+    [owner] = owners
+    yield from _check_quota(owner, node, quota, len(offer.gpus), is_new=False)
     gpus = _gpu_rows(offer, gpu_ids)
     yield Statement(
         "UPDATE nodes SET offer = :offer, last_beat_at = :at WHERE id = :node",
         {"offer": offer_text(offer), "at": at, "node": node},
     )
-    yield from _put_gpus(node, gpus)
+    yield from _put_gpus(node, owner, gpus, at)
 
 
 def load_nodes(where: str, parameters: Mapping[str, int | str]) -> Operation[tuple[NodeRow, ...]]:
@@ -482,19 +580,29 @@ class NodeFilter:
     """None and the empty text do not filter.
 
     `search` is compared with names and, as a prefilter, with all of the offer past the first GPU model: the caller
-    compares the models themselves.
+    compares the models themselves. `viewer` does not see machines that others registered without an agent's key.
     """
 
     owner: UserId | None = None
     node: NodeId | None = None
     availability: Availability | None = None
     search: str = ""
+    viewer: UserId | None = None
+
+
+class NodeRows(NamedTuple):
+    rows: tuple[NodeRow, ...]
+    more: bool
+
+
+class _GpuCount(NamedTuple):
+    id: NodeId
+    gpus: int
 
 
 @operation
-def node_page(
-    wanted: NodeFilter, after: NodeId | None, limit: int
-) -> Operation[tuple[NodeRow, ...]]:
+def node_page(wanted: NodeFilter, after: NodeId | None, limit: int) -> Operation[NodeRows]:
+    """Nodes after `after`, at most `limit`, and at most `MAX_PAGE_GPUS` GPUs on more than one of them."""
     where = ["n.id > :after"]
     parameters: dict[str, int | str] = {"after": -1 if after is None else after}
     if wanted.owner is not None:
@@ -512,16 +620,25 @@ def node_page(
         )
         pattern = _escaped(wanted.search.lower())
         parameters |= {"name": f"%{pattern}%", "model": f'%"model":"%{pattern}%'}
-    page = yield from values(
-        int,
-        f"SELECT n.id FROM nodes n WHERE {' AND '.join(where)} ORDER BY n.id LIMIT :limit",  # noqa: S608
+    if wanted.viewer is not None:
+        where.append("(n.public_key IS NOT NULL OR n.owner_id = :viewer)")
+        parameters["viewer"] = wanted.viewer
+    page = yield from select(
+        _GpuCount,
+        "SELECT n.id, (SELECT COUNT(*) FROM gpus g WHERE g.node_id = n.id AND g.gone = 0) AS gpus "  # noqa: S608
+        f"FROM nodes n WHERE {' AND '.join(where)} ORDER BY n.id LIMIT :limit",
         {**parameters, "limit": limit},
     )
     if not page:
-        return ()
-    last = max(page)
+        return NodeRows((), False)
+    shown, gpus = 1, page[0].gpus
+    while shown < len(page) and gpus + page[shown].gpus <= MAX_PAGE_GPUS:
+        gpus += page[shown].gpus
+        shown += 1
     where.append("n.id <= :last")
-    return (yield from load_nodes(" AND ".join(where), {**parameters, "last": last}))
+    last = page[shown - 1].id
+    rows = yield from load_nodes(" AND ".join(where), {**parameters, "last": last})
+    return NodeRows(rows, more=len(page) == limit or shown < len(page))
 
 
 def _escaped(text: str) -> str:

@@ -72,9 +72,7 @@ def register(
     invite = None
     if invite_hash is not None:
         invite = yield from _open_invite(invite_hash, at)
-    taken = yield from exists("SELECT 1 FROM users WHERE name = :name", {"name": user.name})
-    if taken:
-        raise Conflict(f"there is a user {user.name!r} already; choose another name")
+    yield from _check_free_name(user.name)
     if wallet is not None:
         yield from _free_wallet(wallet)
     if oidc is not None:
@@ -89,6 +87,19 @@ def register(
     if invite is not None:
         yield from _use_invite(invite, user.id, at)
     return user
+
+
+@operation
+def check_registration(name: str, invite_hash: str | None, at: Instant) -> Operation[None]:
+    """Refuse a registration that `register` would refuse, by a read: the password is hashed afterwards."""
+    if invite_hash is not None:
+        yield from _open_invite(invite_hash, at, lock=False)
+    yield from _check_free_name(name)
+
+
+def _check_free_name(name: str) -> Operation[None]:
+    if (yield from exists("SELECT 1 FROM users WHERE name = :name", {"name": name})):
+        raise Conflict(f"there is a user {name!r} already; choose another name")
 
 
 @operation
@@ -129,10 +140,13 @@ def join_team(
     return invite.team, invite.role
 
 
-def _open_invite(hashed: str, at: Instant) -> Operation[UserInvite]:
+def _open_invite(hashed: str, at: Instant, *, lock: bool = True) -> Operation[UserInvite]:
+    for_update, for_share = (
+        ("/*postgresql FOR UPDATE*/", "/*postgresql FOR SHARE*/") if lock else ("", "")
+    )
     rows = yield from select(
         UserInvitesRecord,
-        f"SELECT {INVITE} FROM user_invites i WHERE i.hashed = :hashed /*postgresql FOR UPDATE*/",  # noqa: S608
+        f"SELECT {INVITE} FROM user_invites i WHERE i.hashed = :hashed {for_update}",  # noqa: S608
         {"hashed": hashed},
     )
     if not rows:
@@ -143,7 +157,7 @@ def _open_invite(hashed: str, at: Instant) -> Operation[UserInvite]:
     if row.expires_at <= at:
         raise Forbidden("this invite has expired; ask for a new one")
     if row.team_id is not None:
-        sql = "SELECT 1 FROM teams WHERE id = :team /*postgresql FOR SHARE*/"
+        sql = f"SELECT 1 FROM teams WHERE id = :team {for_share}"  # noqa: S608
         if not (yield from exists(sql, {"team": row.team_id})):
             raise Forbidden("the team of this invite was deleted; ask for a new one")
     return UserInvite(
