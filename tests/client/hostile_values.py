@@ -259,6 +259,8 @@ def wrong_types() -> Iterator[tuple[str, bytes]]:
     yield "hour 99", DATA + b"J" + struct.pack("<BBBIB", 99, 0, 0, 0, 0) + b"N"
     yield "a zone of text", DATA + b"J" + struct.pack("<BBBIB", 9, 0, 0, 0, 0) + text("UTC")
     yield "decimal of words", DATA + text("one", "M")
+    key = count("X", 0, text("builtins") + text("KeyError") + count("t", 0) + text("\x1b[2J"))
+    yield "a set with an unhashable member", DATA + count("e", 2, key + b"N" + count("d", 0) * 2)
     yield "range without steps", DATA + b"r" + (b"i" + bytes(8)) * 3
     yield "range of text", DATA + b"r" + text("a") * 3
     yield "deque of length text", DATA + count("D", 0) + text("a")

@@ -99,7 +99,7 @@ def decode(content: bytes | bytearray) -> Any:
     except RecursionError as exc:
         raise BadValue("it is nested too deeply for this program's recursion limit") from exc
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as exc:
-        raise BadValue(f"it holds an impossible value ({exc})"[:500]) from exc
+        raise BadValue(f"it holds an impossible value ({printable(str(exc))})") from exc
     if decoder.at != len(content):
         raise BadValue(f"{len(content) - decoder.at} bytes follow its end")
     return value
