@@ -27,6 +27,7 @@ from gpool.agent.runtime.protocol import (
     RuntimeAbility,
     SandboxExit,
     SandboxFailed,
+    SandboxLimits,
     SandboxNetwork,
 )
 from gpool.agent.state_machine.instructions import (
@@ -431,7 +432,11 @@ class Maker:
 
     @contextlib.asynccontextmanager
     async def prepare(
-        self, name: str, recipe: Recipe | None, said: Callable[[str], None]
+        self,
+        name: str,
+        recipe: Recipe | None,
+        said: Callable[[str], None],
+        limits: SandboxLimits | None,
     ) -> AsyncIterator[PreparedEnvironment]:
         assert recipe is not None
         said(f"building {name}")

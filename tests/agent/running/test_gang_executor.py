@@ -136,7 +136,6 @@ def test_a_member_runs_in_its_gangs_lane_and_the_lane_is_closed_after_it(tmp_pat
     assert road.open_now == 0
     [job] = runtime.jobs
     assert job.network is not None
-    assert job.network.gang
     assert job.network.hosts == "10.211.0.1 rank0\n10.211.0.2 rank1 sandbox\n"
     told = dict(job.env)
     assert (told["GPOOL_RANK"], told["MASTER_ADDR"]) == ("1", "10.211.0.1")

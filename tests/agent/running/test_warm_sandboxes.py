@@ -271,7 +271,12 @@ class OneEnvironment:
 
     @contextlib.asynccontextmanager
     async def prepare(
-        self, name: str, recipe: Recipe | None, said: Callable[[str], None], /
+        self,
+        name: str,
+        recipe: Recipe | None,
+        said: Callable[[str], None],
+        limits: SandboxLimits | None,
+        /,
     ) -> AsyncIterator[PreparedEnvironment]:
         assert (name, recipe) == (SPECIAL.environment, SPECIAL.recipe)
         said("ready")
