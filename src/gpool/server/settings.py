@@ -20,6 +20,7 @@ from gpool.core.model import GIB, Permission, Span
 from gpool.core.quotas import Quota
 from gpool.server.identity.sealer import MasterSource
 from gpool.server.nodes.reports import SITE
+from gpool.server.store.operations.tasks.storage import StorageLimits
 from gpool.transfer.requests import is_loopback
 
 Registration = Literal["open", "invite", "closed"]
@@ -157,6 +158,21 @@ class Settings(BaseSettings):
     keep_checkpoints_s: float = Field(
         default=86_400.0, ge=0, description="How long checkpoints are kept after their task's end."
     )
+    keep_task_data_days: float = Field(
+        default=30.0,
+        ge=0,
+        description="Days after a task's end at which its arguments, results, log and checkpoint expire; the summary stays. 0: kept.",
+    )
+    keep_tasks_days: float = Field(
+        default=365.0,
+        ge=0,
+        description="Days after a task's end at which its summary is deleted too. 0: kept.",
+    )
+    min_free_bytes: int = Field(
+        default=GIB // 2,
+        ge=0,
+        description="Free disk space below which uploads and submissions with inline arguments are refused; ends of tasks are stored.",
+    )
     seal_logs_after_s: float = Field(
         default=60.0,
         ge=0,
@@ -216,7 +232,9 @@ class Settings(BaseSettings):
         default=1_000_000, ge=0, description="Quota of an account: queued tasks."
     )
     user_storage_bytes: int | None = Field(
-        default=1024 * GIB, ge=0, description="Quota of an account: stored artifacts."
+        default=1024 * GIB,
+        ge=0,
+        description="Quota of an account: stored artifacts, logs, inline data, uploads in progress.",
     )
     team_gpus: float | None = Field(
         default=None, ge=0, description="Quota of a team: GPUs in use at once; unset: no limit."
@@ -225,7 +243,9 @@ class Settings(BaseSettings):
         default=2_000_000, ge=0, description="Quota of a team: queued tasks."
     )
     team_storage_bytes: int | None = Field(
-        default=4096 * GIB, ge=0, description="Quota of a team: stored artifacts."
+        default=4096 * GIB,
+        ge=0,
+        description="Quota of a team: stored artifacts, logs, inline data, uploads in progress.",
     )
 
     master_key: SecretStr | None = Field(
@@ -270,6 +290,10 @@ class Settings(BaseSettings):
             if not SITE.fullmatch(name):
                 raise ValueError(f"shared_sites: {name!r} may hold only letters, digits and . _ -")
         return self
+
+    @property
+    def storage_limits(self) -> StorageLimits:
+        return StorageLimits(self.user_storage_bytes, self.team_storage_bytes)
 
     @property
     def sites(self) -> frozenset[str]:

@@ -211,6 +211,7 @@ def task(view: TaskView) -> TaskDocument:
         else fields.format_price(asked.max_price_microcredits),
         engine=spec.engine.value,
         on_loss=spec.on_loss.value,
+        expired_at=_maybe(view.record.shrunk_at),
     )
 
 

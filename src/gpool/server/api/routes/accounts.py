@@ -10,20 +10,22 @@ from starlette.responses import Response
 
 from gpool.core.ids import decode
 from gpool.core.permissions import Action
-from gpool.server.actions.accounts import accounts, oidc, sessions, wallets
+from gpool.server.actions.accounts import accounts, export, oidc, removal, sessions, wallets
 from gpool.server.api.callers import address_of, caller_if_any, check, server_of, user_of
-from gpool.server.api.endpoints import NO_CONTENT, EndpointRouter, created
+from gpool.server.api.endpoints import NO_CONTENT, EndpointRouter, SuccessReply, created
 from gpool.server.api.messages import (
     answer,
     document_of,
     no_content,
     once_of,
+    stream,
     tagged,
     uncached,
 )
 from gpool.server.identity.throttle import RouteClass
 from gpool.server.store.values import NodeCredentials
 from gpool.wire.identity import (
+    AccountDeletion,
     KeyMade,
     KeyPage,
     KeyRequest,
@@ -53,6 +55,7 @@ KEY = Annotated[str, Path(description="API key id, k-…")]
 SESSION = Annotated[str, Path(description="Session id", max_length=64)]
 WALLET = Annotated[str, Path(description="Wallet address, 0x…")]
 SIGN_IN = RouteClass.SIGN_IN
+NDJSON = "application/x-ndjson"
 
 
 def _label(request: Request) -> str:
@@ -188,6 +191,36 @@ async def get_me(request: Request) -> Response:
     """Read the account behind the key or token."""
     who = await user_of(request)
     return tagged(request, await accounts.me(server_of(request), who))
+
+
+@routes.delete(
+    "/v1/me",
+    Action.ACCOUNT_DELETE,
+    rate=SIGN_IN,
+    body=AccountDeletion,
+    returns=NO_CONTENT,
+)
+async def delete_me(request: Request) -> Response:
+    """Delete your account: sessions and keys end, tasks are cancelled and deleted, nodes are removed."""
+    who = await user_of(request)
+    wanted, _ = await document_of(request, AccountDeletion)
+    await removal.delete_account(server_of(request), who, wanted)
+    return no_content()
+
+
+@routes.get(
+    "/v1/me/export",
+    Action.ACCOUNT_EXPORT,
+    rate=RouteClass.STREAM,
+    returns=SuccessReply(
+        description="One JSON object a line, with `kind`: account, key, session, node, artifact, task, log",
+        media_types=(NDJSON,),
+    ),
+)
+async def export_me(request: Request) -> Response:
+    """Export the data of your account: tasks with arguments, results and logs, and the list of artifacts."""
+    who = await user_of(request)
+    return stream(await export.lines(server_of(request), who), NDJSON)
 
 
 @routes.put(
