@@ -213,14 +213,17 @@ async def delete_me(request: Request) -> Response:
     Action.ACCOUNT_EXPORT,
     rate=RouteClass.STREAM,
     returns=SuccessReply(
-        description="One JSON object a line, with `kind`: account, key, session, node, artifact, task, log",
-        media_types=(NDJSON,),
+        description="One JSON object a line, with `kind`: account, key, session, node, artifact, task, log. "
+        "`Accept: text/plain` selects the second media type, with the same content",
+        media_types=(NDJSON, "text/plain"),
     ),
 )
 async def export_me(request: Request) -> Response:
     """Export the data of your account: tasks with arguments, results and logs, and the list of artifacts."""
     who = await user_of(request)
-    return stream(await export.lines(server_of(request), who), NDJSON)
+    is_text = "text/plain" in request.headers.get("accept", "")
+    lines = await export.lines(server_of(request), who)
+    return stream(lines, "text/plain" if is_text else NDJSON)
 
 
 @routes.put(

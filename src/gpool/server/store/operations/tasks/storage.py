@@ -15,8 +15,7 @@ from typing import NamedTuple, cast
 from gpool.core.errors import StorageFull
 from gpool.core.model import Instant
 from gpool.server.store.generated_rows import UploadsRecord
-from gpool.server.store.identity_values import GivenQuota, Holder
-from gpool.server.store.operations.identity import teams
+from gpool.server.store.identity_values import Holder
 from gpool.server.store.protocol import Operation, Relation, Statement, operation
 from gpool.server.store.rows import columns, exists, select
 
@@ -58,6 +57,13 @@ class StorageLimits(NamedTuple):
 NO_LIMITS = StorageLimits()
 
 
+class _AccountStorage(NamedTuple):
+    kind: str
+    id: int
+    storage_bytes: int | None  # the account's own quota
+    size_bytes: int | None
+
+
 class _Used(NamedTuple):
     kind: str
     id: int
@@ -94,25 +100,21 @@ def rooms(accounts: Collection[Account], limits: StorageLimits) -> Operation[dic
     """Bytes that each account may still store, below 0 if it is over; accounts without a limit are absent."""
     if not accounts:
         return {}
-    given = yield from teams.quotas_of(accounts)
-    most: dict[Account, int] = {}
-    for account in accounts:
-        own = given.get(account, GivenQuota()).storage_bytes
-        usual = limits.user if account[0] == "user" else limits.team
-        limit = own if own is not None else usual
-        if limit is not None:
-            most[account] = limit
-    if not most:
-        return {}
     rows = yield from select(
-        _Used,
-        "SELECT s.kind, s.id, SUM(s.size_bytes) FROM {accounts} AS a "
-        "JOIN storage s ON s.kind = a.kind AND s.id = a.id GROUP BY s.kind, s.id",
+        _AccountStorage,
+        "SELECT a.kind, a.id, q.storage_bytes, (SELECT SUM(s.size_bytes) FROM storage s "
+        "WHERE s.kind = a.kind AND s.id = a.id) FROM {accounts} AS a "
+        "LEFT JOIN quotas q ON q.kind = a.kind AND q.id = a.id",
         {},
-        {"accounts": Relation(ACCOUNTS, sorted(most))},
+        {"accounts": Relation(ACCOUNTS, sorted(accounts))},
     )
-    used = {(cast("Holder", row.kind), row.id): int(row.size_bytes) for row in rows}
-    return {account: limit - used.get(account, 0) for account, limit in most.items()}
+    found: dict[Account, int] = {}
+    for row in rows:
+        usual = limits.user if row.kind == "user" else limits.team
+        limit = row.storage_bytes if row.storage_bytes is not None else usual
+        if limit is not None:
+            found[cast("Holder", row.kind), row.id] = limit - int(row.size_bytes or 0)
+    return found
 
 
 def used(account: Account) -> Operation[int]:
