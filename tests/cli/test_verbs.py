@@ -458,3 +458,12 @@ def test_times_of_a_task_are_shown_in_local_time(gpool: Gpool, pool: Pool) -> No
     shown = gpool("status", task).stdout
     assert local_time("2026-01-01T12:00:05.123456Z") in shown
     assert "123456" not in shown
+
+
+def test_status_of_a_shrunk_task_says_what_expired_and_when(gpool: Gpool, pool: Pool) -> None:
+    gpool("run", "-d", "--", "true")
+    [task] = pool.tasks.values()
+    assert "expired" not in gpool("status", task["id"]).output
+    task["expired_at"] = "2026-01-02T03:04:05Z"
+    shown = gpool("status", task["id"]).output
+    assert "arguments, results, log and checkpoint were deleted" in shown

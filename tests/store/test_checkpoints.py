@@ -11,6 +11,7 @@ from gpool.core.model import EndReason, InputFile, OutputFile, Phase, TaskStatus
 from gpool.server.store.operations.identity import teams
 from gpool.server.store.operations.leases import grants, leases
 from gpool.server.store.operations.tasks import artifacts, progress, tasks
+from gpool.server.store.operations.tasks.storage import CHECKPOINT_BYTES
 from gpool.server.store.values import AppliedPlan
 from gpool.wire.frames import Checkpointed, Finished, HandedBack, Hold, Lease, Reached, Released
 from tests.store.store_pool import COMMAND, Pool, exited
@@ -257,12 +258,15 @@ def test_a_checkpoint_is_forgotten_some_time_after_the_end_and_not_before(pool: 
 def test_what_is_kept_counts_as_its_owners_storage_until_it_is_gone(pool: Pool) -> None:
     node = pool.node("box")
     task = pool.running(node, spec=SAVING)
+    before = pool.read(teams.usage_of("user", pool.ann)).storage_bytes
     upload(pool, node, task, A, B)
+    assert pool.read(teams.usage_of("user", pool.ann)).storage_bytes == before + 20
     save(pool, node, task, file(A))
-    assert pool.read(teams.usage_of("user", pool.ann)).storage_bytes == 10
+    saved = pool.read(teams.usage_of("user", pool.ann)).storage_bytes
+    assert saved > before + 20 + CHECKPOINT_BYTES  # its list of files counts too
     save(pool, node, task, file(B))
     pool.write(artifacts.forget_artifacts(sorted(may_go(pool))))
-    assert pool.read(teams.usage_of("user", pool.ann)).storage_bytes == 10
+    assert pool.read(teams.usage_of("user", pool.ann)).storage_bytes == saved - 10
 
 
 def test_a_preempted_task_is_queued_again_and_counts_as_no_try(pool: Pool) -> None:

@@ -444,10 +444,11 @@ def test_every_member_reads_the_inputs_and_only_rank_0_writes(site: Site) -> Non
     task = site.running()
     for rank, allowed in ((0, True), (1, False)):
         node = site.nodes[rank]
-        assert site.pool.read(artifacts.may_upload(node, task, 1)) is allowed
+        owner = site.pool.read(artifacts.upload_owner(node, task, 1))
+        assert (owner is not None) is allowed
         add = artifacts.add_artifact(A, 10, None, node, (task, 1), site.pool.now())
         assert site.pool.write(add) is allowed
-    assert not site.pool.read(artifacts.may_upload(site.nodes[0], task, 2))
+    assert site.pool.read(artifacts.upload_owner(site.nodes[0], task, 2)) is None
 
 
 def test_an_input_is_seen_by_the_nodes_of_a_gang_alone(site: Site) -> None:
@@ -538,7 +539,7 @@ def test_a_task_of_one_node_never_pays_for_gangs(pool: Pool) -> None:
         *_asked(pool, leases.record([(node, [exited(task, code=0)])], pool.now())),
     ]
     assert pool.view(task).row.status is TaskStatus.SUCCEEDED
-    assert len(asked) == 3 + 2 + 5 + 3
+    assert len(asked) == 3 + 2 + 7 + 3  # two of seven charge the output to its owner
     assert not [sql for sql in asked if "members" in sql or "gangs" in sql]
 
 

@@ -147,7 +147,7 @@ def test_no_hot_statement_scans_the_tasks(tmp_path: Path, pool: Pool) -> None:
     (task,) = pool.submission().tasks
     node = NodeId(7)
     place = pool.place(node, [task.id])
-    held = (task.id, 1, 1, 1, 1, "leased", 1, None, 0, 0, None, node)
+    held = (task.id, 1, 1, 1, 1, "leased", 1, None, 0, 0, None, node, None)
     hot = [
         *statements_of(submissions.submit([pool.submission()])),
         *statements_of(leases.apply_plan([place], 1, Instant(1)), [(1,)], [(node,)]),

@@ -42,6 +42,7 @@ SECTIONS = {
         "logs": ("gpool.cli.tasks", "Print the output of a task."),
         "wait": ("gpool.cli.tasks", "Wait for tasks to end; exit with their exit code."),
         "cancel": ("gpool.cli.tasks", "Cancel tasks or batches."),
+        "delete": ("gpool.cli.storage", "Delete ended tasks or batches with their data."),
         "result": ("gpool.cli.tasks", "Download the output files of a finished task."),
         "explain": ("gpool.cli.tasks", "Explain why a task waits and estimate its start."),
     },
@@ -60,6 +61,8 @@ SECTIONS = {
         "keys": ("gpool.cli.account", "Manage API keys."),
         "team": ("gpool.cli.team", "Manage teams and their members."),
         "wallet": ("gpool.cli.wallet", "Manage the wallets of your account."),
+        "artifacts": ("gpool.cli.storage", "List and delete stored artifacts."),
+        "account": ("gpool.cli.storage", "Export or delete your account."),
     },
     "Other": {
         "admin": ("gpool.cli.admin", "Manage users, quotas, policy and keys (operators)."),
@@ -72,7 +75,6 @@ VERBS = {verb: entry for verbs in SECTIONS.values() for verb, entry in verbs.ite
 
 ELSEWHERE = {
     "attach": "logs -f",
-    "delete": "cancel",
     "exec": "run",
     "info": "status",
     "jobs": "ps",
@@ -81,6 +83,7 @@ ELSEWHERE = {
     "list": "ps",
     "ls": "ps",
     "nodes": "node ls",
+    "rm": "delete",
     "sbatch": "run -d",
     "scancel": "cancel",
     "show": "status",

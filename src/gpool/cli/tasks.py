@@ -182,6 +182,10 @@ def status(ctx: click.Context, task: str, as_json: bool) -> None:
     document["node"] = _node(document)
     for name in ("created_at", "started_at", "finished_at", "by"):
         document[name] = document.get(name) and local_time(document[name])
+    if expired := document.get("expired_at"):
+        document["expired"] = (
+            f"arguments, results, log and checkpoint were deleted {local_time(expired)}"
+        )
     document["preemptible"] = "yes" if document.get("preemptible") else None
     for name in ("memory", "disk"):
         size = document.get(f"{name}_bytes")
@@ -195,7 +199,7 @@ def status(ctx: click.Context, task: str, as_json: bool) -> None:
     document["members"] = [_member(member) for member in document.get("members") or ()]
     names = (
         "id name batch user team status phase reason exit_code error_text command gpu cpus memory disk on labels max_price tier "
-        "environment network timeout retries priority by preemptible nodes engine on_loss node members created_at started_at finished_at tries losses checkpoint outputs"
+        "environment network timeout retries priority by preemptible nodes engine on_loss node members created_at started_at finished_at tries losses checkpoint outputs expired"
     )
     fields(document, names.split())
 

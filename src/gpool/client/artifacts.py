@@ -1,4 +1,7 @@
-"""Upload of inputs and download of outputs by SHA-256, streamed. Writes nothing outside the given folder."""
+"""Upload of inputs and download of outputs by SHA-256, streamed; deletion and export of an account's data.
+
+Writes nothing outside the given folder.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 from gpool.client.transport import ApiTransport
 from gpool.client.values import OutputArtifact
@@ -19,6 +24,8 @@ from gpool.core.specs.fields import checked_path, folded_path
 from gpool.transfer.requests import FilePart, Landing, Steps, download, hash_of, path_of, upload
 
 log = logging.getLogger(__name__)
+
+EXPORT_READ_S = 300.0
 
 TransferProgress = Callable[[str, int, int], None]
 """Called with (path, bytes done, total bytes)."""
@@ -253,3 +260,50 @@ def _folder_beneath(root: Path, names: Sequence[str]) -> int:
             os.close(current)
         current = deeper
     return current
+
+
+class OwnData:
+    """Data that an account keeps in the pool; part of `Client` as `client.data`."""
+
+    def __init__(self, api: ApiTransport) -> None:
+        self._api = api
+
+    def delete(self, id: str) -> None:
+        """Delete an ended task (t-…), or a batch (b-…) whose tasks have all ended, with arguments, results and logs."""
+        kind = {"t-": "tasks", "b-": "batches"}.get(id[:2])
+        if kind is None:
+            raise Invalid(f"{id[:40]!r} is neither a task (t-…) nor a batch (b-…)")
+        self._api.send("DELETE", f"/v1/{kind}/{quote(id, safe='')}/record")
+
+    def artifacts(self, limit: int = 50) -> dict[str, Any]:
+        """Largest artifacts of the account, with `used_bytes`: what its storage quota is charged for in all."""
+        found: dict[str, Any] = self._api.get_json(f"/v1/artifacts?limit={max(1, min(limit, 200))}")
+        return found
+
+    def delete_artifact(self, sha256: str) -> None:
+        """Delete an upload, finished or not, that no task uses."""
+        self._api.send("DELETE", f"/v1/artifacts/{quote(sha256, safe='')}")
+
+    def export(self, file: str | os.PathLike[str]) -> int:
+        """Write the account's data to a new file, one JSON object a line; return the number of lines.
+
+        A file that exists is not overwritten (`FileExistsError`).
+        """
+        lines = 0
+        target = Path(file)
+        partial = target.with_name(target.name + ".part")
+        opened = self._api.open("/v1/me/export", read_s=EXPORT_READ_S)
+        with opened as answer, partial.open("wb") as out:
+            for piece in answer.iter_bytes():
+                out.write(piece)
+                lines += piece.count(b"\n")
+        os.link(partial, target)
+        partial.unlink()
+        return lines
+
+    def delete_account(self, *, password: str | None = None, name: str | None = None) -> None:
+        """Delete the account. `password` confirms it; an account without a password is confirmed by its `name`."""
+        members = {"password": password, "name": name}
+        self._api.send_json(
+            "DELETE", "/v1/me", {key: value for key, value in members.items() if value is not None}
+        )

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import httpx2
 
 from gpool.client import config, mapping, times
-from gpool.client.artifacts import Artifacts, Input, TransferProgress, gather
+from gpool.client.artifacts import Artifacts, Input, OwnData, TransferProgress, gather
 from gpool.client.config import SessionFile, SignInSession
 from gpool.client.local_files import shipment
 from gpool.client.options import Options
@@ -67,6 +67,7 @@ class Client:
             settings.address, settings.key, transport, patience_s=patience_s, session=session
         )
         self.artifacts = Artifacts(self.api)
+        self.data = OwnData(self.api)
         self.task = Decorator(lambda: self)
         """`@client.task(...)`: `@gpool.task` for this client."""
         self._heads: WeakKeyDictionary[Task[..., Any], tuple[bytes, bytes]] = WeakKeyDictionary()

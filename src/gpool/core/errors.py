@@ -5,6 +5,7 @@ GpoolError
 │   └── BadGpuSpec     400  a GPU requirement that does not parse; points at the character
 ├── NotSignedIn        401  no credentials, or unknown ones
 ├── Forbidden          403  authenticated, but not authorized
+│   ├── StorageFull    403  the storage quota has no room; the detail says what to delete
 │   └── UntrustedResult -   a pickled value from another account's node (raised by the client)
 ├── NotFound           404  missing, or not visible to the caller
 ├── Conflict           409  the object's state does not allow the request
@@ -58,6 +59,10 @@ class NotSignedIn(GpoolError):
 
 class Forbidden(GpoolError):
     code, status, title = "forbidden", 403, "Not allowed"
+
+
+class StorageFull(Forbidden):
+    code, title = "storage_full", "The storage quota is full"
 
 
 class UntrustedResult(Forbidden):

@@ -149,6 +149,7 @@ class Action(StrEnum):
     ME_READ = "account.read"
     ACCOUNT_CHANGE = "account.change"
     ACCOUNT_DELETE = "account.delete"
+    ACCOUNT_EXPORT = "account.export"
     PASSWORD_CHANGE = "account.password"
     WALLET_LINK = "wallet.link"
     WALLET_UNLINK = "wallet.unlink"
@@ -172,13 +173,17 @@ class Action(StrEnum):
     TASKS_LIST_ALL = "task.list_all"
     TASK_READ = "task.read"
     TASK_CANCEL = "task.cancel"
+    TASK_DELETE = "task.delete"
     TASK_PREEMPT = "task.preempt"
     BATCH_READ = "batch.read"
     BATCH_EXTEND = "batch.extend"
     BATCH_CANCEL = "batch.cancel"
+    BATCH_DELETE = "batch.delete"
     ARTIFACT_UPLOAD = "artifact.upload"
     ARTIFACT_UPLOAD_OUTPUT = "artifact.upload_output"
     ARTIFACT_READ = "artifact.read"
+    ARTIFACTS_LIST = "artifact.list"
+    ARTIFACT_DELETE = "artifact.delete"
     # nodes
     NODES_LIST = "node.list"
     NODE_READ = "node.read"
@@ -287,7 +292,8 @@ RULES: Mapping[Action, PermissionRule] = {
     _A.SESSION_END: _changes(_K.SESSION, _SELF | _OPERATOR, None),
     _A.ME_READ: _reads(_K.ACCOUNT, _SELF, _S.ACCOUNT_READ),
     _A.ACCOUNT_CHANGE: _changes(_K.ACCOUNT, _SELF, None),
-    _A.ACCOUNT_DELETE: _changes(_K.ACCOUNT, _SELF | _OPERATOR, None),
+    _A.ACCOUNT_DELETE: _changes(_K.ACCOUNT, _SELF, None),
+    _A.ACCOUNT_EXPORT: _reads(_K.ACCOUNT, _SELF, None),
     _A.PASSWORD_CHANGE: _changes(_K.ACCOUNT, _SELF, None),
     _A.WALLET_LINK: _changes(_K.ACCOUNT, _SELF, None),
     _A.WALLET_UNLINK: _changes(_K.ACCOUNT, _SELF, None),
@@ -309,13 +315,17 @@ RULES: Mapping[Action, PermissionRule] = {
     _A.TASKS_LIST_ALL: _reads(_K.SERVER, _OPERATOR, _S.ADMIN, audit=_OTHERS),
     _A.TASK_READ: _reads(_K.TASK, _VIEW | _OPERATOR, _S.TASKS_READ, audit=_OTHERS),
     _A.TASK_CANCEL: _changes(_K.TASK, _OWN | _OPERATOR, _S.TASKS_WRITE, audit=_OTHERS),
+    _A.TASK_DELETE: _changes(_K.TASK, _OWN | _OPERATOR, _S.TASKS_WRITE, audit=_OTHERS),
     _A.TASK_PREEMPT: _changes(_K.TASK, _OPERATOR, _S.ADMIN),
     _A.BATCH_READ: _reads(_K.BATCH, _VIEW | _OPERATOR, _S.TASKS_READ, audit=_OTHERS),
     _A.BATCH_EXTEND: _changes(_K.BATCH, _SELF, _S.TASKS_WRITE, Permission.CONSUMER, audit=_NEVER),
     _A.BATCH_CANCEL: _changes(_K.BATCH, _OWN | _OPERATOR, _S.TASKS_WRITE, audit=_OTHERS),
+    _A.BATCH_DELETE: _changes(_K.BATCH, _OWN | _OPERATOR, _S.TASKS_WRITE, audit=_OTHERS),
     _A.ARTIFACT_UPLOAD: _changes(_K.ACCOUNT, _WORK, _S.TASKS_WRITE, audit=_NEVER),
     _A.ARTIFACT_UPLOAD_OUTPUT: _changes(_K.TASK, _NODE, None, audit=_NEVER),
     _A.ARTIFACT_READ: _reads(_K.ARTIFACT, _VIEW | _OPERATOR | _NODE, _S.TASKS_READ, audit=_OTHERS),
+    _A.ARTIFACTS_LIST: _reads(_K.ACCOUNT, _VIEW, _S.TASKS_READ),
+    _A.ARTIFACT_DELETE: _changes(_K.ARTIFACT, _SELF, _S.TASKS_WRITE, audit=_NEVER),
     _A.NODES_LIST: _reads(_K.SERVER, _SIGNED_IN, _S.NODES_READ),
     _A.NODE_READ: _reads(_K.NODE, _SIGNED_IN, _S.NODES_READ),
     _A.NODE_INVITE: _changes(_K.ACCOUNT, _SELF, _S.NODES_WRITE, Permission.PROVIDER),

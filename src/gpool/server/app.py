@@ -47,6 +47,7 @@ from gpool.server.server import VERSION, Server, SignInServices
 from gpool.server.settings import Settings, span
 from gpool.server.store.drivers.opening import open_store
 from gpool.server.store.operations.identity import users as people
+from gpool.server.store.operations.tasks import storage
 from gpool.server.store.protocol import Store
 from gpool.server.store.values import User
 from gpool.server.wakeups import Hub
@@ -82,6 +83,8 @@ async def open_server(settings: Settings, clock: Clock | None = None) -> Server:
     private_directory(settings.data)
     clock = clock or SystemClock()
     server = wire(settings, await open_store(settings.store_url), clock)
+    server.blobs.remove_temporary()
+    await server.store.write(storage.forget_interrupted())
     await quotas.refresh(server)
     await operating.refresh(server)
     await server.identity.signing.ready(server.now)
@@ -111,8 +114,10 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
         nodes=registry,
         picture=picture,
         scheduler=Scheduler(picture, sealer, metrics),
-        reports=ReportBatches(picture.write, picture.absorb),
-        blobs=Blobs(settings.data / "artifacts", settings.max_artifact_bytes),
+        reports=ReportBatches(picture.write, picture.absorb, settings.storage_limits),
+        blobs=Blobs(
+            settings.data / "artifacts", settings.max_artifact_bytes, settings.min_free_bytes
+        ),
         credentials=Credentials(store, clock.now, remember, root_key, sign_ins.signing),
         gate=NodeAuthenticator(store, clock.now, root_key, remember=remember),
         metrics=metrics,

@@ -11,6 +11,7 @@ import errno
 import hashlib
 import os
 import secrets
+import shutil
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -35,10 +36,13 @@ class UploadPart:
 
 
 class Blobs:
-    def __init__(self, root: Path, max_bytes: int) -> None:
+    """`min_free_bytes`: free space of the disk that uploads leave untouched."""
+
+    def __init__(self, root: Path, max_bytes: int, min_free_bytes: int = 0) -> None:
         self._root = root
         self._incoming = root / "incoming"
         self._max_bytes = max_bytes
+        self._min_free_bytes = min_free_bytes
         self._pins: Counter[str] = Counter()
         self._busy: set[Path] = set()
         self._incoming.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -56,11 +60,37 @@ class Blobs:
             if not self._pins[sha256]:
                 del self._pins[sha256]
 
-    async def store(self, sha256: str, body: AsyncIterator[bytes]) -> int:
+    def check_free(self, more_bytes: int = 0) -> None:
+        """Raise `Unreachable` if the disk would have less than its free minimum after `more_bytes`."""
+        if not self._min_free_bytes:
+            return
+        free = shutil.disk_usage(self._root).free
+        if free - more_bytes < self._min_free_bytes:
+            raise Unreachable(
+                f"the server's disk has {free} bytes free and keeps {self._min_free_bytes} of them "
+                "(GPOOL_SERVER_MIN_FREE_BYTES); try again when an operator has made room"
+            )
+
+    async def verify(self, sha256: str, body: AsyncIterator[bytes]) -> int:
+        """Size of a body that must have this hash; nothing is stored."""
+        digest, size = hashlib.sha256(), 0
+        async for chunk in body:
+            size += len(chunk)
+            if size > self._max_bytes:
+                raise TooLarge(f"the upload exceeds its {self._max_bytes} bytes")
+            digest.update(chunk)
+        if digest.hexdigest() != sha256:
+            raise _mismatch(sha256, digest.hexdigest())
+        return size
+
+    async def store(
+        self, sha256: str, body: AsyncIterator[bytes], *, leaves_free: bool = True
+    ) -> int:
+        """Store an artifact. `leaves_free`: refuse to use the free minimum of the disk."""
         temporary = self._incoming / f"{secrets.token_hex(8)}.tmp"
         digest = hashlib.sha256()
         try:
-            size = await self._append(temporary, 0, self._max_bytes, body, digest)
+            size = await self._append(temporary, 0, self._max_bytes, body, digest, leaves_free)
             if digest.hexdigest() != sha256:
                 raise _mismatch(sha256, digest.hexdigest())
             await asyncio.to_thread(self._publish, temporary, sha256)
@@ -131,7 +161,7 @@ class Blobs:
             yield data
 
         sha256 = hashlib.sha256(data).hexdigest()
-        await self.store(sha256, once())
+        await self.store(sha256, once(), leaves_free=False)
         return sha256
 
     def remove(self, sha256: str) -> bool:
@@ -139,6 +169,23 @@ class Blobs:
             return False
         self.path(sha256).unlink(missing_ok=True)
         return True
+
+    def remove_part(self, sha256: str, uploader: str) -> bool:
+        """Drop an unfinished upload in parts; False if there is none, or a request is writing to it."""
+        partial = self._partial(sha256, uploader)
+        if partial in self._busy or not partial.exists():
+            return False
+        partial.unlink(missing_ok=True)
+        return True
+
+    def remove_parts_of(self, uploader: str) -> None:
+        for path in self._incoming.glob(f"{uploader}-*.part"):
+            path.unlink(missing_ok=True)
+
+    def remove_temporary(self) -> None:
+        """Remove files of requests that a stopped server did not finish."""
+        for path in self._incoming.glob("*.tmp"):
+            path.unlink(missing_ok=True)
 
     def remove_stale_parts(self, now: Instant, older_than: Span) -> int:
         removed = 0
@@ -159,6 +206,7 @@ class Blobs:
         limit: int,
         body: AsyncIterator[bytes],
         digest: hashlib._Hash | None,
+        leaves_free: bool = True,
     ) -> int:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         buffer: list[bytes] = []
@@ -171,6 +219,8 @@ class Blobs:
                 buffer.append(chunk)
                 buffered += len(chunk)
                 if buffered >= CHUNK_BYTES:
+                    if leaves_free:
+                        self.check_free(buffered)
                     await _uncancelled(_write, descriptor, b"".join(buffer), digest)
                     buffer, buffered = [], 0
             await _uncancelled(_write, descriptor, b"".join(buffer), digest, True)

@@ -20,6 +20,7 @@ from gpool.core.quotas import OwnerQuota, Quota
 from gpool.server.identity.sealer import MasterSource
 from gpool.server.nodes.reports import SITE
 from gpool.server.outbound import own_address
+from gpool.server.store.operations.tasks.storage import StorageLimits
 from gpool.transfer.requests import is_loopback, origin_of
 
 WILDCARDS = frozenset({"0.0.0.0", "::", ""})
@@ -197,6 +198,21 @@ class Settings(BaseSettings):
     keep_checkpoints_s: float = Field(
         default=86_400.0, ge=0, description="How long checkpoints are kept after their task's end."
     )
+    keep_task_data_days: float = Field(
+        default=30.0,
+        ge=0,
+        description="Days after a task's end at which its arguments, results, log and checkpoint expire; the summary stays. 0: kept.",
+    )
+    keep_tasks_days: float = Field(
+        default=365.0,
+        ge=0,
+        description="Days after a task's end at which its summary is deleted too. 0: kept.",
+    )
+    min_free_bytes: int = Field(
+        default=GIB // 2,
+        ge=0,
+        description="Free disk space below which uploads and submissions with inline arguments are refused; ends of tasks are stored.",
+    )
     seal_logs_after_s: float = Field(
         default=60.0,
         ge=0,
@@ -266,7 +282,9 @@ class Settings(BaseSettings):
         description="Quota of an owner who is not an operator: GPUs on all nodes together; unset: no limit.",
     )
     user_storage_bytes: int | None = Field(
-        default=1024 * GIB, ge=0, description="Quota of an account: stored artifacts."
+        default=1024 * GIB,
+        ge=0,
+        description="Quota of an account: stored artifacts, logs, inline data, uploads in progress.",
     )
     user_teams: int = Field(default=100, ge=1, description="Teams that an account may belong to.")
     user_own_teams: int = Field(default=20, ge=0, description="Teams that an account may own.")
@@ -277,7 +295,9 @@ class Settings(BaseSettings):
         default=2_000_000, ge=0, description="Quota of a team: queued tasks."
     )
     team_storage_bytes: int | None = Field(
-        default=4096 * GIB, ge=0, description="Quota of a team: stored artifacts."
+        default=4096 * GIB,
+        ge=0,
+        description="Quota of a team: stored artifacts, logs, inline data, uploads in progress.",
     )
 
     master_key: SecretStr | None = Field(
@@ -338,6 +358,10 @@ class Settings(BaseSettings):
             if not SITE.fullmatch(name):
                 raise ValueError(f"shared_sites: {name!r} may hold only letters, digits and . _ -")
         return self
+
+    @property
+    def storage_limits(self) -> StorageLimits:
+        return StorageLimits(self.user_storage_bytes, self.team_storage_bytes)
 
     @property
     def sites(self) -> frozenset[str]:

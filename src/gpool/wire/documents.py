@@ -254,6 +254,7 @@ class TaskDocument(Answer):
     engine: str = "none"
     on_loss: str = "reform"
     on: str = "anyone"  # owners whose nodes may run it, as requested or by default
+    expired_at: AwareDatetime | None = None  # arguments, results, log and checkpoint were deleted
 
 
 class TaskPage(Answer):
@@ -582,6 +583,20 @@ class NodeChallenge(Answer):
 class ArtifactDocument(Answer):
     sha256: str
     size_bytes: int
+
+
+class StoredArtifactDocument(ArtifactDocument):
+    """`used_as`: upload (no task names it), spec (function or input), payload, result, log, checkpoint or lease."""
+
+    used_as: str
+
+
+class ArtifactPage(Answer):
+    """Artifacts of an account, largest first. `used_bytes`: all that its storage quota is charged for."""
+
+    items: list[StoredArtifactDocument]
+    next: str | None = None
+    used_bytes: int
 
 
 class HealthDocument(Answer):

@@ -155,6 +155,13 @@ class PasswordChange(Document):
     new: Password
 
 
+class AccountDeletion(Document):
+    """`password` is required if the account has one, else `name`: the account's name, as a confirmation."""
+
+    password: Password | None = None
+    name: str | None = Field(default=None, max_length=200)
+
+
 class WalletLink(SignedMessage):
     """Signature of the new wallet, and the password or a linked wallet's signature."""
 

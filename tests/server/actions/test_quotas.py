@@ -15,7 +15,7 @@ from gpool.server.actions.quotas import set_quota
 from gpool.server.actions.tasks.outputs import ArtifactUpload
 from gpool.server.actions.tasks.outputs import put as put_by
 from gpool.server.store.identity_values import GivenQuota
-from gpool.server.store.operations.identity import users
+from gpool.server.store.operations.identity import teams, users
 from gpool.server.store.values import User
 from gpool.wire.frames import Hold
 from tests.server.server_desk import Desk, an_offer, exited
@@ -84,7 +84,8 @@ async def test_a_node_never_stores_more_than_the_task_s_owner_may(desk: Desk) ->
     agent = await desk.agent()
     task = await desk.command()
     await desk.schedule()
-    await give(desk, storage_bytes=100)
+    used = await desk.server.store.read(teams.usage_of("user", (await operator(desk)).id))
+    await give(desk, storage_bytes=used.storage_bytes + 100)
     answer = await desk.post("/v1/nodes", {"name": "second"})
     assert answer.status_code == 201
 

@@ -159,6 +159,7 @@ CASES: dict[tuple[str, str, str], Cell] = {
         "objects": ("-",),
         "body": {},
     },
+    ("DELETE", "/v1/me", ""): {"body": {}},  # not confirmed
     ("PUT", "/v1/me/password", ""): {"body": {"new": "short"}},
     ("POST", "/v1/wallets", ""): {"body": _SIGNATURE},
     ("PATCH", "/v1/wallets/{address}", ""): {

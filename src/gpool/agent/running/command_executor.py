@@ -13,6 +13,7 @@ from pathlib import Path
 from gpool.agent.network.policy import Gang
 from gpool.agent.runner import gang as starter
 from gpool.agent.running.checkpoints import CheckpointSaver, uninterrupted
+from gpool.agent.running.output_upload import RoomWait, upload_output
 from gpool.agent.running.sandboxes import (
     KILLED,
     ExecutorContext,
@@ -38,7 +39,7 @@ from gpool.agent.state_machine.instructions import (
     CommandStarted,
     StartCommand,
 )
-from gpool.core.errors import GpoolError, Unreachable
+from gpool.core.errors import GpoolError, StorageFull, Unreachable
 from gpool.core.gangs import GATE_PORT, address_of, engine_words, ray_address
 from gpool.core.gangs import variables as gang_variables
 from gpool.core.model import (
@@ -197,7 +198,7 @@ class CommandExecutor:
         except SandboxFailed as error:
             fault = None if self._has_begun else error.fault
             self._outcome = SandboxExit(125, error.reason, str(error), fault=fault)
-        except BadOutput as error:
+        except (BadOutput, StorageFull) as error:
             self._outcome = SandboxExit(125, EndReason.BAD_OUTPUT, str(error))
         except (GpoolError, OSError) as error:
             detail = f"{type(error).__name__}: {error}"
@@ -334,8 +335,9 @@ class CommandExecutor:
                 if output.sha256 not in sent:
                     sent.add(output.sha256)
                     file = into / output.sha256
-                    await self._context.uploader.upload(
-                        file, output.sha256, output.size_bytes, self._lease
+                    sending = (file, output.sha256, output.size_bytes)
+                    await upload_output(
+                        self._context.uploader, sending, self._lease, self._note, RoomWait()
                     )
         return ended, tuple(found)
 

@@ -7,10 +7,12 @@ import contextlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import structlog
 
+from gpool.agent.running.output_upload import VALUE_WAIT_S, RoomWait, upload_output
 from gpool.agent.running.sandboxes import (
     KILLED,
     ExecutorContext,
@@ -46,7 +48,7 @@ from gpool.agent.state_machine.instructions import (
     StartRunner,
 )
 from gpool.agent.state_machine.leases import why_it_died
-from gpool.core.errors import GpoolError, StaleLease, Unreachable
+from gpool.core.errors import GpoolError, StaleLease, StorageFull, Unreachable
 from gpool.core.model import EndReason, Fault, Phase
 from gpool.transfer.requests import LeaseRef, hash_of
 
@@ -290,16 +292,25 @@ class RunnerExecutor:
         )
         try:
             sha256, size = await asyncio.to_thread(hash_of, file)
-            await self._context.uploader.upload(file, sha256, size, LeaseRef(*lease))
+            note = partial(self._note_wait, lease)
+            wait = RoomWait(VALUE_WAIT_S)
+            sending = (file, sha256, size)
+            await upload_output(self._context.uploader, sending, LeaseRef(*lease), note, wait)
             return replace(answered, value_sha256=sha256)
         except StaleLease as error:
             log.info("value_refused", task=lease[0], epoch=lease[1], error=error.detail)
             return replace(answered, reason=EndReason.SANDBOX_FAILED, error_text=error.detail)
+        except StorageFull as error:
+            return replace(answered, reason=EndReason.BAD_OUTPUT, error_text=error.detail)
         except (GpoolError, OSError) as error:
             text = f"the value could not be uploaded: {error}"
             return replace(answered, reason=EndReason.SANDBOX_FAILED, error_text=text)
         finally:
             await asyncio.to_thread(file.unlink, missing_ok=True)
+
+    def _note_wait(self, lease: tuple[int, int], text: str) -> None:
+        data = f"[gpool: {text}]\n".encode()
+        self._context.feed(CallPrinted(self._start.runner, *lease, 2, data))
 
 
 def _died(lease: tuple[int, int], answer: CallAnswer, ended: SandboxExit) -> CallAnswered:

@@ -1,14 +1,13 @@
 """Quotas of users and teams, set by operators. Tasks over the GPU quota wait (`core.scheduler.order.limits`); queued tasks
-and storage are compared with the stored amounts in the adding transaction, under a lock on the account.
+and storage (`store.operations.tasks.storage`) are compared with the stored amounts in the adding transaction.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
-from gpool.core.errors import Forbidden, Invalid, NotFound, TooMany
+from gpool.core.errors import Invalid, NotFound, StorageFull, TooMany
 from gpool.core.ids import NodeId, TaskId, UserId, encode
 from gpool.core.model import Instant
 from gpool.core.permissions import TeamId
@@ -19,11 +18,10 @@ from gpool.server.server import Server
 from gpool.server.settings import Settings
 from gpool.server.store.identity_values import GivenQuota
 from gpool.server.store.operations.identity import accounts, teams
-from gpool.server.store.operations.tasks import artifacts
-from gpool.server.store.operations.tasks.artifacts import TaskOwner
+from gpool.server.store.operations.tasks import artifacts, storage
+from gpool.server.store.operations.tasks.storage import StorageLimits, UploadReservation
 from gpool.server.store.operations.tasks.submissions import Submission
 from gpool.server.store.protocol import Operation, operation
-from gpool.server.store.rows import select
 from gpool.wire.frames import Hold
 
 
@@ -173,11 +171,6 @@ def _charge(
 # ---- storage
 
 
-class _StorageUse(NamedTuple):
-    size_bytes: int
-    copies: int
-
-
 @dataclass(frozen=True, slots=True)
 class StoredUpload:
     sha256: str
@@ -187,86 +180,30 @@ class StoredUpload:
     team_key: int | None = None  # API key for one team, which alone sees the upload
 
 
-async def body_within_quota(
-    server: Server, upload: StoredUpload, declared_bytes: int, body: AsyncIterator[bytes]
-) -> AsyncIterator[bytes]:
-    room = await server.store.read(free_storage(server.settings, upload))
-    if room is None:
-        return body
-    if declared_bytes > room[1]:
-        raise _full(*room, declared_bytes)
-    return _counted(body, *room)
-
-
-async def _counted(body: AsyncIterator[bytes], holder: Holder, room: int) -> AsyncIterator[bytes]:
-    size = 0
-    async for piece in body:
-        size += len(piece)
-        if size > room:
-            raise _full(holder, room, size)
-        yield piece
-
-
 @operation
-def free_storage(settings: Settings, upload: StoredUpload) -> Operation[tuple[Holder, int] | None]:
-    holder = yield from _charged_account(upload)
-    if holder is None:
-        return None
-    given = yield from teams.quota_of(*holder)
-    limit = effective(settings, holder, given).storage_bytes
-    if limit is None:
-        return None
-    [used] = yield from select(
-        _StorageUse,
-        "SELECT COALESCE(SUM(size_bytes), 0), (SELECT COUNT(*) FROM stored WHERE kind = :kind AND id = :id "
-        "AND sha256 = :sha256) FROM storage WHERE kind = :kind AND id = :id",
-        {"kind": holder[0], "id": holder[1], "sha256": upload.sha256},
-    )
-    return None if used.copies else (holder, max(0, limit - int(used.size_bytes)))
+def finish_upload(
+    upload: StoredUpload, room: UploadReservation, size: int, limits: StorageLimits, at: Instant
+) -> Operation[bool | StorageFull]:
+    """Replace the upload's reservation by the artifact. Refused bytes get no reference and are pruned.
 
-
-@operation
-def add_within_quota(
-    settings: Settings, upload: StoredUpload, size: int, at: Instant
-) -> Operation[bool | Forbidden]:
-    """`artifacts.add_artifact` within the quota; otherwise the artifact gets no reference and is pruned later."""
-    lease = upload.lease
-    if upload.user is not None:
-        yield from teams.hold_account("user", upload.user)
-    room = yield from free_storage(settings, upload)
-    if room is not None and size > room[1]:
-        yield from artifacts.put_artifact(upload.sha256, size, at)
-        return _full(*room, size)
+    False: the node does not hold the lease any more.
+    """
+    yield from storage.take_reservation(room)
+    is_new = not (yield from storage.is_stored(room.account, upload.sha256))
+    left = (yield from storage.rooms([room.account], limits)).get(room.account, size)
+    if is_new and size > left:
+        yield from artifacts.leave_to_prune(upload.sha256, size)
+        return storage.storage_full(room.account, "this artifact", size, left)
     fence = None
-    if lease is not None and upload.node is not None:
-        fence = (TaskId(lease.task), lease.epoch)
+    if upload.lease is not None and upload.node is not None:
+        fence = (TaskId(upload.lease.task), upload.lease.epoch)
     add = artifacts.add_artifact(
         upload.sha256, size, upload.user, upload.node, fence, at, upload.team_key
     )
-    return (yield from add)
-
-
-def _charged_account(upload: StoredUpload) -> Operation[Holder | None]:
-    if upload.user is not None:
-        return "user", upload.user
-    if upload.lease is None:
-        return None
-    owners = yield from select(
-        TaskOwner,
-        "SELECT user_id, team_id FROM tasks WHERE id = :task",
-        {"task": upload.lease.task},
-    )
-    if not owners:
-        return None
-    [(user, team)] = owners
-    return ("user", user) if team is None else ("team", team)
-
-
-def _full(holder: Holder, room: int, size: int) -> Forbidden:
-    return Forbidden(
-        f"this artifact has {size} bytes and {_whose(holder)} may store only {room} more; "
-        "ask the operator for a larger storage quota"
-    )
+    if not (yield from add):
+        yield from artifacts.leave_to_prune(upload.sha256, size)
+        return False
+    return True
 
 
 # ---- accounts

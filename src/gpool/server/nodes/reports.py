@@ -29,6 +29,7 @@ from gpool.core.scheduler.place.kinds import MAX_GPUS
 from gpool.core.specs import fields
 from gpool.server.store.batching import WriteBatcher
 from gpool.server.store.operations.leases import leases
+from gpool.server.store.operations.tasks.storage import NO_LIMITS, StorageLimits
 from gpool.server.store.protocol import Operation, brief
 from gpool.server.store.values import Recording
 from gpool.wire.frames import MAX_SPEC_BYTES, Checkpointed, Finished, Hold, LogChunk, ReportItem
@@ -234,8 +235,15 @@ class _ReportFrame:
 
 
 class ReportBatches:
-    def __init__(self, write: Write, absorb: Callable[[Recording], None]) -> None:
-        self._write, self._absorb = write, absorb
+    """`limits`: default storage quotas of the tasks' owners."""
+
+    def __init__(
+        self,
+        write: Write,
+        absorb: Callable[[Recording], None],
+        limits: StorageLimits = NO_LIMITS,
+    ) -> None:
+        self._write, self._absorb, self._limits = write, absorb, limits
         self._frames = WriteBatcher(self._record, self._fold)
         self._beats = WriteBatcher(self._beat, lambda _, drops: drops)
 
@@ -255,7 +263,7 @@ class ReportBatches:
     async def _record(self, group: Sequence[_ReportFrame]) -> Recording:
         frames = [(each.node, each.items) for each in group]
         rows = sum(len(each.items) for each in group)
-        return await self._write(brief(leases.record(frames, group[-1].at), rows))
+        return await self._write(brief(leases.record(frames, group[-1].at, self._limits), rows))
 
     def _fold(self, group: Sequence[_ReportFrame], recording: Recording) -> list[tuple[Hold, ...]]:
         self._absorb(recording)

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
-
-import msgspec
 
 from gpool.core.model import SECOND, Availability, Instant, Span
 from gpool.core.scheduler.order.fair_share import HALF_LIFE, UsageValues
 from gpool.server.actions import audit, policy, quotas
+from gpool.server.actions.accounts import removal
+from gpool.server.actions.tasks import deletion as task_deletion
+from gpool.server.actions.tasks import sealed_logs
 from gpool.server.nodes.gpu_verifier import GpuVerifier
 from gpool.server.nodes.reliability import UpdateReliability
 from gpool.server.scheduling import learning
@@ -26,10 +27,18 @@ from gpool.server.server import Server
 from gpool.server.settings import span
 from gpool.server.store.operations import nodes, rules
 from gpool.server.store.operations import rules as rules_operations
-from gpool.server.store.operations.identity import accounts, sessions
+from gpool.server.store.operations.identity import account_deletion, accounts, sessions
 from gpool.server.store.operations.leases import gang_members, leases
 from gpool.server.store.operations.leases.leases import NotExpired
-from gpool.server.store.operations.tasks import artifacts, idempotency, progress, tasks
+from gpool.server.store.operations.tasks import (
+    artifacts,
+    deletion,
+    idempotency,
+    progress,
+    storage,
+    tasks,
+)
+from gpool.server.store.protocol import Operation
 from gpool.server.store.values import LogLine
 from gpool.server.wakeups import Wake
 
@@ -83,6 +92,11 @@ log = logging.getLogger(__name__)
 
 PRUNE_ROWS = 500
 """Rows of a single write of `PruneStore`, so that other writes are not delayed."""
+
+RETAIN_ROWS = 200
+"""Tasks that one write of `RetainTasks` shrinks or deletes."""
+
+DAY_S = 86_400
 
 OVERDUE_AFTER = Span(900 * SECOND)
 """Time for a node to release a member after its gang was cancelled or failed. Nothing is saved then: it takes seconds."""
@@ -195,7 +209,10 @@ class PruneStore:
         while await server.write(progress.forget_checkpoints(before, PRUNE_ROWS)) >= PRUNE_ROWS:
             pass
         await self._remove_unreferenced(now)
+        before = Instant(now - span(settings.keep_unreferenced_s))
         server.blobs.remove_stale_parts(now, span(settings.keep_unreferenced_s))
+        while await server.write(storage.forget_uploads(before, PRUNE_ROWS)) >= PRUNE_ROWS:
+            pass
         server.picture.drop_unused_specs()
         await quotas.refresh(server)  # another replica may have changed them
         await policy.refresh(server)
@@ -212,7 +229,7 @@ class PruneStore:
                 progress.logs(task, lines[-1].cursor if lines else 0, PRUNE_ROWS)
             ):
                 lines += chunk
-            data = msgspec.json.Encoder().encode_lines(lines)
+            data = await asyncio.to_thread(sealed_logs.sealed, lines)
             sha256 = await server.blobs.put_bytes(data)
             with server.blobs.pinned(sha256):
                 await server.write(progress.seal_logs(task, sha256, len(data), now))
@@ -225,6 +242,33 @@ class PruneStore:
                 server.blobs.remove(sha256)
             if len(found) < PRUNE_ROWS:
                 return
+
+
+class RetainTasks:
+    """Shrinks and deletes expired tasks, and finishes the deletion of accounts, in bounded batches."""
+
+    name = "retention"
+
+    def __init__(self, server: Server) -> None:
+        self.wake = Wake()
+        self.every_s = server.settings.prune_s
+        self._server = server
+
+    async def run_once(self, now: Instant) -> None:
+        server, settings = self._server, self._server.settings
+        if settings.keep_tasks_days:
+            before = Instant(now - span(settings.keep_tasks_days * DAY_S))
+            await self._all(lambda: deletion.delete_expired(before, RETAIN_ROWS))
+        if settings.keep_task_data_days:
+            old = Instant(now - span(settings.keep_task_data_days * DAY_S))
+            await self._all(lambda: deletion.shrink_expired(old, now, RETAIN_ROWS))
+        for user in await server.store.read(account_deletion.deleted_accounts(RETAIN_ROWS)):
+            await removal.purge(server, user)
+
+    async def _all(self, expire: Callable[[], Operation[deletion.DeletedTasks]]) -> None:
+        while (found := await self._server.write(expire())).tasks:
+            await task_deletion.remove_files(self._server, found.artifacts)
+            await _yield_to_others()
 
 
 class RotateKeys:
@@ -345,6 +389,7 @@ def all_loops(server: Server) -> tuple[Loop, ...]:
         SchedulePasses(server),
         ExpireNodes(server),
         PruneStore(server),
+        RetainTasks(server),
         RotateKeys(server),
         StoreUsage(server),
         UpdateReliability(server),

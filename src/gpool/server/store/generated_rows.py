@@ -16,6 +16,7 @@ class UsersRecord(NamedTuple):
     created_at: Instant
     password_hash: str | None
     disabled_at: Instant | None
+    deleted_at: Instant | None
 
 
 class ApiKeysRecord(NamedTuple):
@@ -75,6 +76,7 @@ class SpecsRecord(NamedTuple):
     body: str
     retries: int
     created_at: Instant
+    stored_bytes: int
 
 
 class BatchesRecord(NamedTuple):
@@ -118,6 +120,8 @@ class TasksRecord(NamedTuple):
     payload: bytes | None
     value: bytes | None
     team_id: TeamId | None
+    stored_bytes: int
+    shrunk_at: Instant | None
 
 
 class AttemptsRecord(NamedTuple):
@@ -145,12 +149,14 @@ class CheckpointsRecord(NamedTuple):
     size_bytes: int
     files: int
     manifest: str
+    stored_bytes: int
 
 
 class LogHeadsRecord(NamedTuple):
     task_id: TaskId
     size_bytes: int
     truncated: int
+    stored_bytes: int
 
 
 class LogChunksRecord(NamedTuple):
@@ -341,6 +347,16 @@ class StorageRecord(NamedTuple):
     id: int
     shard: int
     size_bytes: int
+
+
+class UploadsRecord(NamedTuple):
+    uploader: str
+    sha256: str
+    number: int
+    kind: str
+    account: int
+    size_bytes: int
+    at: Instant
 
 
 class AuditRecord(NamedTuple):

@@ -79,8 +79,10 @@ users = Table(
     _int("created_at"),
     _words("password_hash"),
     _maybe("disabled_at"),
+    _maybe("deleted_at"),
     UniqueConstraint("name"),
 )
+"""`deleted_at`: the account is gone; the row stays until the loop `retention` has deleted its tasks."""
 
 api_keys = Table(
     "api_keys",
@@ -156,8 +158,10 @@ specs = Table(
     _text("body"),
     _int("retries"),
     _int("created_at"),
+    _counter("stored_bytes"),
     UniqueConstraint("user_id", "digest"),
 )
+"""`stored_bytes` (here and below): bytes charged to the owner's storage for the row and its inline data."""
 
 batches = Table(
     "batches",
@@ -204,7 +208,11 @@ tasks = Table(
     Column("payload", LargeBinary),
     Column("value", LargeBinary),
     _maybe("team_id"),
+    _counter("stored_bytes"),
+    _maybe("shrunk_at"),
+    Index("ix_tasks_spec_id", "spec_id"),
 )
+"""`shrunk_at`: when arguments, results, log and checkpoint expired; the summary stays."""
 _partial("ix_tasks_user_id_id", tasks.c.user_id, tasks.c.id, where="team_id IS NULL")
 _partial("ix_tasks_queued", tasks.c.user_id, tasks.c.id, where="status = 'queued'")
 _partial("ix_tasks_held", tasks.c.node_id, tasks.c.user_id, where="holding = 1")
@@ -224,6 +232,10 @@ _partial(
     tasks.c.id,
     where="team_id IS NOT NULL AND holding = 1",
 )
+_partial(
+    "ix_tasks_whole", tasks.c.finished_at, where="finished_at IS NOT NULL AND shrunk_at IS NULL"
+)
+_partial("ix_tasks_shrunk", tasks.c.finished_at, where="shrunk_at IS NOT NULL")
 
 attempts = Table(
     "attempts",
@@ -256,6 +268,7 @@ checkpoints = Table(
     _int("size_bytes"),
     _int("files"),
     _text("manifest"),
+    _counter("stored_bytes"),
 )
 
 log_heads = Table(
@@ -264,6 +277,7 @@ log_heads = Table(
     _int("task_id", primary_key=True),
     _int("size_bytes"),
     _counter("truncated"),
+    _counter("stored_bytes"),
 )
 
 log_chunks = Table(
@@ -292,6 +306,7 @@ artifact_refs = Table(
     _int("user_id"),
     _counter("epoch"),
     _maybe("team_id"),
+    Index("ix_artifact_refs_holder_kind", "holder", "kind"),
 )
 
 idempotency = Table(
@@ -532,7 +547,22 @@ storage = Table(
     _int("shard", primary_key=True),
     _int("size_bytes"),
 )
-"""Sum of `stored` by user or team, in shards so that concurrent writers do not wait for each other."""
+"""Bytes charged to a user or team: the artifacts of `stored`, the rows' `stored_bytes`, and `uploads`; in shards so that
+concurrent writers do not wait for each other."""
+
+uploads = Table(
+    "uploads",
+    metadata,
+    _text("uploader", primary_key=True),
+    _text("sha256", primary_key=True),
+    _int("number", primary_key=True),
+    _text("kind"),
+    _int("account"),
+    _int("size_bytes"),
+    _int("at"),
+    Index("ix_uploads_at", "at"),
+)
+"""Room reserved for uploads in progress. `number` 0: an upload in parts, else one request."""
 
 # ---- audit log, secrets, bindings
 

@@ -219,6 +219,7 @@ def task(view: TaskView) -> TaskDocument:
         engine=spec.engine.value,
         on_loss=spec.on_loss.value,
         on=_on(view),
+        expired_at=_maybe(view.record.shrunk_at),
     )
 
 

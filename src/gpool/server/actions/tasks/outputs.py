@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 from base64 import b64encode
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 
-import msgspec
-
-from gpool.core.errors import Forbidden, Invalid, NotFound, StaleLease
+from gpool.core.errors import Invalid, NotFound, StaleLease, StorageFull, TooLarge
 from gpool.core.ids import TaskId
-from gpool.core.model import Permission
+from gpool.core.model import MIB, Permission
 from gpool.core.permissions import Action, ObjectKind, Thing, missing
 from gpool.server.actions import quotas
 from gpool.server.actions.audit import note_read
-from gpool.server.actions.tasks import documents, query
+from gpool.server.actions.tasks import documents, query, sealed_logs
 from gpool.server.blobs import UploadPart
 from gpool.server.identity.authorization import own, permit
 from gpool.server.server import Server
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operations.tasks import artifacts as artifact_operations
-from gpool.server.store.operations.tasks import progress
+from gpool.server.store.operations.tasks import progress, storage
+from gpool.server.store.operations.tasks.storage import UploadReservation
 from gpool.server.store.values import LogLine, NodeCredentials, TaskView
 from gpool.wire.documents import LogDocument, ProgressDocument
 from gpool.wire.frames import Hold
+
+STEP_BYTES = 8 * MIB
+"""Room reserved at once for an upload of undeclared length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,40 +44,106 @@ async def put(
     upload: ArtifactUpload,
     body: AsyncIterator[bytes],
 ) -> int | None:
+    """Store an artifact, or a part of one (then None). Its room is reserved before the first byte is stored."""
+    charged = await _charged(server, who, upload)
+    declared = upload.part.total if upload.part is not None else upload.declared_bytes
+    if declared > server.settings.max_artifact_bytes:
+        raise TooLarge(
+            f"the artifact has {declared} bytes; the limit is {server.settings.max_artifact_bytes}"
+        )
+    sha256, account = upload.sha256, charged.account
+    with server.blobs.pinned(sha256):
+        if upload.part is None and await server.store.read(storage.is_stored(account, sha256)):
+            size = await server.blobs.verify(sha256, body)  # charged already, so not stored again
+            none = UploadReservation(_uploader(who), sha256, server.ids.next(), account)
+            await _refer(server, charged.upload, none, size)
+            return size
+        server.blobs.check_free(declared)
+        number = server.ids.next() if upload.part is None else 0
+        room = UploadReservation(_uploader(who), sha256, number, account)
+        await _reserve(server, room, declared)
+        try:
+            return await _store(server, charged.upload, room, upload.part, declared, body)
+        finally:
+            if upload.part is None or server.blobs.offset(sha256, _uploader(who)) is None:
+                await server.write(storage.release_upload(room))
+
+
+@dataclass(frozen=True, slots=True)
+class _ChargedUpload:
+    upload: quotas.StoredUpload
+    account: storage.Account
+
+
+async def _charged(
+    server: Server, who: Caller | NodeCredentials, upload: ArtifactUpload
+) -> _ChargedUpload:
     if isinstance(who, Caller):
         permit(who, Action.ARTIFACT_UPLOAD, own(who))
+        mine = quotas.StoredUpload(upload.sha256, who.user.id, team_key=who.team_key)
+        return _ChargedUpload(mine, ("user", who.user.id))
+    if upload.lease is None:
+        raise Invalid("a node uploads under a lease; send the header 'Gpool-Lease: TASK:EPOCH'")
+    task, epoch = TaskId(upload.lease.task), upload.lease.epoch
+    owner = await server.store.read(artifact_operations.upload_owner(who.node, task, epoch))
+    if owner is None:
+        raise _stale()
+    stored = quotas.StoredUpload(upload.sha256, None, who.node, upload.lease)
+    return _ChargedUpload(stored, storage.holder_of(owner.user_id, owner.team_id))
+
+
+async def _store(
+    server: Server,
+    charged: quotas.StoredUpload,
+    room: UploadReservation,
+    part: UploadPart | None,
+    declared: int,
+    body: AsyncIterator[bytes],
+) -> int | None:
+    if part is None:
+        body = _reserving(server, room, declared, body)
+        size: int | None = await server.blobs.store(charged.sha256, body)
     else:
-        if upload.lease is None:
-            raise Invalid("a node uploads under a lease; send the header 'Gpool-Lease: TASK:EPOCH'")
-        task, epoch = TaskId(upload.lease.task), upload.lease.epoch
-        if not await server.store.read(artifact_operations.may_upload(who.node, task, epoch)):
-            raise _stale()
-    charged = (
-        quotas.StoredUpload(upload.sha256, who.user.id, team_key=who.team_key)
-        if isinstance(who, Caller)
-        else quotas.StoredUpload(upload.sha256, None, who.node, upload.lease)
-    )
-    declared = upload.part.total if upload.part is not None else upload.declared_bytes
-    if (
-        declared <= server.settings.max_artifact_bytes
-    ):  # larger ones are refused for that reason below
-        body = await quotas.body_within_quota(server, charged, declared, body)
-    with server.blobs.pinned(upload.sha256):
-        if upload.part is None:
-            size: int | None = await server.blobs.store(upload.sha256, body)
-        else:
-            size = await server.blobs.store_part(upload.sha256, _uploader(who), upload.part, body)
-        if size is not None:
-            await _refer(server, charged, size)
+        size = await server.blobs.store_part(charged.sha256, room.uploader, part, body)
+    if size is not None:
+        await _refer(server, charged, room, size)
     return size
 
 
-async def _refer(server: Server, charged: quotas.StoredUpload, size: int) -> None:
-    done = await server.write(quotas.add_within_quota(server.settings, charged, size, server.now))
-    if isinstance(done, Forbidden):
+async def _reserving(
+    server: Server, room: UploadReservation, reserved: int, body: AsyncIterator[bytes]
+) -> AsyncIterator[bytes]:
+    """Reserve more for a body that is longer than declared, before its bytes are stored."""
+    size = 0
+    async for piece in body:
+        size += len(piece)
+        if size > reserved:
+            wanted = max(size, reserved + STEP_BYTES)
+            try:
+                await _reserve(server, room, wanted)
+            except StorageFull:
+                await _reserve(server, room, size)
+                wanted = size
+            reserved = wanted
+        yield piece
+
+
+async def _reserve(server: Server, room: UploadReservation, size: int) -> None:
+    limits = server.settings.storage_limits
+    full = await server.write(storage.reserve(room, size, limits, server.now))
+    if full is not None:
+        raise full
+
+
+async def _refer(
+    server: Server, charged: quotas.StoredUpload, room: UploadReservation, size: int
+) -> None:
+    limits = server.settings.storage_limits
+    finishing = quotas.finish_upload(charged, room, size, limits, server.now)
+    done = await server.write(finishing)
+    if isinstance(done, StorageFull):
         raise done
     if not done:
-        await server.write(artifact_operations.leave_to_prune(charged.sha256, size, server.now))
         raise _stale()
 
 
@@ -142,7 +211,6 @@ def _uploader(who: Caller | NodeCredentials) -> str:
 
 LOG_ROWS = 500
 SILENCE_S = 15.0
-_line_decoder = msgspec.json.Decoder(LogLine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,14 +296,4 @@ async def _after(server: Server, view: TaskView, after: int) -> list[LogLine]:
 
 
 async def _sealed_after(server: Server, sha256: str, after: int) -> list[LogLine]:
-    found: list[LogLine] = []
-    rest = b""
-    async for chunk in server.blobs.read(sha256, 0, 1 << 62):
-        *whole, rest = (rest + chunk).split(b"\n")
-        for text in whole:
-            line = _line_decoder.decode(text)
-            if line.cursor > after:
-                found.append(line)
-                if len(found) >= LOG_ROWS:
-                    return found
-    return found
+    return await asyncio.to_thread(sealed_logs.page, server.blobs.path(sha256), after, LOG_ROWS)

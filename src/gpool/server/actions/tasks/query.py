@@ -26,7 +26,7 @@ from gpool.server.store.operations.leases import grants
 from gpool.server.store.operations.tasks import tasks as operations
 from gpool.server.store.protocol import Operation, brief, operation
 from gpool.server.store.values import Batch, BatchResult, Recording, TaskView
-from gpool.wire.documents import EventDocument
+from gpool.wire.documents import EventDocument, instant_to_datetime
 
 RESULT_ROWS = 1000
 SILENCE_S = 15.0
@@ -173,8 +173,8 @@ async def _results(server: Server, who: Caller, id_: BatchId, after: int) -> Asy
                 yield documents.result_lines(rows, who.user.id)
                 if len(rows) == RESULT_ROWS:
                     continue
-            if now is None or (now.closed and after >= now.total):
-                return
+            if now is None or (now.closed and now.done >= now.total):
+                return  # `rows` were read with `now`; ended tasks may have been deleted
             while not await changed.wait(SILENCE_S):
                 yield b"\n"
 
@@ -192,6 +192,13 @@ async def events(server: Server, who: Caller, id_: TaskId) -> list[EventDocument
     await note_read(server, who, Action.TASK_READ, task_thing(story), encode("task", id_))
     assert story is not None
     return documents.events(story)
+
+
+def check_not_expired(view: TaskView) -> None:
+    """Raise `NotFound` for the result of a shrunk task."""
+    if view.record.shrunk_at is not None:
+        day = instant_to_datetime(view.record.shrunk_at).date()
+        raise NotFound(f"the result of {named(view.row.id)} expired on {day}; its summary is kept")
 
 
 def named(id_: TaskId) -> str:

@@ -95,6 +95,8 @@ async def submit(server: Server, who: Caller, request: TaskRequest, once: Once |
     thing = await acting_account(server, who, team)
     permit(who, Action.TASK_SUBMIT, thing, f"team {request.team}")
     submission = await _submission(server, who, request, team)
+    if any(task.payload for task in submission.tasks):
+        server.blobs.check_free()
     entry = _Pending(server, who, submission, once)
     _let_in(entry)
     take = server.submitting.take if _is_light(submission) else server.submitting.take_alone
@@ -291,7 +293,9 @@ def _submit(group: Sequence[_Pending], most: int | None) -> Operation[list[_Outc
     )
     outcomes |= {place: why for place, why in zip(allowed, full, strict=True) if why is not None}
     allowed = [place for place in allowed if place not in outcomes]
-    written = yield from submissions.submit([group[place].submission for place in allowed])
+    written = yield from submissions.submit(
+        [group[place].submission for place in allowed], group[0].server.settings.storage_limits
+    )
     if any(full) and not all(isinstance(found, SubmittedTasks) for found in written):
         raise _APART  # a refused submission was charged to a quota that refused another one
     kept: list[idempotency.NewAnswer] = []

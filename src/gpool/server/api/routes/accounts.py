@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from gpool.core.ids import decode
 from gpool.core.permissions import Action
-from gpool.server.actions.accounts import accounts, oidc, sessions, wallets
+from gpool.server.actions.accounts import accounts, export, oidc, removal, sessions, wallets
 from gpool.server.api.callers import (
     address_of,
     caller_if_any,
@@ -19,12 +19,13 @@ from gpool.server.api.callers import (
     server_of,
     user_of,
 )
-from gpool.server.api.endpoints import NO_CONTENT, EndpointRouter, created
+from gpool.server.api.endpoints import NO_CONTENT, EndpointRouter, SuccessReply, created
 from gpool.server.api.messages import (
     answer,
     document_of,
     no_content,
     once_of,
+    stream,
     tagged,
     uncached,
 )
@@ -32,6 +33,7 @@ from gpool.server.identity.throttle import RouteClass
 from gpool.server.store.values import NodeCredentials
 from gpool.wallet.signin import WalletPurpose
 from gpool.wire.identity import (
+    AccountDeletion,
     KeyMade,
     KeyPage,
     KeyRequest,
@@ -62,6 +64,7 @@ KEY = Annotated[str, Path(description="API key id, k-…")]
 SESSION = Annotated[str, Path(description="Session id", max_length=64)]
 WALLET = Annotated[str, Path(description="Wallet address, 0x…")]
 SIGN_IN = RouteClass.SIGN_IN
+NDJSON = "application/x-ndjson"
 
 
 def _label(request: Request) -> str:
@@ -208,6 +211,39 @@ async def get_me(request: Request) -> Response:
     """Read the account behind the key or token."""
     who = await user_of(request)
     return tagged(request, await accounts.me(server_of(request), who))
+
+
+@routes.delete(
+    "/v1/me",
+    Action.ACCOUNT_DELETE,
+    rate=SIGN_IN,
+    body=AccountDeletion,
+    returns=NO_CONTENT,
+)
+async def delete_me(request: Request) -> Response:
+    """Delete your account: sessions and keys end, tasks are cancelled and deleted, nodes are removed."""
+    who = await user_of(request)
+    wanted, _ = await document_of(request, AccountDeletion)
+    await removal.delete_account(server_of(request), who, wanted)
+    return no_content()
+
+
+@routes.get(
+    "/v1/me/export",
+    Action.ACCOUNT_EXPORT,
+    rate=RouteClass.STREAM,
+    returns=SuccessReply(
+        description="One JSON object a line, with `kind`: account, key, session, node, artifact, task, log. "
+        "`Accept: text/plain` selects the second media type, with the same content",
+        media_types=(NDJSON, "text/plain"),
+    ),
+)
+async def export_me(request: Request) -> Response:
+    """Export the data of your account: tasks with arguments, results and logs, and the list of artifacts."""
+    who = await user_of(request)
+    is_text = "text/plain" in request.headers.get("accept", "")
+    lines = await export.lines(server_of(request), who)
+    return stream(lines, "text/plain" if is_text else NDJSON)
 
 
 @routes.put(

@@ -2,21 +2,57 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from gpool.core.errors import TooLarge, Unprocessable
-from gpool.core.permissions import Action
-from gpool.server.actions.tasks import outputs
-from gpool.server.api.callers import asker, caller, check, server_of
-from gpool.server.api.endpoints import OCTETS, EndpointRouter, SuccessReply
-from gpool.server.api.messages import SHA256, answer, lease_of, part_of, range_of, sha256_of
+from gpool.core.ids import decode
+from gpool.core.permissions import Action, TeamId
+from gpool.server.actions.tasks import deletion, outputs
+from gpool.server.api.callers import asker, caller, check, server_of, user_of
+from gpool.server.api.endpoints import NO_CONTENT, OCTETS, EndpointRouter, SuccessReply
+from gpool.server.api.messages import (
+    SHA256,
+    Cursor,
+    Limit,
+    answer,
+    lease_of,
+    no_content,
+    once_of,
+    part_of,
+    range_of,
+    sha256_of,
+)
 from gpool.server.api.problems import problem
 from gpool.server.identity.throttle import RouteClass
 from gpool.server.store.values import NodeCredentials
-from gpool.wire.documents import ArtifactDocument
+from gpool.wire.documents import ArtifactDocument, ArtifactPage
 
 routes = EndpointRouter("artifacts")
+
+
+@routes.get("/v1/artifacts", Action.ARTIFACTS_LIST, returns=ArtifactPage)
+async def list_artifacts(
+    request: Request,
+    limit: Limit = 50,
+    cursor: Cursor = None,
+    team: Annotated[str | None, Query(description="Team id: artifacts of this team")] = None,
+) -> Response:
+    """List the artifacts your storage quota is charged for, largest first."""
+    who = await user_of(request)
+    of_team = TeamId(decode("team", team)) if team else None
+    return answer(await deletion.list_artifacts(server_of(request), who, of_team, cursor, limit))
+
+
+@routes.delete("/v1/artifacts/{sha256}", Action.ARTIFACT_DELETE, returns=NO_CONTENT)
+async def delete_artifact(request: Request, sha256: SHA256) -> Response:
+    """Delete an upload of yours, finished or not. 409 while one of your tasks uses it."""
+    server, who = server_of(request), await user_of(request)
+    await deletion.delete_artifact(server, who, sha256_of(sha256), once_of(request))
+    return no_content()
 
 
 @routes.put(

@@ -14,10 +14,10 @@ from gpool.core.ids import BatchId, TaskId, decode, encode
 from gpool.core.model import TaskStatus
 from gpool.core.permissions import Action, TeamId
 from gpool.server.actions import lending
-from gpool.server.actions.tasks import documents, explain, outputs, query
+from gpool.server.actions.tasks import deletion, documents, explain, outputs, query
 from gpool.server.actions.tasks.submit import submit
 from gpool.server.api.callers import server_of, user_of
-from gpool.server.api.endpoints import EndpointRouter, SuccessReply, action_of
+from gpool.server.api.endpoints import NO_CONTENT, EndpointRouter, SuccessReply, action_of
 from gpool.server.api.messages import (
     BATCH,
     TASK,
@@ -27,6 +27,7 @@ from gpool.server.api.messages import (
     Wait,
     answer,
     document_of,
+    no_content,
     once_of,
     raw,
     stream,
@@ -152,6 +153,14 @@ async def cancel_task(request: Request, id: TASK) -> Response:
     return await _changed(request, who, task, is_asked)
 
 
+@routes.delete("/v1/tasks/{id}/record", Action.TASK_DELETE, returns=NO_CONTENT)
+async def delete_task(request: Request, id: TASK) -> Response:
+    """Delete an ended task with arguments, results, log and checkpoint. 409 if it has not ended."""
+    server, who = server_of(request), await user_of(request)
+    await deletion.delete_task(server, who, TaskId(decode("task", id)), once_of(request))
+    return no_content()
+
+
 @routes.post("/v1/tasks/{id}/preempt", Action.TASK_PREEMPT, returns=TaskDocument)
 async def preempt_task(request: Request, id: TASK) -> Response:
     """Preempt a task: it is warned, saves its checkpoint and is queued again. 409 if it has no lease."""
@@ -188,6 +197,7 @@ async def get_result(request: Request, id: TASK, wait: Wait = 0) -> Response:
     view = await query.wait_for_task(server, who, TaskId(decode("task", id)), seconds)
     if not view.row.status.is_final:
         return answer(documents.task(view), 202)
+    query.check_not_expired(view)
     return tagged(request, documents.result(view, who.user.id))
 
 
@@ -281,6 +291,14 @@ async def cancel_batch(request: Request, id: BATCH) -> Response:
     if await query.cancel_batch(server, who, batch, once_of(request)):
         return answer(documents.batch(await query.batch_again(server, batch)))
     return answer(documents.batch(await query.batch(server, who, batch, Action.BATCH_CANCEL)))
+
+
+@routes.delete("/v1/batches/{id}/record", Action.BATCH_DELETE, returns=NO_CONTENT)
+async def delete_batch(request: Request, id: BATCH) -> Response:
+    """Delete a batch and its tasks, all of which have ended. 409 if one has not."""
+    server, who = server_of(request), await user_of(request)
+    await deletion.delete_batch(server, who, BatchId(decode("batch", id)), once_of(request))
+    return no_content()
 
 
 @routes.get(

@@ -9,16 +9,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
 from gpool.core.lifecycle import Move, after, end_move
 from gpool.core.model import SECOND, EndReason, Fault, Instant, Span, TaskStatus
+from gpool.core.permissions import TeamId
 from gpool.core.reliability import Unstarted, archived_as, given_up, unstarted_move
 from gpool.server.store.generated_rows import TasksRecord
 from gpool.server.store.operations.tasks.artifacts import NamedResult, missing_results
+from gpool.server.store.operations.tasks.storage import (
+    ATTEMPT_BYTES,
+    END_BYTES,
+    HOW_TO_FREE,
+    NO_LIMITS,
+    Account,
+    StorageLimits,
+    change,
+    holder_of,
+    rooms,
+    summed,
+)
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
 from gpool.server.store.rows import STATUS, columns, of_ids, outputs_text, select, storable
 from gpool.server.store.values import EndedTask, Requeued
@@ -42,6 +55,7 @@ ENDED = (
     ("value_sha256", "text"),
     ("outputs", "text"),
     ("value", "blob"),
+    ("stored_bytes", "int"),
     ("sequence", "int"),
 )
 REQUEUED = (
@@ -50,6 +64,7 @@ REQUEUED = (
     ("tries", "int"),
     ("losses", "int"),
     ("queued_at", "int"),
+    ("stored_bytes", "int"),
 )
 ARCHIVED = (
     ("task", "int"),
@@ -90,9 +105,48 @@ class HeldTask(NamedTuple):
     losses: int
     queued_at: Instant | None
     node_id: NodeId
+    team_id: TeamId | None
+
+    @property
+    def account(self) -> Account:
+        return holder_of(self.user_id, self.team_id)
 
 
 HELD = columns(HeldTask, TasksRecord, "t")
+
+
+class EndRow(NamedTuple):
+    """Columns of an end, without the sequence."""
+
+    task: TaskId
+    epoch: int
+    status: str
+    reason: str
+    exit_code: int | None
+    started_at: int | None
+    tries: int
+    losses: int
+    error_text: str | None
+    value_sha256: str
+    outputs: str | None
+    value: bytes | None
+    stored_bytes: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes beyond those that the task's charge covers."""
+        texts = (self.error_text or "", self.outputs or "")
+        size = len(self.value or b"") + sum(len(text.encode()) for text in texts)
+        return max(0, size - END_BYTES)
+
+
+class RequeuedRow(NamedTuple):
+    task: TaskId
+    epoch: int
+    tries: int
+    losses: int
+    queued_at: Instant
+    stored_bytes: int
 
 
 class FailedStart(NamedTuple):
@@ -140,12 +194,17 @@ def take_sequences(batches: Iterable[BatchId]) -> Operation[dict[BatchId, int]]:
 
 @dataclass(slots=True)
 class Ends:
+    """Ends of leases to write. Their data is charged to the task's owner; data over the quota is dropped, and the
+    task ends nevertheless.
+    """
+
     at: Instant
+    limits: StorageLimits = NO_LIMITS
     ended: list[EndedTask] = field(default_factory=list)
     requeued: list[Requeued] = field(default_factory=list)
     released: list[TaskId] = field(default_factory=list)
-    _ended_rows: list[Row] = field(default_factory=list)  # `ENDED` without the sequence
-    _requeued_rows: list[Row] = field(default_factory=list)
+    _ended_rows: list[tuple[HeldTask, EndRow]] = field(default_factory=list)
+    _requeued_rows: list[tuple[HeldTask, RequeuedRow]] = field(default_factory=list)
     _archived: list[Row] = field(default_factory=list)
     _released_rows: list[TaskId] = field(default_factory=list)
 
@@ -165,22 +224,21 @@ class Ends:
         duration: int = 0,
     ) -> None:
         becomes = target(row.status, move)
-        self._ended_rows.append(
-            (
-                row.id,
-                row.epoch,
-                becomes.value,
-                reason.value,
-                exit_code,
-                started_at,
-                row.tries + 1 if move is Move.FAILED else row.tries,
-                row.losses if losses is None else losses,
-                storable(error_text) if error_text else None,
-                value_sha256,
-                outputs,
-                value or None,
-            )
+        written = EndRow(
+            row.id,
+            row.epoch,
+            becomes.value,
+            reason.value,
+            exit_code,
+            started_at,
+            row.tries + 1 if move is Move.FAILED else row.tries,
+            row.losses if losses is None else losses,
+            storable(error_text) if error_text else None,
+            value_sha256,
+            outputs,
+            value or None,
         )
+        self._ended_rows.append((row, written))
         self.ended.append(EndedTask(row.id, row.batch_id, row.user_id, becomes, Span(duration)))
         self.released.append(row.id)
 
@@ -200,9 +258,9 @@ class Ends:
         since = self.at
         if reason is EndReason.PREEMPTED and row.queued_at is not None:
             since = row.queued_at  # a preempted task keeps its age in the queue
-        self._requeued_rows.append(
-            (row.id, row.epoch, tries, row.losses if losses is None else losses, since)
-        )
+        size = ATTEMPT_BYTES + len(detail[:DETAIL_LETTERS].encode())
+        lost = row.losses if losses is None else losses
+        self._requeued_rows.append((row, RequeuedRow(row.id, row.epoch, tries, lost, since, size)))
         self._archive(row, reason, started_at, detail)
         self.requeued.append(
             Requeued(
@@ -241,10 +299,13 @@ class Ends:
             yield Statement(
                 "UPDATE tasks SET status = 'queued', queued_at = r.queued_at, node_id = NULL, holding = 0, "
                 "allocation_number = NULL, allocation = NULL, leased_at = NULL, started_at = NULL, "
-                "tries = r.tries, losses = r.losses FROM {requeued} AS r "
-                "WHERE tasks.id = r.task AND tasks.epoch = r.epoch AND tasks.holding <> 0",
+                "tries = r.tries, losses = r.losses, stored_bytes = tasks.stored_bytes + r.stored_bytes "
+                "FROM {requeued} AS r WHERE tasks.id = r.task AND tasks.epoch = r.epoch AND tasks.holding <> 0",
                 {},
-                {"requeued": Relation(REQUEUED, self._requeued_rows)},
+                {"requeued": Relation(REQUEUED, [row for _, row in self._requeued_rows])},
+            )
+            yield from change(
+                summed((held.account, row.stored_bytes) for held, row in self._requeued_rows)
             )
         if self._archived:
             yield Statement(
@@ -262,20 +323,61 @@ class Ends:
             )
 
     def _write_ended(self) -> Operation[None]:
+        if any(row.size_bytes for _, row in self._ended_rows):
+            yield from self._charge()
         last = yield from take_sequences(each.batch for each in self.ended)
         rows: list[Row] = []
-        for row, each in zip(self._ended_rows, self.ended, strict=True):
+        for (_, row), each in zip(self._ended_rows, self.ended, strict=True):
             last[each.batch] = sequence = last[each.batch] + 1
             rows.append((*row, sequence))
         yield Statement(
             "UPDATE tasks SET status = e.status, reason = e.reason, exit_code = e.exit_code, "
             "started_at = e.started_at, finished_at = :at, tries = e.tries, losses = e.losses, "
             "sequence = e.sequence, error_text = e.error_text, value_sha256 = e.value_sha256, "
-            "outputs = e.outputs, value = e.value, holding = 0 FROM {ended} AS e "
+            "outputs = e.outputs, value = e.value, holding = 0, "
+            "stored_bytes = tasks.stored_bytes + e.stored_bytes FROM {ended} AS e "
             "WHERE tasks.id = e.task AND tasks.epoch = e.epoch AND tasks.holding <> 0",
             {"at": self.at},
             {"ended": Relation(ENDED, rows)},
         )
+
+    def _charge(self) -> Operation[None]:
+        room = yield from rooms({held.account for held, _ in self._ended_rows}, self.limits)
+        charged: list[tuple[Account, int]] = []
+        for place, (held, row) in enumerate(self._ended_rows):
+            size, account = row.size_bytes, held.account
+            if size and size > room.get(account, size):
+                dropped = _without_data(held, row, size)
+                self._ended_rows[place] = (held, dropped)
+                self.ended[place] = replace(self.ended[place], status=STATUS[dropped.status])
+            elif size:
+                self._ended_rows[place] = (held, row._replace(stored_bytes=size))
+                charged.append((account, size))
+                if account in room:
+                    room[account] -= size
+        yield from change(summed(charged))
+
+
+def _without_data(held: HeldTask, row: EndRow, size: int) -> EndRow:
+    """End whose result, outputs and long error text are dropped: the task's owner has no room for them."""
+    has_data = row.value is not None or row.value_sha256 or row.outputs is not None
+    text = row.error_text or ""
+    if has_data:
+        text = f"the result of {size} bytes was dropped: the storage quota is full; {HOW_TO_FREE}, then run it again"
+    becomes = row.status
+    reason = row.reason
+    if has_data and becomes == TaskStatus.SUCCEEDED:
+        becomes = target(held.status, Move.FAILED).value
+        reason = EndReason.BAD_OUTPUT.value
+    text = text.encode()[:END_BYTES].decode(errors="ignore")
+    return row._replace(
+        status=becomes,
+        reason=reason,
+        error_text=text or None,
+        value_sha256="",
+        outputs=None,
+        value=None,
+    )
 
 
 def plausible_duration(claimed: int, leased_at: int, started_at: int | None, at: Instant) -> int:

@@ -36,8 +36,9 @@ from gpool.server.store.operations.leases.gang_members import (
     delete_rows,
     gangs,
 )
-from gpool.server.store.operations.tasks.artifacts import NamedResult
+from gpool.server.store.operations.tasks.artifacts import ArtifactReference, NamedResult, release
 from gpool.server.store.operations.tasks.progress import EPOCH_SHIFT
+from gpool.server.store.operations.tasks.storage import NO_LIMITS, StorageLimits
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
 from gpool.server.store.rows import (
     columns,
@@ -134,6 +135,7 @@ class MemberReports:
     The caller writes `started`, `chunks`, `reached`, `saved` and `named`; the others are written.
     """
 
+    limits: StorageLimits = NO_LIMITS  # of the tasks' owners
     rest: list[ReportItem] = field(default_factory=list)
     started: dict[TaskId, int] = field(default_factory=dict)
     chunks: list[LogChunk] = field(default_factory=list)
@@ -161,7 +163,7 @@ class MemberReports:
 
 
 def record_members(
-    node: NodeId, items: Sequence[ReportItem], at: Instant
+    node: NodeId, items: Sequence[ReportItem], at: Instant, limits: StorageLimits = NO_LIMITS
 ) -> Operation[MemberReports]:
     """Record the reports about members on this node. A repeated report has no effect."""
     leases = sorted({(item.task, item.epoch) for item in items})
@@ -174,7 +176,7 @@ def record_members(
         {"node": node},
         {"reported": Relation(HOLDS, leases)},
     )
-    reports = MemberReports()
+    reports = MemberReports(limits)
     open_members: dict[tuple[int, int], _Reported] = {}
     over: set[tuple[int, int]] = set()
     for task, member in rows:
@@ -361,7 +363,7 @@ def _write(members: Sequence[_Reported], at: Instant) -> Operation[None]:
 def _close(
     one: _Reported, gang: GangStatus, at: Instant, reports: MemberReports
 ) -> Operation[Ends]:
-    ends = Ends(at)
+    ends = Ends(at, reports.limits)
     if one.task.status == CANCELLED:
         ends.release(one.task)
         return ends
@@ -417,8 +419,11 @@ def _drop_results(tasks: Sequence[TaskId], reports: MemberReports) -> Operation[
     dropped = [task for task in tasks if task in requeued]
     if dropped:
         reports.named = [named for named in reports.named if named.task not in requeued]
-        yield Statement(
-            "DELETE FROM artifact_refs WHERE kind = 'result' AND holder IN (SELECT id FROM {tasks} AS i)",
+        gone = yield from select(
+            ArtifactReference,
+            "DELETE FROM artifact_refs WHERE kind = 'result' AND holder IN (SELECT id FROM {tasks} AS i) "
+            "RETURNING user_id, team_id, sha256",
             {},
             {"tasks": of_ids(dropped)},
         )
+        yield from release(gone)

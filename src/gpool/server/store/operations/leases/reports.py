@@ -32,6 +32,7 @@ from gpool.server.store.operations.leases.gangs import MemberReports, lose_membe
 from gpool.server.store.operations.leases.grants import is_current_term
 from gpool.server.store.operations.tasks.artifacts import NamedResult, keep_results
 from gpool.server.store.operations.tasks.progress import append_chunks, note_phases, save
+from gpool.server.store.operations.tasks.storage import NO_LIMITS, StorageLimits
 from gpool.server.store.protocol import Operation, Relation, Statement, operation
 from gpool.server.store.rows import of_ids, select, values
 from gpool.server.store.values import Recording
@@ -143,8 +144,8 @@ class _LeaseReports:
         if self.reached:
             yield from note_phases(self.reached, at)
         if self.saved:
-            unusable = yield from save(self.saved, at)
-        logged = yield from append_chunks(self.chunks)
+            unusable = yield from save(self.saved, at, self.ends.limits)
+        logged = yield from append_chunks(self.chunks, self.ends.limits)
         yield from self.ends.write()
         yield from keep_results(self.named)
         return Recording(
@@ -159,7 +160,10 @@ class _LeaseReports:
 
 
 @operation
-def record(frames: Sequence[Reports], at: Instant) -> Operation[Recording]:
+def record(
+    frames: Sequence[Reports], at: Instant, limits: StorageLimits = NO_LIMITS
+) -> Operation[Recording]:
+    """Record reports. `limits`: default storage quotas of the tasks' owners, whose data over them is dropped."""
     items = [(node, item) for node, items in frames for item in items]
     refused = [
         (node, Hold(item.task, item.epoch))
@@ -176,7 +180,7 @@ def record(frames: Sequence[Reports], at: Instant) -> Operation[Recording]:
         {"reported": Relation(ON_NODE, sorted({(item.task, node) for node, item in items}))},
     )
     held = {(row.node_id, row.id): row for row in rows}
-    batch = _LeaseReports(Ends(at))
+    batch = _LeaseReports(Ends(at, limits))
     ended: set[int] = set()
     unknown: dict[NodeId, list[ReportItem]] = {}
     for node, item in items:
@@ -192,24 +196,28 @@ def record(frames: Sequence[Reports], at: Instant) -> Operation[Recording]:
             unknown.setdefault(node, []).append(item)
     recordings = [(yield from batch.write(at))]
     for node, about in unknown.items():
-        reports = yield from record_members(node, about, at)
-        recordings.append((yield from _write_members(reports, at)))
+        reports = yield from record_members(node, about, at, limits)
+        recordings.append((yield from _write_members(reports, at, limits)))
         if reports.rest:
             refused += yield from _refused(node, reports.rest)
     return _merged(recordings, refused)
 
 
 @operation
-def record_if_current(frames: Sequence[Reports], term: int, at: Instant) -> Operation[Recording]:
+def record_if_current(
+    frames: Sequence[Reports], term: int, at: Instant, limits: StorageLimits = NO_LIMITS
+) -> Operation[Recording]:
     """Record ends that the server decided itself, unless another scheduler has taken over."""
     if not (yield from is_current_term(term)):
         return Recording()
-    return (yield from record(frames, at))
+    return (yield from record(frames, at, limits))
 
 
-def _write_members(reports: MemberReports, at: Instant) -> Operation[Recording]:
+def _write_members(
+    reports: MemberReports, at: Instant, limits: StorageLimits
+) -> Operation[Recording]:
     batch = _LeaseReports(
-        Ends(at),
+        Ends(at, limits),
         started=reports.started,
         named=reports.named,
         chunks=reports.chunks,

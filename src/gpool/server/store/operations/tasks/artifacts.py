@@ -2,38 +2,36 @@
 
 Weak references do not keep an artifact: `upload` (of a user) and `lease` (uploaded by a node under (task, epoch),
 visible to nobody yet). Strong ones do: `spec` (function and inputs), `payload`, `result`, `log` and `checkpoint` of a
-task. References of a team's task belong to the team, not to the submitting user.
-
-A sum over all references would cost a row each; the counter costs one row, or one per shard.
+task. References of a team's task belong to the team, not to the submitting user. Each account is charged once for an
+artifact that it refers to.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from gpool.core.ids import NodeId, SpecId, TaskId, UserId
 from gpool.core.model import Instant
 from gpool.core.permissions import TeamId
 from gpool.server.store.generated_rows import StoredRecord
 from gpool.server.store.identity_values import Holder
+from gpool.server.store.operations.tasks.storage import change, holder_of, summed
 from gpool.server.store.protocol import Operation, Relation, Statement, operation
 from gpool.server.store.rows import exists, of_ids, of_names, select, values
 
 HELD = (("kind", "text"), ("id", "int"), ("sha256", "text"))
-CHANGED = (("kind", "text"), ("id", "int"), ("change", "int"))
-SHARD = "0 /*postgresql + pg_backend_pid() % 16*/"
-"""One shard per database session, so that concurrent writers rarely wait for each other's row."""
+
+
+class ArtifactReference(NamedTuple):
+    user_id: UserId
+    team_id: TeamId | None
+    sha256: str
 
 
 class _Size(NamedTuple):
     sha256: str
     size_bytes: int
-
-
-def holder_of(user: int, team: int | None) -> tuple[Holder, int]:
-    return ("user", user) if team is None else ("team", team)
 
 
 def count(held: Sequence[tuple[Holder, int, str]]) -> Operation[None]:
@@ -70,20 +68,43 @@ def uncount(sizes: Mapping[str, int]) -> Operation[None]:
 
 
 def _change(rows: Sequence[StoredRecord], sizes: Mapping[str, int]) -> Operation[None]:
-    changes: Counter[tuple[str, int]] = Counter()
-    for kind, number, sha256 in rows:
-        changes[kind, number] += sizes[sha256]
-    yield Statement(
-        f"INSERT INTO storage (kind, id, shard, size_bytes) SELECT c.kind, c.id, {SHARD}, c.change "  # noqa: S608
-        "FROM {changes} AS c WHERE true ON CONFLICT (kind, id, shard) "
-        "DO UPDATE SET size_bytes = storage.size_bytes + excluded.size_bytes",
-        {},
-        {
-            "changes": Relation(
-                CHANGED, [(*holder, change) for holder, change in sorted(changes.items())]
-            )
-        },
+    yield from change(
+        summed(((cast("Holder", row.kind), row.id), sizes[row.sha256]) for row in rows)
     )
+
+
+def release(dropped: Collection[ArtifactReference]) -> Operation[tuple[str, ...]]:
+    """Stop charging accounts that have no reference left; return artifacts that have none at all.
+
+    The caller removes their files after the commit; if it cannot, the next pruning does.
+    """
+    held = {(*holder_of(row.user_id, row.team_id), row.sha256) for row in dropped}
+    if not held:
+        return ()
+    gone = yield from select(
+        StoredRecord,
+        "DELETE FROM stored WHERE (kind, id, sha256) IN (SELECT kind, id, sha256 FROM {held} AS h) AND NOT EXISTS ("
+        "SELECT 1 FROM artifact_refs r WHERE r.sha256 = stored.sha256 AND (stored.kind = 'team' AND r.team_id = stored.id "
+        "OR stored.kind = 'user' AND r.team_id IS NULL AND r.user_id = stored.id)) RETURNING kind, id, sha256",
+        {},
+        {"held": Relation(HELD, sorted(held))},
+    )
+    if gone:
+        sizes = yield from select(
+            _Size,
+            "SELECT a.sha256, a.size_bytes FROM {gone} AS n JOIN artifacts a ON a.sha256 = n.name",
+            {},
+            {"gone": of_names(row.sha256 for row in gone)},
+        )
+        yield from _change(gone, {row.sha256: -row.size_bytes for row in sizes})
+    unused = yield from values(
+        str,
+        "UPDATE artifacts SET touched_at = 0 WHERE sha256 IN (SELECT name FROM {dropped} AS d) AND NOT EXISTS ("
+        "SELECT 1 FROM artifact_refs r WHERE r.sha256 = artifacts.sha256) RETURNING sha256",
+        {},
+        {"dropped": of_names(row.sha256 for row in dropped)},
+    )
+    return tuple(sorted(unused))
 
 
 LAST = Instant((1 << 63) - 1)
@@ -126,12 +147,6 @@ class TaskOwner(NamedTuple):
     team_id: TeamId | None
 
 
-class _Reference(NamedTuple):
-    user_id: UserId
-    team_id: TeamId | None
-    sha256: str
-
-
 class ArtifactSize(NamedTuple):
     sha256: str
     size_bytes: int
@@ -148,7 +163,6 @@ def put_artifact(sha256: str, size_bytes: int, at: Instant) -> Operation[None]:
 def put_reference(
     sha256: str, kind: str, holder: int, user: UserId, epoch: int = 0, team: int | None = None
 ) -> Operation[None]:
-    """Refer to an existing artifact. A reference of a lease does not count as storage."""
     yield Statement(
         "INSERT INTO artifact_refs (sha256, kind, holder, user_id, epoch, team_id) "
         "VALUES (:sha256, :kind, :holder, :user, :epoch, :team) "
@@ -162,8 +176,7 @@ def put_reference(
             "team": team,
         },
     )
-    if kind != "lease":
-        yield from count([(*holder_of(user, team), sha256)])
+    yield from count([(*holder_of(user, team), sha256)])
 
 
 @operation
@@ -245,20 +258,27 @@ def _seen(held: str, task: TaskId | None) -> str:
 
 
 @operation
-def leave_to_prune(sha256: str, size_bytes: int, at: Instant) -> Operation[None]:
+def leave_to_prune(sha256: str, size_bytes: int) -> Operation[None]:
     """Record refused bytes without a reference: visible to nobody, removed with the next pruning."""
-    yield from put_artifact(sha256, size_bytes, at)
+    yield Statement(
+        "INSERT INTO artifacts (sha256, size_bytes, touched_at) VALUES (:sha256, :size, 0) "
+        "ON CONFLICT (sha256) DO NOTHING",
+        {"sha256": sha256, "size": size_bytes},
+    )
 
 
 @operation
-def may_upload(node: NodeId, task: TaskId, epoch: int) -> Operation[bool]:
-    """Whether the node holds the lease, to refuse an upload before its bytes are sent; `add_artifact` is the fence."""
-    return (
-        yield from exists(
-            f"SELECT 1 FROM tasks t WHERE {WRITES}",  # noqa: S608
-            {"task": task, "epoch": epoch, "node": node},
-        )
+def upload_owner(node: NodeId, task: TaskId, epoch: int) -> Operation[TaskOwner | None]:
+    """Owner of the task whose lease the node holds, to refuse an upload before its bytes are sent; None: no such lease.
+
+    `add_artifact` is the fence.
+    """
+    owners = yield from select(
+        TaskOwner,
+        f"SELECT t.user_id, t.team_id FROM tasks t WHERE {WRITES}",  # noqa: S608
+        {"task": task, "epoch": epoch, "node": node},
     )
+    return owners[0] if owners else None
 
 
 @operation
@@ -329,7 +349,7 @@ def keep_results(named: Sequence[NamedResult]) -> Operation[None]:
         return
     relation = Relation(NAMED, sorted(set(named)))
     uploaded = yield from select(
-        _Reference,
+        ArtifactReference,
         "UPDATE artifact_refs SET kind = 'result' FROM {named} AS n WHERE artifact_refs.sha256 = n.sha256 "
         "AND artifact_refs.kind = 'lease' AND artifact_refs.holder = n.task AND artifact_refs.epoch = n.epoch "
         "RETURNING artifact_refs.user_id, artifact_refs.team_id, artifact_refs.sha256",

@@ -3,6 +3,7 @@
 A task has one checkpoint, the newest, saved with all its files or not at all: each was uploaded under this lease or is
 visible through it (an input, or a file of the previous checkpoint). Its references are strong; those of the previous
 one are dropped, so that frequent saves do not fill the disk. Kept for `Settings.keep_checkpoints_s` after the end.
+One file because output and checkpoints of an attempt are charged to its owner in the same way.
 """
 
 from __future__ import annotations
@@ -13,14 +14,25 @@ from typing import NamedTuple
 from gpool.core.ids import TaskId, UserId
 from gpool.core.model import MIB, InputFile, Instant
 from gpool.core.permissions import TeamId
-from gpool.server.store.generated_rows import LogHeadsRecord
 from gpool.server.store.operations.tasks.artifacts import (
+    ArtifactReference,
     ArtifactSize,
     TaskOwner,
     count,
-    holder_of,
     put_artifact,
     put_reference,
+    release,
+)
+from gpool.server.store.operations.tasks.storage import (
+    CHECKPOINT_BYTES,
+    CHUNK_BYTES,
+    NO_LIMITS,
+    Account,
+    StorageLimits,
+    change,
+    holder_of,
+    rooms,
+    summed,
 )
 from gpool.server.store.protocol import Operation, Relation, Row, Statement, operation
 from gpool.server.store.rows import (
@@ -46,11 +58,20 @@ class _Saving(NamedTuple):
     body: str
     epoch: int | None
     manifest: str | None
+    stored_bytes: int | None
 
 
 class _Manifest(NamedTuple):
     task_id: TaskId
     manifest: str
+
+
+class _ExpiredCheckpoint(NamedTuple):
+    task_id: TaskId
+    manifest: str
+    stored_bytes: int
+    user_id: UserId
+    team_id: TeamId | None
 
 
 def note_phases(reached: Sequence[Reached], at: Instant) -> Operation[None]:
@@ -66,16 +87,19 @@ def add_notes(rows: Sequence[Row], at: Instant) -> Operation[None]:
     )
 
 
-def save(saved: Mapping[TaskId, Checkpointed], at: Instant) -> Operation[tuple[Hold, ...]]:
+def save(
+    saved: Mapping[TaskId, Checkpointed], at: Instant, limits: StorageLimits = NO_LIMITS
+) -> Operation[tuple[Hold, ...]]:
     """Save a checkpoint per task, whose lease the caller has locked; return the leases of rejected ones."""
     rows = yield from select(
         _Saving,
-        "SELECT t.id, t.user_id, t.team_id, s.body, c.epoch, c.manifest FROM {tasks} AS i "
+        "SELECT t.id, t.user_id, t.team_id, s.body, c.epoch, c.manifest, c.stored_bytes FROM {tasks} AS i "
         "JOIN tasks t ON t.id = i.id JOIN specs s ON s.id = t.spec_id LEFT JOIN checkpoints c ON c.task_id = t.id",
         {},
         {"tasks": of_ids(saved)},
     )
     unusable: list[Hold] = []
+    room = yield from rooms({holder_of(row.user_id, row.team_id) for row in rows}, limits)
     for row in rows:
         item = saved[row.id]
         directory = spec_from(row.body).checkpoint
@@ -87,14 +111,20 @@ def save(saved: Mapping[TaskId, Checkpointed], at: Instant) -> Operation[tuple[H
         text = manifest_text(item.files)
         if (row.epoch, row.manifest) == (item.epoch, text):
             continue  # a repeated report
+        account = holder_of(row.user_id, row.team_id)
+        size = len(text.encode()) + CHECKPOINT_BYTES
+        more = size - (row.stored_bytes or 0)
+        if more > max(0, room.get(account, more)):
+            unusable.append(Hold(row.id, item.epoch))
+            continue
         if not (yield from _keep(item, row.user_id, row.team_id)):
             unusable.append(Hold(row.id, item.epoch))
             continue
         yield Statement(
-            "INSERT INTO checkpoints (task_id, epoch, saved_at, size_bytes, files, manifest) "
-            "VALUES (:task, :epoch, :at, :size, :files, :manifest) ON CONFLICT (task_id) DO UPDATE SET "
+            "INSERT INTO checkpoints (task_id, epoch, saved_at, size_bytes, files, manifest, stored_bytes) "
+            "VALUES (:task, :epoch, :at, :size, :files, :manifest, :stored) ON CONFLICT (task_id) DO UPDATE SET "
             "epoch = excluded.epoch, saved_at = excluded.saved_at, size_bytes = excluded.size_bytes, "
-            "files = excluded.files, manifest = excluded.manifest",
+            "files = excluded.files, manifest = excluded.manifest, stored_bytes = excluded.stored_bytes",
             {
                 "task": row.id,
                 "epoch": item.epoch,
@@ -102,8 +132,12 @@ def save(saved: Mapping[TaskId, Checkpointed], at: Instant) -> Operation[tuple[H
                 "size": sum(file.size_bytes for file in item.files),
                 "files": len(item.files),
                 "manifest": text,
+                "stored": size,
             },
         )
+        yield from change({account: more})
+        if account in room:
+            room[account] -= more
         if row.manifest is not None:
             kept = {file.sha256 for file in item.files}
             before = manifest_from(row.manifest)
@@ -143,12 +177,14 @@ def _drop(pairs: Sequence[tuple[int, str]]) -> Operation[None]:
     if not pairs:
         return
     relation = {"dropped": Relation(PAIRS, sorted(set(pairs)))}
-    yield Statement(
+    gone = yield from select(
+        ArtifactReference,
         "DELETE FROM artifact_refs WHERE kind = 'checkpoint' AND EXISTS (SELECT 1 FROM {dropped} AS d "
-        "WHERE d.task = artifact_refs.holder AND d.sha256 = artifact_refs.sha256)",
+        "WHERE d.task = artifact_refs.holder AND d.sha256 = artifact_refs.sha256) RETURNING user_id, team_id, sha256",
         {},
         relation,
     )
+    yield from release(gone)
     yield Statement(
         "UPDATE artifacts SET touched_at = 0 FROM {dropped} AS d WHERE artifacts.sha256 = d.sha256 AND NOT EXISTS ("
         "SELECT 1 FROM artifact_refs r WHERE r.sha256 = artifacts.sha256 AND NOT (r.kind = 'lease' AND r.holder = d.task))",
@@ -173,8 +209,9 @@ def manifests(tasks: Iterable[TaskId]) -> Operation[dict[TaskId, tuple[InputFile
 @operation
 def forget_checkpoints(before: Instant, limit: int) -> Operation[int]:
     rows = yield from select(
-        _Manifest,
-        "SELECT c.task_id, c.manifest FROM checkpoints c JOIN tasks t ON t.id = c.task_id "
+        _ExpiredCheckpoint,
+        "SELECT c.task_id, c.manifest, c.stored_bytes, t.user_id, t.team_id "
+        "FROM checkpoints c JOIN tasks t ON t.id = c.task_id "
         "WHERE t.finished_at < :before AND t.holding = 0 ORDER BY c.task_id LIMIT :limit",
         {"before": before, "limit": limit},
     )
@@ -183,6 +220,9 @@ def forget_checkpoints(before: Instant, limit: int) -> Operation[int]:
             "DELETE FROM checkpoints WHERE task_id IN (SELECT id FROM {tasks} AS i)",
             {},
             {"tasks": of_ids(row.task_id for row in rows)},
+        )
+        yield from change(
+            summed((holder_of(row.user_id, row.team_id), -row.stored_bytes) for row in rows)
         )
         yield from _drop(
             [(row.task_id, file.sha256) for row in rows for file in manifest_from(row.manifest)]
@@ -197,18 +237,33 @@ LEAST_BYTES = 16
 """Least size that a chunk counts for: its row needs space too, and a node may send any number of chunks."""
 
 TRUNCATED = b"[gpool: output past 16 MiB of all attempts is not kept]\n"
+OUT_OF_ROOM = b"[gpool: output is not kept: the storage quota of its owner is full]\n"
 STDOUT, STDERR = 1, 2
 EPOCH_SHIFT = 32
 """A cursor is the epoch, then the sequence of the chunk: it grows with time and needs no counter."""
 
 CURSORS = (("task", "int"), ("cursor", "int"))
 CHUNKS = (*CURSORS, ("stream", "int"), ("data", "blob"))
-HEADS = (("task", "int"), ("size_bytes", "int"), ("truncated", "int"))
+HEADS = (*CURSORS[:1], ("size_bytes", "int"), ("truncated", "int"), ("stored_bytes", "int"))
 
 
 class _Cursor(NamedTuple):
     task_id: TaskId
     cursor: int
+
+
+class _LogOwner(NamedTuple):
+    task_id: TaskId
+    size_bytes: int
+    truncated: int
+    stored_bytes: int
+    user_id: UserId
+    team_id: TeamId | None
+
+
+class _LogCharge(NamedTuple):
+    task_id: TaskId
+    stored_bytes: int
 
 
 class _Chunk(NamedTuple):
@@ -217,7 +272,9 @@ class _Chunk(NamedTuple):
     data: bytes
 
 
-def append_chunks(chunks: Sequence[LogChunk]) -> Operation[tuple[TaskId, ...]]:
+def append_chunks(
+    chunks: Sequence[LogChunk], limits: StorageLimits = NO_LIMITS
+) -> Operation[tuple[TaskId, ...]]:
     if not chunks:
         return ()
     wanted = {
@@ -236,24 +293,36 @@ def append_chunks(chunks: Sequence[LogChunk]) -> Operation[tuple[TaskId, ...]]:
     for row in found:
         del wanted[row.task_id, row.cursor]
     rows = yield from select(
-        LogHeadsRecord,
-        "SELECT h.task_id, h.size_bytes, h.truncated FROM {tasks} AS i JOIN log_heads h ON h.task_id = i.id",
+        _LogOwner,
+        "SELECT t.id, COALESCE(h.size_bytes, 0), COALESCE(h.truncated, 0), COALESCE(h.stored_bytes, 0), "
+        "t.user_id, t.team_id FROM {tasks} AS i JOIN tasks t ON t.id = i.id LEFT JOIN log_heads h ON h.task_id = i.id",
         {},
         {"tasks": of_ids(c.task for c in chunks)},
     )
-    heads: dict[int, tuple[int, int]] = {
-        row.task_id: (row.size_bytes, row.truncated) for row in rows
-    }
+    heads: dict[int, _LogOwner] = {row.task_id: row for row in rows}
+    room = yield from rooms({holder_of(row.user_id, row.team_id) for row in rows}, limits)
     new: list[Row] = []
-    grown: dict[int, tuple[int, int]] = {}
+    grown: dict[int, _LogOwner] = {}
+    charged: list[tuple[Account, int]] = []
     for (task, cursor), chunk in sorted(wanted.items()):
-        size, cut = heads.get(task, (0, 0))
-        if cut:
+        head = heads[task]
+        if head.truncated:
             continue
+        account, cut = holder_of(head.user_id, head.team_id), 0
         stream, data = STDOUT if chunk.stream == STDOUT else STDERR, chunk.data
-        if size + max(len(data), LEAST_BYTES) > MAX_LOG_BYTES:
+        if len(data) + CHUNK_BYTES > room.get(account, MAX_LOG_BYTES):
+            stream, data, cut = STDERR, OUT_OF_ROOM, 1
+        elif head.size_bytes + max(len(data), LEAST_BYTES) > MAX_LOG_BYTES:
             stream, data, cut = STDERR, TRUNCATED, 1
-        heads[task] = grown[task] = (size + max(len(data), LEAST_BYTES), cut)
+        cost = len(data) + CHUNK_BYTES
+        heads[task] = grown[task] = head._replace(
+            size_bytes=head.size_bytes + max(len(data), LEAST_BYTES),
+            truncated=cut,
+            stored_bytes=head.stored_bytes + cost,
+        )
+        charged.append((account, cost))
+        if account in room:
+            room[account] -= cost
         new.append((task, cursor, stream, data))
     if new:
         yield Statement(
@@ -263,12 +332,22 @@ def append_chunks(chunks: Sequence[LogChunk]) -> Operation[tuple[TaskId, ...]]:
             {"chunks": Relation(CHUNKS, new)},
         )
         yield Statement(
-            "INSERT INTO log_heads (task_id, size_bytes, truncated) "
-            "SELECT h.task, h.size_bytes, h.truncated FROM {heads} AS h WHERE true "
-            "ON CONFLICT (task_id) DO UPDATE SET size_bytes = excluded.size_bytes, truncated = excluded.truncated",
+            "INSERT INTO log_heads (task_id, size_bytes, truncated, stored_bytes) "
+            "SELECT h.task, h.size_bytes, h.truncated, h.stored_bytes FROM {heads} AS h WHERE true "
+            "ON CONFLICT (task_id) DO UPDATE SET size_bytes = excluded.size_bytes, "
+            "truncated = excluded.truncated, stored_bytes = excluded.stored_bytes",
             {},
-            {"heads": Relation(HEADS, [(task, *head) for task, head in sorted(grown.items())])},
+            {
+                "heads": Relation(
+                    HEADS,
+                    [
+                        (task, head.size_bytes, head.truncated, head.stored_bytes)
+                        for task, head in sorted(grown.items())
+                    ],
+                )
+            },
         )
+        yield from change(summed(charged))
     return tuple(TaskId(task) for task in grown)
 
 
@@ -312,5 +391,20 @@ def seal_logs(task: TaskId, sha256: str, size: int, at: Instant) -> Operation[No
             "UPDATE tasks SET log_sha256 = :sha256 WHERE id = :task",
             {"sha256": sha256, "task": task},
         )
-        yield Statement("DELETE FROM log_chunks WHERE task_id = :task", {"task": task})
-        yield Statement("DELETE FROM log_heads WHERE task_id = :task", {"task": task})
+        yield from delete_log_rows([(holder_of(owner.user_id, owner.team_id), task)])
+
+
+def delete_log_rows(owned: Sequence[tuple[Account, TaskId]]) -> Operation[None]:
+    accounts = {task: account for account, task in owned}
+    tasks = {"tasks": of_ids(accounts)}
+    rows = yield from select(
+        _LogCharge,
+        "DELETE FROM log_heads WHERE task_id IN (SELECT id FROM {tasks} AS i) RETURNING task_id, stored_bytes",
+        {},
+        tasks,
+    )
+    if rows:
+        yield Statement(
+            "DELETE FROM log_chunks WHERE task_id IN (SELECT id FROM {tasks} AS i)", {}, tasks
+        )
+        yield from change(summed((accounts[row.task_id], -row.stored_bytes) for row in rows))

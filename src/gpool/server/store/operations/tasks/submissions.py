@@ -1,9 +1,11 @@
 """Submitting tasks, with the same few statements for one submission or many. Also reads recent submissions, from which
 the scheduler learns the usual mix of shapes. A refused submission is answered with the reason; the others go on.
+One file because one submission and many are charged, checked and inserted by the same statements.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,6 +19,17 @@ from gpool.core.scheduler.state.waiting import shape_of
 from gpool.server.store.generated_rows import TasksRecord
 from gpool.server.store.operations.identity.sealed_fields import insert_secrets
 from gpool.server.store.operations.tasks.artifacts import keep, missing
+from gpool.server.store.operations.tasks.storage import (
+    NO_LIMITS,
+    SPEC_BYTES,
+    TASK_BYTES,
+    Account,
+    StorageLimits,
+    change,
+    holder_of,
+    rooms,
+    storage_full,
+)
 from gpool.server.store.protocol import Operation, Relation, Row, Statement, operation
 from gpool.server.store.rows import (
     columns,
@@ -94,6 +107,7 @@ class _NewSpec(NamedTuple):
     body: str
     retries: int
     created_at: Instant
+    stored_bytes: int
 
 
 class _NewBatch(NamedTuple):
@@ -110,6 +124,7 @@ class _TaskColumns(NamedTuple):
     id: TaskId
     position: int
     payload_sha256: str
+    stored_bytes: int
     payload: bytes | None
 
 
@@ -158,6 +173,21 @@ class _Draft:
     first: int = 0
 
     @property
+    def account(self) -> Account:
+        return holder_of(self.submission.user, self.submission.team)
+
+    @property
+    def spec_bytes(self) -> int:
+        secrets = sum(len(name) + len(sealed) for name, sealed in self.submission.secrets)
+        return SPEC_BYTES + len(self.body.encode()) + secrets
+
+    @property
+    def size_bytes(self) -> int:
+        """Charge of the tasks, without the spec."""
+        spec = self.submission.spec
+        return sum(task_bytes(spec, task) for task in self.submission.tasks)
+
+    @property
     def tasks(self) -> Sequence[NewTask]:
         tasks = self.submission.tasks
         if any(task.position != place for place, task in enumerate(tasks, self.first)):
@@ -171,11 +201,18 @@ class _Draft:
         return [*names, spec.function_sha256] if spec.function_sha256 else names
 
 
+def task_bytes(spec: TaskSpec, task: NewTask) -> int:
+    return TASK_BYTES * spec.requirements.nodes + len(task.payload)
+
+
 @operation
 def submit(
-    submissions: Sequence[Submission],
+    submissions: Sequence[Submission], limits: StorageLimits = NO_LIMITS
 ) -> Operation[list[SubmittedTasks | MissingArtifacts | GpoolError]]:
-    """Submit each, or return the reason in its place. The cost does not depend on the tasks in the store."""
+    """Submit each, or return the reason in its place. The cost does not depend on the tasks in the store.
+
+    `limits`: default storage quotas; a submission that does not fit its account's is refused.
+    """
     outcomes: dict[int, SubmittedTasks | MissingArtifacts | GpoolError] = {}
     drafts: list[_Draft] = []
     for number, submission in enumerate(submissions):
@@ -190,12 +227,26 @@ def submit(
             drafts.append(_Draft(number, submission, body, digest, payloads))
     known = yield from _known_specs({draft.digest for draft in drafts})
     accepted: list[_Draft] = []
+    room = yield from rooms({draft.account for draft in drafts}, limits)
+    charged: Counter[Account] = Counter()
+    described = set(known)
     for draft in drafts:
-        refusal = yield from _accept(draft, is_known=draft.digest in known)
+        account, size = draft.account, draft.size_bytes
+        if draft.digest not in described:
+            size += draft.spec_bytes
+        left = room.get(account, size + charged[account]) - charged[account]
+        refusal: MissingArtifacts | GpoolError | None
+        if size > left:
+            refusal = storage_full(account, "this submission", size, left)
+        else:
+            refusal = yield from _accept(draft, is_known=draft.digest in known)
         if refusal is None:
             accepted.append(draft)
+            described.add(draft.digest)
+            charged[account] += size
         else:
             outcomes[draft.number] = refusal
+    yield from change(charged)
     new = {draft.digest: draft for draft in reversed(accepted) if draft.digest not in known}
     if new:
         yield from _insert_specs(list(new.values()))
@@ -280,13 +331,13 @@ def _open_batch(s: Submission) -> Operation[_OpenBatch | GpoolError]:
 
 def _insert_specs(drafts: Sequence[_Draft]) -> Operation[None]:
     rows = [
-        _NewSpec(s.spec_id, *draft.digest, draft.body, s.spec.retries, s.at)
+        _NewSpec(s.spec_id, *draft.digest, draft.body, s.spec.retries, s.at, draft.spec_bytes)
         for draft in sorted(drafts, key=lambda draft: draft.digest)  # one lock order for all
         for s in (draft.submission,)
     ]
     yield Statement(
-        "INSERT INTO specs (id, user_id, digest, body, retries, created_at) "
-        "SELECT n.id, n.user_id, n.digest, n.body, n.retries, n.created_at FROM {specs} AS n WHERE true "
+        "INSERT INTO specs (id, user_id, digest, body, retries, created_at, stored_bytes) "
+        "SELECT n.id, n.user_id, n.digest, n.body, n.retries, n.created_at, n.stored_bytes FROM {specs} AS n WHERE true "
         "ON CONFLICT (user_id, digest) DO NOTHING",
         {},
         {"specs": Relation(relation_columns(_NewSpec), rows)},
@@ -329,7 +380,7 @@ def _insert_tasks(submitted: Sequence[tuple[Submission, SubmittedTasks]]) -> Ope
         shared = _SharedColumns("queued", s.batch, outcome.spec_id, s.user, s.at, s.at, s.team)
         extra = shared if len(submitted) > 1 else ()
         for task in outcome.tasks:
-            row = (task.id, task.position, task.payload_sha256)
+            row = (task.id, task.position, task.payload_sha256, task_bytes(s.spec, task))
             if task.payload:
                 large.append((*row, task.payload, *extra))
             else:

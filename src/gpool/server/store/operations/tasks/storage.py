@@ -1,0 +1,246 @@
+"""Bytes charged to users and teams: artifacts, rows with inline data, logs, and room reserved for uploads in progress.
+
+Every row records what was charged for it (`stored_bytes`), so that deleting it returns exactly that. A sum over all rows
+would cost a row each; the counter `storage` costs one row, or one per shard. One server writes to a store, so a room
+that was read is still there when the same operation charges it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+from gpool.core.errors import StorageFull
+from gpool.core.model import Instant
+from gpool.server.store.generated_rows import UploadsRecord
+from gpool.server.store.identity_values import Holder
+from gpool.server.store.protocol import Operation, Relation, Statement, operation
+from gpool.server.store.rows import columns, exists, select
+
+Account = tuple[Holder, int]
+
+TASK_BYTES = 1024
+"""Charge of a task, per node of a gang: its rows, their index entries, the kept answer, and a short end."""
+
+END_BYTES = 384
+"""Result, error text and output list that `TASK_BYTES` covers; a longer end is charged by its size."""
+
+SPEC_BYTES = 512
+ATTEMPT_BYTES = 512  # of an attempt that ended with a retry, with its phases
+CHUNK_BYTES = 64  # of a chunk of output, besides its text
+CHECKPOINT_BYTES = 256
+SUMMARY_BYTES = 512
+"""Charge of a shrunk task."""
+
+ACCOUNTS = (("kind", "text"), ("id", "int"))
+CHANGED = (*ACCOUNTS, ("change", "int"))
+SHARD = "0 /*postgresql + pg_backend_pid() % 16*/"
+"""One shard per database session, so that concurrent writers rarely wait for each other's row."""
+
+UPLOAD = columns(UploadsRecord, UploadsRecord, "u")
+THIS = "uploader = :uploader AND sha256 = :sha256 AND number = :number"
+HOW_TO_FREE = (
+    "delete ended tasks (`gpool delete TASK`) or uploads (`gpool artifacts`), "
+    "or ask the operator for a larger storage quota"
+)
+
+
+class StorageLimits(NamedTuple):
+    """Default storage quotas in bytes; None: no limit."""
+
+    user: int | None = None
+    team: int | None = None
+
+
+NO_LIMITS = StorageLimits()
+
+
+class _AccountStorage(NamedTuple):
+    kind: str
+    id: int
+    storage_bytes: int | None  # the account's own quota
+    size_bytes: int | None
+
+
+class _Used(NamedTuple):
+    kind: str
+    id: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class UploadReservation:
+    """Room for one upload of an account. `number` 0: an upload in parts, which keeps its room between requests."""
+
+    uploader: str
+    sha256: str
+    number: int
+    account: Account
+
+
+def holder_of(user: int, team: int | None) -> Account:
+    return ("user", user) if team is None else ("team", team)
+
+
+def change(changes: Mapping[Account, int]) -> Operation[None]:
+    rows = [(*account, size) for account, size in sorted(changes.items()) if size]
+    if rows:
+        yield Statement(
+            f"INSERT INTO storage (kind, id, shard, size_bytes) SELECT c.kind, c.id, {SHARD}, c.change "  # noqa: S608
+            "FROM {changes} AS c WHERE true ON CONFLICT (kind, id, shard) "
+            "DO UPDATE SET size_bytes = storage.size_bytes + excluded.size_bytes",
+            {},
+            {"changes": Relation(CHANGED, rows)},
+        )
+
+
+def rooms(accounts: Collection[Account], limits: StorageLimits) -> Operation[dict[Account, int]]:
+    """Bytes that each account may still store, below 0 if it is over; accounts without a limit are absent."""
+    if not accounts:
+        return {}
+    rows = yield from select(
+        _AccountStorage,
+        "SELECT a.kind, a.id, q.storage_bytes, (SELECT SUM(s.size_bytes) FROM storage s "
+        "WHERE s.kind = a.kind AND s.id = a.id) FROM {accounts} AS a "
+        "LEFT JOIN quotas q ON q.kind = a.kind AND q.id = a.id",
+        {},
+        {"accounts": Relation(ACCOUNTS, sorted(accounts))},
+    )
+    found: dict[Account, int] = {}
+    for row in rows:
+        usual = limits.user if row.kind == "user" else limits.team
+        limit = row.storage_bytes if row.storage_bytes is not None else usual
+        if limit is not None:
+            found[cast("Holder", row.kind), row.id] = limit - int(row.size_bytes or 0)
+    return found
+
+
+def used(account: Account) -> Operation[int]:
+    rows = yield from select(
+        _Used,
+        "SELECT kind, id, SUM(size_bytes) FROM storage WHERE kind = :kind AND id = :id GROUP BY kind, id",
+        {"kind": account[0], "id": account[1]},
+    )
+    return int(rows[0].size_bytes) if rows else 0
+
+
+def storage_full(account: Account, what: str, size: int, room: int) -> StorageFull:
+    whose = "your account" if account[0] == "user" else "your team"
+    return StorageFull(
+        f"{what} needs {size} bytes and {whose} may store only {max(0, room)} more; {HOW_TO_FREE}"
+    )
+
+
+# ---- uploads in progress
+
+
+@operation
+def is_stored(account: Account, sha256: str) -> Operation[bool]:
+    """Whether the account is charged for this artifact already."""
+    return (
+        yield from exists(
+            "SELECT 1 FROM stored WHERE kind = :kind AND id = :id AND sha256 = :sha256",
+            {"kind": account[0], "id": account[1], "sha256": sha256},
+        )
+    )
+
+
+@operation
+def reserve(
+    upload: UploadReservation, size: int, limits: StorageLimits, at: Instant
+) -> Operation[StorageFull | None]:
+    """Charge `size` bytes in all for an upload before its bytes are stored; return the error if they do not fit."""
+    before = yield from _reservation(upload)
+    charged = 0 if before is None else before.size_bytes
+    account = upload.account if before is None else _account(before)
+    room = (yield from rooms([account], limits)).get(account)
+    if room is not None and size - charged > max(0, room):
+        return storage_full(account, "this artifact", size, room + charged)
+    yield Statement(
+        "INSERT INTO uploads (uploader, sha256, number, kind, account, size_bytes, at) "
+        "VALUES (:uploader, :sha256, :number, :kind, :account, :size, :at) "
+        "ON CONFLICT (uploader, sha256, number) DO UPDATE SET size_bytes = excluded.size_bytes, at = excluded.at",
+        _key(upload) | {"kind": account[0], "account": account[1], "size": size, "at": at},
+    )
+    yield from change({account: size - charged})
+    return None
+
+
+@operation
+def release_upload(upload: UploadReservation) -> Operation[None]:
+    yield from take_reservation(upload)
+
+
+def take_reservation(upload: UploadReservation) -> Operation[int]:
+    """Delete the reservation; return the bytes it held for the upload's account."""
+    before = yield from _reservation(upload)
+    if before is None:
+        return 0
+    yield Statement(f"DELETE FROM uploads WHERE {THIS}", _key(upload))  # noqa: S608
+    yield from change({_account(before): -before.size_bytes})
+    return before.size_bytes if _account(before) == upload.account else 0
+
+
+def _reservation(upload: UploadReservation) -> Operation[UploadsRecord | None]:
+    rows = yield from select(
+        UploadsRecord,
+        f"SELECT {UPLOAD} FROM uploads u WHERE {THIS}",  # noqa: S608
+        _key(upload),
+    )
+    return rows[0] if rows else None
+
+
+def _key(upload: UploadReservation) -> dict[str, int | str]:
+    return {"uploader": upload.uploader, "sha256": upload.sha256, "number": upload.number}
+
+
+def _account(row: UploadsRecord) -> Account:
+    return cast("Holder", row.kind), row.account
+
+
+@operation
+def forget_uploads(before: Instant, limit: int) -> Operation[int]:
+    """Release the room of uploads in parts that nobody has continued since then."""
+    return (yield from _forget("at < :before ORDER BY at LIMIT :limit", before=before, limit=limit))
+
+
+@operation
+def forget_interrupted() -> Operation[int]:
+    """Release the room of requests that a stopped server did not finish."""
+    return (yield from _forget("number <> 0"))
+
+
+@operation
+def forget_uploads_of(uploader: str) -> Operation[int]:
+    return (yield from _forget("uploader = :uploader", uploader=uploader))
+
+
+def _forget(where: str, **parameters: int | str) -> Operation[int]:
+    rows = yield from select(
+        UploadsRecord,
+        f"SELECT {UPLOAD} FROM uploads u WHERE {where}",  # noqa: S608
+        parameters,
+    )
+    yield from _delete_uploads(rows)
+    return len(rows)
+
+
+def _delete_uploads(rows: Sequence[UploadsRecord]) -> Operation[None]:
+    if rows:
+        names = (("uploader", "text"), ("sha256", "text"), ("number", "int"))
+        yield Statement(
+            "DELETE FROM uploads WHERE (uploader, sha256, number) IN "
+            "(SELECT uploader, sha256, number FROM {gone} AS g)",
+            {},
+            {"gone": Relation(names, [(row.uploader, row.sha256, row.number) for row in rows])},
+        )
+        yield from change(summed((_account(row), -row.size_bytes) for row in rows))
+
+
+def summed(pairs: Iterable[tuple[Account, int]]) -> dict[Account, int]:
+    total: Counter[Account] = Counter()
+    for account, size in pairs:
+        total[account] += size
+    return dict(total)
