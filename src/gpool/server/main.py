@@ -11,8 +11,9 @@ from types import FrameType
 
 import uvicorn
 import uvloop
+from pydantic import ValidationError
 
-from gpool.core.errors import Conflict, Unreachable
+from gpool.core.errors import GpoolError, Unreachable
 from gpool.server.app import make_app, open_server
 from gpool.server.http import LimitedHttp, LimitedWebSocket
 from gpool.server.server import Server
@@ -21,6 +22,9 @@ from gpool.server.store.drivers.opening import lock_for_serving
 from gpool.wire.frames import MAX_FRAME_BYTES
 
 log = logging.getLogger(__name__)
+
+USAGE = 2
+"""Exit code after an invalid setting: `gpool up` reports it instead of starting the server again."""
 
 STOP_WITHIN_S = 3
 KEEP_ALIVE_S = 75
@@ -102,7 +106,12 @@ def main() -> None:
             stopped_by = runner.run(serve(Settings()))
     except KeyboardInterrupt:  # uvicorn stopped in order and raised the signal again
         stopped_by = signal.SIGINT
-    except (Conflict, Unreachable) as error:
+    except GpoolError as error:
         sys.exit(f"gpool: {error.detail}")
+    except ValidationError as error:
+        found = ((".".join(map(str, one["loc"])), one["msg"]) for one in error.errors())
+        wrong = "; ".join(f"GPOOL_SERVER_{name.upper()}: {text}" for name, text in found)
+        sys.stderr.write(f"gpool: {wrong}\n")
+        sys.exit(USAGE)
     if stopped_by:
         sys.exit(128 + stopped_by)

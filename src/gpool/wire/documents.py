@@ -236,9 +236,27 @@ class TaskDocument(Answer):
     on_loss: str = "reform"
 
 
+class BatchDocument(Answer):
+    """`succeeded` to `running`: only if they were asked for (`counts=true`); the rest of `total` waits."""
+
+    id: str
+    name: str
+    total: int
+    done: int
+    closed: bool
+    created_at: AwareDatetime
+    succeeded: int | None = None
+    failed: int | None = None
+    cancelled: int | None = None
+    running: int | None = None
+
+
 class TaskPage(Answer):
+    """`batches`: those of the items, with `first=true`."""
+
     items: list[TaskDocument]
     next: str | None = None
+    batches: list[BatchDocument] = []
 
 
 class ResultDocument(Answer):
@@ -261,15 +279,7 @@ class ResultDocument(Answer):
     node: str | None = None
     node_name: str | None = None
     own_node: bool = False
-
-
-class BatchDocument(Answer):
-    id: str
-    name: str
-    total: int
-    done: int
-    closed: bool
-    created_at: AwareDatetime
+    printed: bool = False  # it has output (`GET /v1/tasks/{id}/logs`)
 
 
 class EventDocument(Answer):

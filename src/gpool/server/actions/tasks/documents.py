@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 
 import msgspec
@@ -57,6 +57,7 @@ class ResultLine(msgspec.Struct, frozen=True):
     node: str | None = None
     node_name: str | None = None
     own_node: bool = False
+    printed: bool = False
 
 
 _encoder = msgspec.json.Encoder()
@@ -129,12 +130,13 @@ def _results(results: Iterable[BatchResult], reader: UserId) -> list[ResultLine]
             None if row.node is None else nodes[row.node],
             row.node_name,
             row.node_owner == reader,
+            row.printed,
         )
         for name, row in zip(encode_many("task", [row.task for row in rows]), rows, strict=True)
     ]
 
 
-def result(view: TaskView, reader: UserId) -> bytes:
+def result(view: TaskView, reader: UserId, printed: bool) -> bytes:
     row = view.row
     return _encoder.encode(
         ResultLine(
@@ -151,6 +153,7 @@ def result(view: TaskView, reader: UserId) -> bytes:
             None if row.node is None else encode("node", row.node),
             view.node_name,
             view.node_owner == reader,
+            printed,
         )
     )
 
@@ -259,7 +262,13 @@ def output(file: OutputFile) -> OutputDocument:
     )
 
 
-def batch(value: Batch) -> BatchDocument:
+def batch(value: Batch, counts: Mapping[TaskStatus, int] | None = None) -> BatchDocument:
+    """`counts`: tasks by status, if they were counted."""
+    by_status: dict[str, int] = {}
+    if counts is not None:
+        held = counts.get(TaskStatus.LEASED, 0) + counts.get(TaskStatus.RUNNING, 0)
+        ends = (TaskStatus.SUCCEEDED, TaskStatus.FAILED, TaskStatus.CANCELLED)
+        by_status = {status.value: counts.get(status, 0) for status in ends} | {"running": held}
     return BatchDocument(
         id=encode("batch", value.id),
         name=value.name,
@@ -267,6 +276,7 @@ def batch(value: Batch) -> BatchDocument:
         done=value.done,
         closed=value.closed,
         created_at=instant_to_datetime(value.created_at),
+        **by_status,
     )
 
 
