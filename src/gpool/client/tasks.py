@@ -6,9 +6,9 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, Unpack, cast, overload
 
-from gpool.client.options import Options
+from gpool.client.options import Options, TaskOptions
 from gpool.client.runs import Run
 from gpool.client.values import dumps_function
 from gpool.core.errors import Invalid
@@ -80,7 +80,7 @@ class Task(Generic[P, R]):
         found = self._client().map(self, iterables, return_exceptions=return_exceptions)
         return cast(Iterator[R], found)
 
-    def with_options(self, **changes: Any) -> Task[P, R]:
+    def with_options(self, **changes: Unpack[TaskOptions]) -> Task[P, R]:
         """The same function with changed options."""
         options = {
             name: getattr(self.options, name)
@@ -141,8 +141,13 @@ class Decorator:
     @overload
     def __call__(self, function: Callable[P, R], /) -> Task[P, R]: ...
     @overload
-    def __call__(self, /, **options: Any) -> Callable[[Callable[P, R]], Task[P, R]]: ...
-    def __call__(self, function: Callable[P, R] | None = None, /, **options: Any) -> Any:
+    def __call__(
+        self, /, **options: Unpack[TaskOptions]
+    ) -> Callable[[Callable[P, R]], Task[P, R]]: ...
+    def __call__(
+        self, function: Callable[P, R] | None = None, /, **options: Unpack[TaskOptions]
+    ) -> Any:
+        """Turn a function into a task; the options are those of `TaskOptions`, explained in docs/options.md."""
         wanted = Options.of(options)
         wanted.members()  # raises for malformed options where they are written
         if function is not None:
