@@ -17,6 +17,7 @@ from gpool.agent.machine.gpu_monitor import GpuMonitor
 from gpool.agent.machine.gpus import Detector
 from gpool.agent.machine.host import AgentProcesses, ForeignPrograms
 from gpool.agent.machine.monitor import LoadMeter, NodeMonitor, PolicyFile, facts_now, sampler
+from gpool.agent.machine.policy import MachineFacts
 from gpool.agent.running.artifact_cache import ArtifactCache
 from gpool.agent.running.sandboxes import ExecutorContext
 from gpool.agent.running.warm_sandboxes import WarmPoolManager
@@ -96,7 +97,11 @@ def lend() -> None:
     own = AgentProcesses(os.getpid(), groups=lambda: _containers(runtimes))
     gpu_monitor = GpuMonitor(detector.nvml, own)
     sample = sampler(policy_file, gpu_monitor, ForeignPrograms(own), wall_clock, boot_clock)
-    monitor = NodeMonitor(policy_file, offer, lambda: facts_now(wall_clock(), meter), sample)
+
+    def facts() -> MachineFacts:
+        return facts_now(wall_clock(), meter, data=settings.data_dir)
+
+    monitor = NodeMonitor(policy_file, offer, facts, sample)
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(
             run_agent(
