@@ -170,7 +170,7 @@ def table(
 def _wrapped(text: str, width: int) -> list[str]:
     if _width(text) <= width:
         return [text]
-    return textwrap.wrap(text, max(1, width)) or [""]
+    return textwrap.wrap(text, max(1, width), break_on_hyphens=False) or [""]
 
 
 def _coloured(text: str, is_state: bool) -> str:
