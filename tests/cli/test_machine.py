@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from gpool import Client
 from gpool.agent.machine.monitor import LoadMeter, facts_now
 from gpool.agent.machine.policy import OwnerPolicy, reason_to_close
+from gpool.cli.lending.doctor import pool_findings
 from gpool.cli.lending.join import agent_folder, saved_identity
 from gpool.cli.lending.machine import lent_node
 from gpool.cli.main import cli
@@ -105,3 +106,21 @@ def test_the_agents_data_lie_in_the_data_folder_unless_an_older_folder_exists(ho
     assert agent_folder(file) == home / "data" / "nodes" / "10.0.0.7_8642"
     file.with_suffix("").mkdir()
     assert agent_folder(file) == home / "nodes" / "10.0.0.7_8642"
+
+
+class Answering(NobodyKnown):
+    """A ready server that knows nobody."""
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        if request.url.path == "/readyz":
+            return httpx2.Response(200, json={"status": "ok"})
+        return super().handle_request(request)
+
+
+def test_doctor_finds_no_problem_in_a_joined_machine_without_an_account(home: Path) -> None:
+    with Client("http://pool.test", transport=Answering()) as client:
+        assert {one.name: one.ok for one in pool_findings(client, NOW)}["account"]
+        for file in (home / "nodes").iterdir():
+            file.unlink()
+        found = {one.name: one.ok for one in pool_findings(client, NOW)}
+        assert (found["server"], found["key"]) == (True, False)  # no node: an account is needed

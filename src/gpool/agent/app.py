@@ -65,6 +65,15 @@ def lend() -> None:
     """Lend this machine until a signal; raise `GpoolError` or `SandboxFailed` if impossible or refused."""
     settings = AgentSettings()  # type: ignore[call-arg]  # from the environment
     settings.data_dir.mkdir(parents=True, exist_ok=True)
+    if settings.log_format == "json":
+        structlog.configure(
+            processors=[
+                structlog.processors.add_log_level,
+                structlog.processors.TimeStamper(fmt="iso", key="at"),
+                structlog.processors.format_exc_info,
+                structlog.processors.JSONRenderer(ensure_ascii=False),
+            ]
+        )
     policy_file = PolicyFile(settings.policy)
     policy = policy_file.policy
     detector = Detector(settings.simulate_gpus)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -35,6 +36,7 @@ class AgentSettings(BaseSettings):
         ""  # ways to share GPUs, first choice first: "mig,mps"; empty: as each card is set
     )
     policy: Path | None = None  # the owner's policy, a TOML file; see gpool.agent.machine.policy
+    log_format: Literal["text", "json"] = "text"
     cache_bytes: int = Field(default=10 * GIB, ge=0)
     site: str = (
         ""  # nodes of a site reach each other directly; if set, this node accepts gang members

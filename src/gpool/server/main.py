@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
 from types import FrameType
+from typing import Literal
 
 import uvicorn
 import uvloop
@@ -97,13 +100,34 @@ def configuration(server: Server) -> uvicorn.Config:
     )
 
 
+class JsonLines(logging.Formatter):
+    """One JSON object a line: `at` (UTC), `level`, `logger`, `message`, and `traceback` of an exception."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        found = {
+            "at": datetime.fromtimestamp(record.created, UTC).isoformat(),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            found["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(found, ensure_ascii=False)
+
+
+def log_handler(form: Literal["text", "json"]) -> logging.Handler:
+    handler = logging.StreamHandler()
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(JsonLines() if form == "json" else text)
+    return handler
+
+
 def main() -> None:
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
     try:
+        settings = Settings()
+        logging.basicConfig(level=logging.INFO, handlers=[log_handler(settings.log_format)])
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            stopped_by = runner.run(serve(Settings()))
+            stopped_by = runner.run(serve(settings))
     except KeyboardInterrupt:  # uvicorn stopped in order and raised the signal again
         stopped_by = signal.SIGINT
     except GpoolError as error:

@@ -36,7 +36,7 @@ def examine(client: Client, data: Path, now: datetime | None = None) -> list[Fin
         *doctor(data),
         policy_finding(file, at),
         *_gangs(file, data, client.url),
-        *_pool(client, at),
+        *pool_findings(client, at),
     ]
 
 
@@ -82,7 +82,7 @@ def gangs_finding(gangs: GangRules, data: Path, server: str) -> Finding:
     return Finding("gangs", Level.OK, text)
 
 
-def _pool(client: Client, now: datetime) -> list[Finding]:
+def pool_findings(client: Client, now: datetime) -> list[Finding]:
     try:
         reply = client.api.send("GET", "/readyz")
     except GpoolError as error:
