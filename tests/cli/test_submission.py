@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from click.testing import CliRunner
 
@@ -109,3 +110,18 @@ def test_a_task_that_no_node_could_run_is_cancelled_on_request(gpool: Gpool, poo
     assert len(pool.cancelled) == 1
     assert gpool("run", "-d", "--gpu", "H100", "--", "true").exit_code == 0  # it waits
     assert len(pool.cancelled) == 1
+
+
+def test_an_error_that_the_log_ends_with_is_printed_once(gpool: Gpool, pool: Pool) -> None:
+    why = "no solution found\nnumpy 99 does not exist"
+
+    def command(task: dict[str, Any]) -> dict[str, Any]:
+        pool.logs[task["id"]] = [("stderr", f"{why}\n")] if pool.sentence else []
+        return {"status": "failed", "reason": "bad_input", "exit_code": None, "error_text": why}
+
+    pool.command = command
+    done = gpool("run", "--", "x")
+    assert done.stderr.count("numpy 99 does not exist") == 1
+    assert "could not be prepared: its output says why" in done.stderr
+    pool.sentence = ""  # nothing in the log
+    assert f"could not be prepared: {why.splitlines()[0]}" in gpool("run", "--", "x").stderr

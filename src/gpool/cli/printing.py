@@ -343,9 +343,15 @@ def _without_messages(pieces: Iterator[T | str]) -> Iterator[T]:
             yield one
 
 
-def print_outcome(result: Result, *, code_too: bool = False) -> None:
+def print_outcome(result: Result, *, code_too: bool = False, shown: str = "") -> None:
+    """Print why a task did not succeed; an error text that ends the output `shown` is not repeated."""
     from gpool.client.values import failure
 
+    text = result.error_text.strip()
+    if text and text.splitlines()[-1] in shown:
+        import msgspec
+
+        result = msgspec.structs.replace(result, error_text="its output says why")
     if result.status != "succeeded" and (code_too or result.reason != "exited"):
         click.echo(f"gpool: {plain(failure(result).detail)}", err=True)
 

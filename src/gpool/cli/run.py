@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from gpool.client.runs import Printed, Run
     from gpool.client.values import Result
 
+TAIL_LETTERS = 16_384
+"""End of the output in which an error's text is looked for, so that it is not printed twice."""
+
 SECOND_CHANCE_S = 2.0
 """Seconds after the first Ctrl-C within which a second one cancels the task."""
 
@@ -241,9 +244,15 @@ def run(
 
 
 def follow_run(client: Client, submitted: Run, into: Path, *, quiet: bool) -> int:
+    from gpool.client.values import exit_code
+
+    tail = ""
+
     def follow(emit: Callable[[Printed | str], None]) -> Result:
+        nonlocal tail
         on_progress = ProgressLine(emit, submitted, phases=sys.stderr.isatty())
         for piece in submitted.printed(follow=True, on_progress=on_progress):
+            tail = (tail + piece.text)[-TAIL_LETTERS:]
             emit(piece)
         return submitted.wait()
 
@@ -258,9 +267,7 @@ def follow_run(client: Client, submitted: Run, into: Path, *, quiet: bool) -> in
             raise
         if result is None:
             return detached(submitted, reading.is_pressed_again)
-    print_outcome(result)
-    from gpool.client.values import exit_code
-
+    print_outcome(result, shown=tail)
     if not result.outputs:
         return exit_code(result)
     kept = f"its outputs are kept. Download them with: gpool result {submitted.id} --into DIR"
