@@ -123,6 +123,15 @@ def test_a_maps_line_counts_on_a_terminal_and_leaves_nothing_behind() -> None:
     assert (terminal.getvalue(), file.getvalue()) == (text, "")
 
 
+def test_a_map_says_once_that_the_environment_is_being_built() -> None:
+    phases = iter(["fetch", "build", "build", "run", "build"])
+    out = io.StringIO()
+    line = BatchLine("square", out, lambda: next(phases))
+    for _ in range(4):
+        line.idle()
+    assert out.getvalue() == "square: building the environment…\n"
+
+
 def test_every_option_is_typed_and_explained_and_the_page_is_current() -> None:
     names = list(Options.__dataclass_fields__)
     assert sorted(get_type_hints(TaskOptions)) == sorted(names)

@@ -6,6 +6,7 @@ One file because functions and commands share submission, credential and transpo
 from __future__ import annotations
 
 import binascii
+import contextlib
 import itertools
 import os
 import re
@@ -132,6 +133,7 @@ class Client:
         rendered = (self._render(dumps_call(task.function, a, {})) for a in zip(*iterables))  # noqa: B905 - as builtin map
 
         due, pickle_requested = _deadline(task), task.options.pickle_requested
+        ids: list[str] = []  # of the first call
 
         def submit(calls: list[bytes], batch: str | None, more: bool) -> str:
             place = {"more": more} if batch is None else {"more": more, "batch": batch}
@@ -139,7 +141,15 @@ class Client:
             reply = self._post(
                 task, "/v1/tasks", lambda: b"%s,%s%s%s]}" % (start, due, self._head(task), joined)
             )
-            return batch or decode_submitted(reply.body).batch
+            accepted = decode_submitted(reply.body)
+            ids.extend(accepted.ids[: 1 - len(ids)])
+            return batch or accepted.batch
+
+        def phase() -> str:
+            with contextlib.suppress(GpoolError):  # not essential
+                for id_ in ids:
+                    return str(self.api.get_json(f"/v1/tasks/{id_}").get("phase") or "")
+            return ""
 
         echo = mapping.MapEcho(lambda id_: echo_log(self, id_), task.options.echoes)
 
@@ -154,7 +164,7 @@ class Client:
             value_of,
             self.cancel_batch,
             window=window,
-            line=mapping.BatchLine(task.label),
+            line=mapping.BatchLine(task.label, phase=phase),
         )
         wrap = mapping.exceptions_as_values if return_exceptions else mapping.raise_first
         return wrap(outcomes)

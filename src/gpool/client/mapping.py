@@ -141,7 +141,14 @@ class BatchLine:
     is yielded, so that it never mixes with the caller's own output.
     """
 
-    def __init__(self, name: str, out: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        out: TextIO | None = None,
+        phase: Callable[[], str] = lambda: "",
+    ) -> None:
+        """`phase`: that of the first call; asked while no call has ended."""
+        self._phase, self._last = phase, ""
         self._name = "".join(letter for letter in name[:40] if letter.isprintable())
         self._out = sys.stderr if out is None else out
         self._is_tty = self._out.isatty()
@@ -159,12 +166,24 @@ class BatchLine:
         self._out.flush()
         self._is_shown = True
 
+    def idle(self) -> None:
+        """Tell a terminal or not that the environment is being built: that may take minutes."""
+        phase = self._phase()
+        if phase != self._last and phase == "build":
+            self.clear()
+            self._out.write(f"{self._name}: building the environment…\n")
+            self._out.flush()
+        self._last = phase
+
     def clear(self) -> None:
         if self._is_shown:
             self._out.write("\r\x1b[K")
             self._out.flush()
             self._is_shown = False
 
+
+IDLE_S = 2.0
+"""Interval at which the first call's phase is asked for while no call has ended."""
 
 BAR = 20
 """Width of the bar in characters."""
@@ -240,7 +259,10 @@ def stream(
                 assert reader is not None
                 assert batch is not None
                 line.show(batch, received, submitted, more=not closed)
-                received += _take(reader, early, line=line)
+                got = _take(reader, early, None if received else IDLE_S, line)
+                received += got
+                if not received:
+                    line.idle()
     finally:
         line.clear()
         if reader is not None:
