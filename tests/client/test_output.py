@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -18,6 +19,28 @@ from gpool.client.options import MEANINGS, Options, TaskOptions
 from gpool.client.runs import echoed_result
 from tests.client.inprocess import Node, RealPool
 from tests.client.standin import Pool
+
+
+class Collected(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text += record.getMessage() + "\n"
+
+
+@pytest.fixture
+def warned() -> Iterator[Collected]:
+    """Warnings of the SDK, also after a test whose library disabled all loggers."""
+    handler = Collected()
+    loggers = [logging.getLogger(f"gpool.client.{name}") for name in ("runs", "mapping")]
+    for logger in loggers:
+        logger.disabled = False
+        logger.addHandler(handler)
+    yield handler
+    for logger in loggers:
+        logger.removeHandler(handler)
 
 
 class Talking(Pool):
@@ -81,7 +104,7 @@ def test_a_long_call_is_followed_with_its_build_and_its_reason_to_wait(
     sdk: Client,
     talking: Talking,
     capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    warned: Collected,
 ) -> None:
     waiting = {"epoch": 0, "status": "queued", "phase": None}
     building = {"epoch": 1, "status": "leased", "phase": "build"}
@@ -92,18 +115,18 @@ def test_a_long_call_is_followed_with_its_build_and_its_reason_to_wait(
     shown = capsys.readouterr().err
     assert f"[{run.id}] building the environment…\n" in shown
     assert f"[{run.id}] hello\n" in shown
-    assert f"task {run.id} waits: No node has a GPU." in caplog.text
+    assert f"task {run.id} waits: No node has a GPU." in warned.text
 
 
 def test_of_a_map_the_output_of_the_first_calls_is_shown(
     sdk: Client,
     talking: Talking,
     capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    warned: Collected,
 ) -> None:
     assert sum(sdk.task(lambda x: x).map(range(2 * MAP_ECHOES))) == sum(range(2 * MAP_ECHOES))
     assert capsys.readouterr().err.count("hello") == MAP_ECHOES
-    assert caplog.text.count("more calls have output") == 1
+    assert warned.text.count("more calls have output") == 1
 
 
 class Terminal(io.StringIO):
