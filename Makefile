@@ -70,6 +70,8 @@ check: setup                ## lint, types, import contracts, structure, generat
 		|| { echo 'docs/permissions.md is stale: run make docs'; exit 1; }
 	$(BIN)/python -m gpool.agent.state_machine.transitions | diff -u docs/agent-lifecycle.md - \
 		|| { echo 'docs/agent-lifecycle.md is stale: run make docs'; exit 1; }
+	$(BIN)/python -m gpool.client.options | diff -u docs/options.md - \
+		|| { echo 'docs/options.md is stale: run make docs'; exit 1; }
 	$(BIN)/python -m tests.tools.settings_page | diff -u docs/settings.md - \
 		|| { echo 'docs/settings.md is stale: run make docs'; exit 1; }
 	$(BIN)/python -m gpool.server.store.row_generator | diff -u src/gpool/server/store/generated_rows.py - \
@@ -103,6 +105,7 @@ docs: setup                 ## write the generated pages again
 	$(BIN)/python -m gpool.core.lifecycle > docs/lifecycle.md
 	$(BIN)/python -m gpool.core.permissions > docs/permissions.md
 	$(BIN)/python -m gpool.agent.state_machine.transitions > docs/agent-lifecycle.md
+	$(BIN)/python -m gpool.client.options > docs/options.md
 	$(BIN)/python -m tests.tools.settings_page > docs/settings.md
 	$(BIN)/python -m gpool.server.store.row_generator > .generated_rows && mv .generated_rows src/gpool/server/store/generated_rows.py
 

@@ -207,7 +207,7 @@ def test_draining_a_node_preempts_a_whole_gang_and_the_cordon_blocks_it(
         agent.report(Finished(lease.task, lease.epoch, EndReason.PREEMPTED))
     explained = gpool.json("explain", task)
     assert explained["code"] == "cordoned"
-    assert "made room for others 1 time" in explained["sentence"]
+    assert "was stopped 1 time for other tasks or by its node's owner" in explained["sentence"]
     assert "two could run it, but an operator lets nothing new start there" in explained["sentence"]
     assert [one["change"] for one in explained["suggestions"]] == ["--nodes 1"]
     gpool("admin", "uncordon", "two")

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import json
 
+import click
 import pytest
 
 from gpool.cli import tasks
 from gpool.cli.main import print_error
-from gpool.cli.printing import TerminalText, age, emit_json, neutral, table
+from gpool.cli.printing import (
+    TerminalText,
+    age,
+    duration,
+    emit_json,
+    local_time,
+    neutral,
+    table,
+)
 from gpool.core.errors import Conflict
 
 
@@ -109,3 +118,42 @@ def test_columns_are_aligned_in_every_writing_system(
         "e\u0301te\u0301    b",
         "train  c",
     ]
+
+
+def test_a_table_fits_the_terminal_and_wraps_words_not_ids(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    why = "No node has a GPU of this model; the largest node has 8 of another model."
+    row = ("t-6gxytcp4dha6m", "train.py", "queued", "2m", "H100", "-", "14:20", why)
+    columns = ("id", "name", "status", "age", "gpu", "node", "starts", "why it waits")
+    table(columns, [row], "", width=80)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].endswith("WHY IT WAITS")
+    assert len({line.rindex(line.split()[0]) for line in lines[2:]}) == 1  # below the last column
+    assert " ".join(line[lines[0].index("WHY") :].strip() for line in lines[1:]) == why
+    table(columns, [row], "")
+    assert why in capsys.readouterr().out  # no terminal: one line per row
+
+
+def test_a_failed_status_is_red_and_other_columns_keep_their_colour(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with_colour = click.Context(click.Command("x"), color=True)
+    with with_colour:
+        table(("name", "status"), [("failed", "failed"), ("a", "succeeded")], "")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "failed  \x1b[31mfailed\x1b[0m"
+    assert "\x1b" not in lines[2]
+
+
+def test_times_in_tables_are_local_and_to_the_second(capsys: pytest.CaptureFixture[str]) -> None:
+    table(("at",), [("2026-11-15T23:37:05.872050Z",)], "")
+    assert capsys.readouterr().out.splitlines()[1] == local_time("2026-11-15T23:37:05.872050Z")
+
+
+def test_the_duration_of_a_task_is_its_run_time_so_far() -> None:
+    now, started = "Thu, 01 Jan 2026 03:00:00 GMT", "2026-01-01T02:59:18Z"
+    assert duration({"started_at": started}, now) == "42s"
+    assert duration({"started_at": started, "finished_at": "2026-01-01T04:01:18Z"}, now) == "1h02m"
+    assert duration({}, now) == "-"

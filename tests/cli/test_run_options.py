@@ -32,7 +32,7 @@ def sent(pool: Pool) -> dict[str, Any]:
 def test_every_option_reaches_the_server(gpool: Gpool, pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "more.txt").write_text("scipy\n")
     words = (
-        "run --python 3.12 --pip numpy --pip x>=2 --requirements more.txt --network egress --preload numpy "
+        "run --python 3.12 --pip numpy --pip x>=2 --requirements more.txt --network egress "
         "--checkpoint state --checkpoint-every 10m --grace 30s --preemptible -d -- true"
     )
     done = gpool(*words.split())
@@ -41,7 +41,6 @@ def test_every_option_reaches_the_server(gpool: Gpool, pool: Pool, tmp_path: Pat
         "command": ["true"],
         "recipe": {"python": "3.12", "packages": ["numpy", "scipy", "x>=2"]},
         "network": "egress",
-        "preload": ["numpy"],
         "checkpoint": "state",
         "checkpoint_every_s": 600.0,
         "grace_s": 30.0,

@@ -135,7 +135,13 @@ class Pool(httpx2.BaseTransport):
                 self.cancelled.append(id_)
                 return httpx2.Response(204)
             case "GET", ["batches", id_] if id_ in self.batches:
-                return httpx2.Response(200, json=self.batches[id_].document())
+                found = self.batches[id_]
+                if "counts" not in request.url.params:
+                    return httpx2.Response(200, json=found.document())
+                ends = [result["status"] for result in found.results]
+                words = ("succeeded", "failed", "cancelled")
+                counts = {word: ends.count(word) for word in words} | {"running": 0}
+                return httpx2.Response(200, json=found.document() | counts)
             case "GET", ["tasks", id_, "result"] if id_ in self.tasks:
                 for result in self.batches[self.tasks[id_]["batch"]].results:
                     if result["id"] == id_:
@@ -216,10 +222,14 @@ class Pool(httpx2.BaseTransport):
         found = [
             document_of(task)
             for task in reversed(self.tasks.values())
-            if task["id"] < after and task["status"] in asked.get("status", task["status"])
+            if task["id"] < after
+            and task["status"] in asked.get("status", task["status"])
+            and (asked.get("first") != "true" or task["position"] == 0)
         ]
         next_ = found[limit - 1]["id"] if len(found) > limit else None
-        return httpx2.Response(200, json={"items": found[:limit], "next": next_})
+        batches = [self.batches[one["batch"]].document() for one in found[:limit]]
+        page = {"items": found[:limit], "next": next_}
+        return httpx2.Response(200, json=page | ({"batches": batches} if "first" in asked else {}))
 
     def _submit(self, document: dict[str, Any], wait: bool) -> httpx2.Response:
         named = document.get("function", {}).get("sha256")

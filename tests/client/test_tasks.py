@@ -51,7 +51,7 @@ def test_remote_is_one_request_once_the_function_is_there(client: Client, pool: 
     before = len(pool.requests)
     same.remote(2)
     assert [(method, url) for method, url, _ in pool.requests[before:]] == [
-        ("POST", "http://pool.test/v1/tasks?wait=30")
+        ("POST", "http://pool.test/v1/tasks?wait=1")
     ]
 
 

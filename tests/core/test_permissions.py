@@ -191,15 +191,11 @@ def test_a_node_never_acts_for_its_owner(
         Action.WALLET_LINK,
         Action.WALLET_UNLINK,
         Action.PASSWORD_CHANGE,
-        Action.PAYOUT_ASK,
         Action.PAYOUT_WALLET_SET,
-        Action.ACCOUNT_CHANGE,
         Action.NODE_INVITE,
         Action.NODE_JOIN,
         Action.TEAM_MAKE,
         Action.BATCH_EXTEND,
-        Action.WEBHOOK_MAKE,
-        Action.WEBHOOK_READ,
     ],
 )
 def test_an_operator_never_acts_in_somebody_elses_name(action: Action) -> None:
@@ -243,7 +239,6 @@ TEAMS_TASK = {"owner": OTHER, "team": MY_TEAM}
         (person(), Action.NODE_CHANGE, {"owner": OTHER}, GONE),
         (person(), Action.NODE_CHANGE, {"owner": ME}, OK),
         (person(), Action.NODE_REPORT, {"owner": ME}, REFUSED),
-        (person(), Action.RECEIPT_READ, {"owner": OTHER, "node_owner": ME}, OK),
         (person(mine=Role.MEMBER), Action.TEAM_ROLE_SET, {"team": MY_TEAM}, REFUSED),
         (person(mine=Role.OWNER), Action.TEAM_ROLE_SET, {"team": MY_TEAM}, OK),
         (person(), Action.TEAM_READ, {"team": MY_TEAM}, GONE),

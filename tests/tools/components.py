@@ -89,6 +89,7 @@ COMPONENTS: Mapping[str, Callable[[], str | None]] = {
     "chromium": _program("chromium", "chromium"),
     "nginx": _program("nginx", "nginx"),
     "libseccomp": _library("seccomp", "libseccomp2"),
+    "systemd-analyze": _program("systemd-analyze", "systemd"),
 }
 
 NEVER_REQUIRED = frozenset({"gpu", "root"})

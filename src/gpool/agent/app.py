@@ -18,6 +18,7 @@ from gpool.agent.machine.gpu_monitor import GpuMonitor
 from gpool.agent.machine.gpus import Detector
 from gpool.agent.machine.host import AgentProcesses, ForeignPrograms
 from gpool.agent.machine.monitor import LoadMeter, NodeMonitor, PolicyFile, facts_now, sampler
+from gpool.agent.machine.policy import MachineFacts
 from gpool.agent.running.artifact_cache import ArtifactCache
 from gpool.agent.running.sandboxes import EnvironmentProvider, ExecutorContext
 from gpool.agent.running.warm_sandboxes import WarmPoolManager
@@ -66,6 +67,15 @@ def lend() -> None:
     """Lend this machine until a signal; raise `GpoolError` or `SandboxFailed` if impossible or refused."""
     settings = AgentSettings()  # type: ignore[call-arg]  # from the environment
     settings.data_dir.mkdir(parents=True, exist_ok=True)
+    if settings.log_format == "json":
+        structlog.configure(
+            processors=[
+                structlog.processors.add_log_level,
+                structlog.processors.TimeStamper(fmt="iso", key="at"),
+                structlog.processors.format_exc_info,
+                structlog.processors.JSONRenderer(ensure_ascii=False),
+            ]
+        )
     policy_file = PolicyFile(settings.policy)
     policy = policy_file.policy
     detector = Detector(settings.simulate_gpus)
@@ -117,7 +127,11 @@ def lend() -> None:
     own = AgentProcesses(os.getpid(), groups=lambda: _containers(runtimes))
     gpu_monitor = GpuMonitor(detector.nvml, own)
     sample = sampler(policy_file, gpu_monitor, ForeignPrograms(own), wall_clock, boot_clock)
-    monitor = NodeMonitor(policy_file, offer, lambda: facts_now(wall_clock(), meter), sample)
+
+    def facts() -> MachineFacts:
+        return facts_now(wall_clock(), meter, data=settings.data_dir)
+
+    monitor = NodeMonitor(policy_file, offer, facts, sample)
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(
             run_agent(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -47,6 +48,7 @@ class AgentSettings(BaseSettings):
         description="Ways to share GPUs, first choice first: `mig,mps`; unset: as each card is set.",
     )
     policy: Path | None = Field(None, description="The owner's policy, a TOML file.")
+    log_format: Literal["text", "json"] = Field("text", description="Format of log lines.")
     cache_bytes: int = Field(default=10 * GIB, ge=0, description="Size of the artifact cache.")
     site: str = Field(
         "",

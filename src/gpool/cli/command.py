@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from gpool.core.errors import Forbidden, Invalid, NotFound
+from gpool.core.errors import Forbidden, GpoolError, Invalid, NotFound
 from gpool.core.ids import ALPHABET, DIGITS, PREFIXES
 
 if TYPE_CHECKING:
@@ -107,6 +107,33 @@ def listing(function: F) -> F:
     return as_json(function)
 
 
+EXTRAS = {"server": ("fastapi", "uvicorn"), "agent": ("structlog", "websockets")}
+"""Modules whose absence means that an extra of gpool is not installed."""
+
+
+def require_extra(extra: str, verb: str) -> None:
+    """`Invalid` if an extra that the verb needs is not installed."""
+    from importlib.util import find_spec
+
+    for module in EXTRAS[extra]:
+        if find_spec(module) is None:
+            raise needs_extra(extra, verb, module)
+
+
+def needs_extra(extra: str, verb: str, module: str) -> Invalid:
+    return Invalid(
+        f"{verb} needs packages that are not installed here (no module {module!r}); "
+        f"run: pip install 'gpool[{extra}]', or in a checkout of gpool: pip install '.[{extra}]'"
+    )
+
+
+def is_joined() -> bool:
+    """Whether this machine has joined a pool as a node."""
+    from gpool.client.config import home
+
+    return any((home() / "nodes").glob("*.json"))
+
+
 def client_of(ctx: click.Context) -> Client:
     """A test passes its own client as the context's object."""
     from gpool.client.client import Client
@@ -119,14 +146,46 @@ def client_of(ctx: click.Context) -> Client:
     return client
 
 
+def complete_tasks(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001 - click's signature
+    return _completed(ctx, "tasks", "id", incomplete)
+
+
+def complete_nodes(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:  # noqa: ARG001 - click's signature
+    return _completed(ctx, "nodes", "name", incomplete)
+
+
+def _completed(ctx: click.Context, what: str, member: str, incomplete: str) -> list[str]:
+    """Newest ids or names that begin so; none if the pool does not answer at once."""
+    from gpool.client.client import Client
+
+    root = ctx.find_root()
+    options = root.params
+    try:
+        if isinstance(root.obj, Client):  # a test's own
+            found = root.obj.listing(what, limit=100)
+        else:
+            with Client(options.get("url"), options.get("key"), patience_s=0.0) as client:
+                found = client.listing(what, limit=100)
+    except GpoolError:
+        return []
+    return [str(one[member]) for one in found if str(one[member]).startswith(incomplete)]
+
+
 def listed(
-    client: Client, what: str, *, everything: bool, limit: int, **filters: str
+    client: Client,
+    what: str,
+    *,
+    everything: bool,
+    limit: int,
+    on_page: Callable[[dict[str, Any]], None] | None = None,
+    **filters: str,
 ) -> list[dict[str, Any]]:
-    """Print a note if rows were left out."""
+    """Print a note if rows were left out that the caller did not choose to leave out."""
     if everything:
-        return client.listing(what, limit=None, **filters)
-    found = client.listing(what, limit=limit + 1, **filters)
-    if len(found) > limit:
+        return client.listing(what, limit=None, on_page=on_page, **filters)
+    found = client.listing(what, limit=limit + 1, on_page=on_page, **filters)
+    source = click.get_current_context().get_parameter_source("limit")
+    if len(found) > limit and source is not click.core.ParameterSource.COMMANDLINE:
         note = f"gpool: showing the first {limit}; --limit N shows more, --all shows all"
         click.get_current_context().call_on_close(lambda: click.echo(note, err=True))
     return found[:limit]
@@ -170,7 +229,7 @@ def user_id(client: Client, text: str) -> str:
 def _id(client: Client, text: str, prefix: str, kind: str, **filters: str) -> str:
     if text.startswith(prefix):
         return quoted(text)
-    for one in client.listing(f"{kind}s", limit=None, **filters):
+    for one in client.listing(f"{kind}s", limit=None, on_page=None, **filters):
         if one["name"] == text:
             return str(one["id"])
     raise NotFound(f"no {kind} {text!r}; `gpool admin {kind}s ls --all` lists them")
@@ -236,7 +295,7 @@ def shown_as(id_: str | None, name: str | None, shared: frozenset[str] = frozens
 def names_of(client: Client, what: str, **filters: str) -> dict[str, str]:
     """Empty if the caller may not read the listing."""
     try:
-        found = client.listing(what, limit=None, **filters)
+        found = client.listing(what, limit=None, on_page=None, **filters)
     except Forbidden:
         return {}
     shared = shared_names((one["id"], one["name"]) for one in found)

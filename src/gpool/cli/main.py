@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from gpool.cli.command import examples
+from gpool.cli.command import examples, needs_extra
 from gpool.core.errors import (
     BadGpuSpec,
     Forbidden,
@@ -33,12 +33,12 @@ GPOOL_FAULT, INTERRUPTED = 125, 130
 SECTIONS = {
     "Tasks": {
         "run": ("gpool.cli.run", "Run a command on the pool."),
-        "ps": ("gpool.cli.tasks", "List tasks, newest first."),
+        "ps": ("gpool.cli.listings", "List tasks, newest first."),
         "queue": (
-            "gpool.cli.pool",
+            "gpool.cli.listings",
             "List running and waiting tasks with expected start and reason.",
         ),
-        "status": ("gpool.cli.tasks", "Show one task."),
+        "status": ("gpool.cli.tasks", "Show one task or batch."),
         "logs": ("gpool.cli.tasks", "Print the output of a task."),
         "wait": ("gpool.cli.tasks", "Wait for tasks to end; exit with their exit code."),
         "cancel": ("gpool.cli.tasks", "Cancel tasks or batches."),
@@ -52,6 +52,7 @@ SECTIONS = {
         "up": ("gpool.cli.lending.up", "Start a server and an agent on this machine."),
         "server": ("gpool.cli.lending.up", "Start a server without an agent."),
         "join": ("gpool.cli.lending.join", "Join this machine to a pool and run its agent."),
+        "service": ("gpool.cli.lending.service", "Run agent or server as a systemd service."),
     },
     "Account": {
         "register": ("gpool.cli.account", "Create an account and sign in."),
@@ -73,9 +74,24 @@ SECTIONS = {
 
 VERBS = {verb: entry for verbs in SECTIONS.values() for verb, entry in verbs.items()}
 
+EXTRA_OF = {
+    "up": "server,agent",
+    "server": "server",
+    "join": "agent",
+    "node": "agent",
+    "service": "agent",
+    "login": "wallet",
+    "wallet": "wallet",
+}
+"""Extra of gpool with the packages that a verb needs beyond the base install."""
+
 ELSEWHERE = {
     "attach": "logs -f",
+    "bash": "run",
+    "config": "whoami",
+    "doctor": "node doctor",
     "exec": "run",
+    "help": "--help",
     "info": "status",
     "jobs": "ps",
     "kill": "cancel",
@@ -86,14 +102,18 @@ ELSEWHERE = {
     "rm": "delete",
     "sbatch": "run -d",
     "scancel": "cancel",
+    "shell": "run",
     "show": "status",
     "sinfo": "node ls",
     "squeue": "queue",
     "srun": "run",
+    "ssh": "run",
     "stop": "cancel",
     "submit": "run -d",
     "tasks": "ps",
     "teams": "team ls",
+    "top": "queue",
+    "version": "--version",
     "why": "explain",
 }
 """Command names of other tools and the gpool command to suggest for each. They are not aliases."""
@@ -108,7 +128,10 @@ class LazyVerbs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click's signature
         if cmd_name not in VERBS:
             return None
-        module = importlib.import_module(VERBS[cmd_name][0])
+        try:
+            module = importlib.import_module(VERBS[cmd_name][0])
+        except ModuleNotFoundError as error:
+            raise _named_extra(error, cmd_name) from error
         command = getattr(module, cmd_name)
         assert isinstance(command, click.Command)
         return command
@@ -141,6 +164,20 @@ class LazyVerbs(click.Group):
                 raise
             print_error(error)
             ctx.exit(exit_code_of(error))
+        except ModuleNotFoundError as error:
+            found = _named_extra(error, ctx.invoked_subcommand or "")
+            if not isinstance(found, GpoolError) or os.environ.get("GPOOL_DEBUG"):
+                raise
+            print_error(found)
+            ctx.exit(exit_code_of(found))
+
+
+def _named_extra(error: ModuleNotFoundError, verb: str) -> Exception:
+    """The extra to install for a verb, or the error itself if a module of gpool is missing."""
+    extra, module = EXTRA_OF.get(verb), error.name or ""
+    if extra is None or module.partition(".")[0] == "gpool":
+        return error
+    return needs_extra(extra, f"gpool {verb}", module)
 
 
 def exit_code_of(error: GpoolError) -> int:

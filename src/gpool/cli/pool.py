@@ -2,106 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlencode
 
 import click
 
-from gpool.cli.command import as_json, client_of, principal_names, shared_names
-from gpool.cli.printing import age, emit_json, local_time, table
-from gpool.cli.tasks import places, task_status, where, whose, whose_tasks
+from gpool.cli.command import (
+    as_json,
+    client_of,
+    complete_nodes,
+    examples,
+    is_joined,
+    listed,
+    listing,
+    node_id,
+    shared_names,
+    shown_as,
+)
+from gpool.cli.listings import show_node_tasks
+from gpool.cli.main import FAILED
+from gpool.cli.printing import age, emit_json, fields, gib, local_time, plain, table
+from gpool.core.errors import Forbidden, Invalid, NotFound, NotSignedIn
 
 if TYPE_CHECKING:
     from gpool.client.client import Client
-import re
-
-from gpool.cli.command import examples, listed, listing, node_id, shown_as
-from gpool.cli.main import FAILED
-from gpool.cli.printing import fields, gib, plain
-from gpool.core.errors import Invalid, NotFound
-
-SHOWN = 20
-"""Default number of waiting tasks."""
-
-PAGE = 200
-"""Most waiting tasks in one request."""
-
-_LAST = "~"
-"""Sorts after every time."""
-
-
-@click.command()
-@whose
-@click.option(
-    "--limit",
-    type=click.IntRange(min=1),
-    default=SHOWN,
-    show_default=True,
-    metavar="N",
-    help="Show at most N waiting tasks, oldest first.",
-)
-@as_json
-@click.pass_context
-def queue(ctx: click.Context, team: str | None, everybody: bool, limit: int, as_json: bool) -> None:
-    """List running and waiting tasks with expected start and reason.
-
-    Running tasks come first, then waiting tasks by expected start.
-    """
-    client = client_of(ctx)
-    filters = whose_tasks(client, team, everybody)
-    running, waiting, count = _read(client, limit, filters)
-    entries = sorted(waiting, key=lambda entry: _start(entry["task"], entry["explain"]))
-    reasons = {entry["task"]["id"]: entry["explain"] for entry in entries}
-    found = [*running, *(entry["task"] for entry in entries)]
-    if as_json:
-        emit_json([{**task, "explain": reasons.get(task["id"])} for task in found])
-        return
-    date, shared = client.api.date, shared_names(places(found))
-    known = principal_names(client) if everybody else {}
-    rows = []
-    for task in found:
-        why = reasons.get(task["id"]) or {}
-        estimate = why.get("estimate")
-        rows.append(
-            (
-                task["id"],
-                task["name"],
-                *([known.get(task["user"], task["user"])] if everybody else ()),
-                task_status(task),
-                age(task["created_at"], date),
-                task.get("gpu") or "-",
-                where(task, shared),
-                local_time(estimate["at"], date) if estimate else "-",
-                why.get("sentence") or "",
-            )
-        )
-    columns = ("id", "name", *(["user"] if everybody else ()), "status", "age", "gpu", "node")
-    table((*columns, "starts", "why it waits"), rows, "No running or waiting tasks.")
-    if count > len(waiting):
-        click.echo(f"{count - len(waiting)} more tasks wait; --limit N shows more", err=True)
-
-
-def _read(
-    client: Client, limit: int, filters: dict[str, str]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
-    """Running tasks, the oldest `limit` waiting ones, the number of all waiting ones; one request per 200."""
-    query = dict(filters)
-    running: list[dict[str, Any]] = []
-    waiting: list[dict[str, Any]] = []
-    while True:
-        query["limit"] = str(min(limit - len(waiting), PAGE))
-        page = client.api.get_json(f"/v1/queue?{urlencode(query)}")
-        running += page["running"]
-        waiting += page["items"]
-        if not page["next"] or len(waiting) >= limit:
-            return running, waiting, page["waiting"]
-        query["cursor"] = page["next"]
-
-
-def _start(task: dict[str, Any], why: dict[str, Any]) -> tuple[str, int, str]:
-    starts = (why.get("estimate") or {}).get("at")
-    return starts or _LAST, why.get("position") or 1 << 60, task["created_at"]
-
 
 _GPU_NAME = re.compile(r"(?:(?P<node>[^/]+)/)?gpu(?P<index>\d{1,4})")
 
@@ -202,7 +126,12 @@ def node() -> None:
 def node_ls(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> None:
     """List nodes."""
     client = client_of(ctx)
-    found = listed(client, "nodes", everything=everything, limit=limit)
+    try:
+        found = listed(client, "nodes", everything=everything, limit=limit)
+    except NotSignedIn:
+        if not _list_here(as_json):
+            raise
+        return
     if as_json:
         emit_json(found)
         return
@@ -229,16 +158,49 @@ def node_ls(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> 
             click.echo(plain(f"{one['id']} ({one['name']}): {message}"), err=True)
 
 
+def _list_here(as_json: bool) -> bool:
+    """List the nodes that this machine is; False if it has joined no pool."""
+    if not is_joined():
+        return False
+    from gpool.cli.lending.machine import OWNER_NOTE, lent_nodes
+
+    rows = [
+        (one.id, one.name, one.url, "paused here" if one.paused else "lent") for one in lent_nodes()
+    ]
+    if as_json:
+        emit_json([dict(zip(("id", "name", "url", "state"), row, strict=True)) for row in rows])
+    else:
+        table(("id", "name", "pool", "state"), rows, "")
+    click.echo(OWNER_NOTE, err=True)
+    return True
+
+
 @node.command("show")
-@click.argument("what", metavar="[NODE]", required=False)
+@click.argument("what", metavar="[NODE]", required=False, shell_complete=complete_nodes)
+@click.option(
+    "--history",
+    type=click.IntRange(1, 200),
+    default=10,
+    show_default=True,
+    metavar="N",
+    help="Ended tasks to show, for owners.",
+)
 @as_json
 @click.pass_context
-def node_show(ctx: click.Context, what: str | None, as_json: bool) -> None:
-    """Show one node: resources, allowed users, problems."""
+def node_show(ctx: click.Context, what: str | None, history: int, as_json: bool) -> None:
+    """Show one node: resources, allowed users, problems; for its owner also its tasks.
+
+    The owner sees whose tasks run and ran there, since when and with which resources, not what they compute.
+    """
     client = client_of(ctx)
-    document = client.api.get_json(f"/v1/nodes/{node_id(client, what, own=True)}")
+    id_ = node_id(client, what, own=True)
+    document = client.api.get_json(f"/v1/nodes/{id_}")
+    try:
+        tasks = client.api.get_json(f"/v1/nodes/{id_}/tasks?limit={history}")
+    except (Forbidden, NotFound):  # not the caller's node, or an older server
+        tasks = None
     if as_json:
-        emit_json(document)
+        emit_json({**document, "tasks": tasks})
         return
     if document.get("cordoned") is not None:
         document["cordoned"] = document["cordoned"] or "yes"
@@ -253,13 +215,21 @@ def node_show(ctx: click.Context, what: str | None, as_json: bool) -> None:
         "environments builds cpus memory gpus running last_beat_at"
     )
     fields(document, names.split())
+    if tasks is not None:
+        show_node_tasks(tasks, client.api.date)
 
 
 def _set(
     ctx: click.Context, what: str | None, availability: str, as_json: bool, now: bool = False
 ) -> None:
     client = client_of(ctx)
-    gpu = _gpu(client, what)
+    try:
+        gpu = _gpu(client, what)
+        found = node_id(client, what, own=True) if gpu is None else ""
+    except NotSignedIn:
+        if availability == "draining" or now or not _pause_here(what, availability == "paused"):
+            raise
+        return
     if gpu is not None:
         if availability == "draining":
             raise Invalid(
@@ -271,7 +241,6 @@ def _set(
             "--now reclaims one GPU, e.g. gpu0; to reclaim a whole node at once, stop its agent"
         )
     else:
-        found = node_id(client, what, own=True)
         wanted = {"availability": availability}
         document = client.api.send_json("PATCH", f"/v1/nodes/{found}", wanted)
     if as_json:
@@ -279,6 +248,19 @@ def _set(
     else:
         label = document.get("name") or document.get("model")
         click.echo(f"{document['id']} ({plain(str(label))}) is {availability} now")
+
+
+def _pause_here(what: str | None, paused: bool) -> bool:
+    """Pause by the machine's own file, for a person who lends it without an account; False if it joined no pool."""
+    if not is_joined():
+        return False
+    from gpool.cli.lending.machine import lent_node
+
+    node = lent_node(what)
+    node.pause(paused)
+    done = "paused here: it takes no new tasks" if paused else "lent again, unless paused elsewhere"
+    click.echo(f"{node.id} ({plain(node.name)}) of {node.url} is {done}, within ten seconds")
+    return True
 
 
 def _set_gpu(client: Client, gpu: str, available: bool, now: bool) -> dict[str, Any]:
@@ -306,7 +288,7 @@ def _gpu(client: Client, what: str | None) -> str | None:
     return ids[index]
 
 
-which = click.argument("what", metavar="[NODE|GPU]", required=False)
+which = click.argument("what", metavar="[NODE|GPU]", required=False, shell_complete=complete_nodes)
 
 
 @node.command(
@@ -383,7 +365,9 @@ def invite(ctx: click.Context, expires: str, as_json: bool) -> None:
         emit_json(document)
     else:
         click.echo(f"gpool join {document['link']}")
-        click.echo(f"  Valid for one machine, once, until {document['expires_at']}.", err=True)
+        click.echo(
+            f"  Valid for one machine, once, until {local_time(document['expires_at'])}.", err=True
+        )
 
 
 @node.command()
@@ -396,7 +380,12 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     from gpool.cli.lending.doctor import examine
     from gpool.client.config import data_home
 
-    findings = examine(client_of(ctx), data_home())
+    folder = data_home()
+    if is_joined():
+        from gpool.cli.lending.machine import lent_nodes
+
+        folder = next((one.data for one in lent_nodes() if one.data.is_dir()), folder)
+    findings = examine(client_of(ctx), folder)
     if as_json:
         emit_json([asdict(finding) for finding in findings])
     else:

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
+import textwrap
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from email.utils import parsedate_to_datetime
+from itertools import zip_longest
 from textwrap import indent
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO, TypeVar
 
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from gpool.client.values import Result
 
 
+_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:\d\d)")
 _ALLOWED = re.compile(r"\x1b\[[0-9;:]{0,32}m")
 _UNFINISHED = re.compile(r"\x1b(?:\[[0-9;:]{0,32})?\Z")
 _CONTROLS = re.compile(
@@ -129,19 +133,54 @@ def _json(document: object) -> str:
     return _JSON_ESCAPED.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]], empty: str) -> None:
+COLOURS = {"failed": "red", "PROBLEM": "red", "flagged": "red", "cancelled": "yellow", "WARNING": "yellow"}  # fmt: skip
+"""Colours of states, by their first word."""
+
+NARROWEST = 15
+"""Columns of a table keep this width, so that no id is folded."""
+
+
+def table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    empty: str,
+    width: int | None = None,
+) -> None:
+    """Print aligned columns. Cells wrap so that lines fit into `width` columns; default: the terminal's, if any."""
     cells = [[_cell(value) for value in row] for row in rows]
     if not cells:
         click.echo(empty, err=True)
         return
+    if width is None and sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
     lines = [[name.upper() for name in columns], *cells]
     widths = [max(map(_width, column)) for column in zip(*lines, strict=True)]
+    while width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
+        widest = max(range(len(widths)), key=lambda place: (widths[place], place))
+        if widths[widest] <= NARROWEST:
+            break
+        widths[widest] -= 1
+    states = {place for place, name in enumerate(columns) if name in ("status", "")}
     for line in lines:
-        padded = (
-            value + " " * (width - _width(value)) for value, width in zip(line, widths, strict=True)
-        )
-        text = "  ".join(padded).rstrip()
-        click.echo(styled(text, bold=True) if line is lines[0] else text)
+        wrapped = [_wrapped(value, size) for value, size in zip(line, widths, strict=True)]
+        for parts in zip_longest(*wrapped, fillvalue=""):
+            text = "  ".join(
+                _coloured(part, place in states and line is not lines[0])
+                + " " * (widths[place] - _width(part))
+                for place, part in enumerate(parts)
+            ).rstrip()
+            click.echo(styled(text, bold=True) if line is lines[0] else text)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    if _width(text) <= width:
+        return [text]
+    return textwrap.wrap(text, max(1, width), break_on_hyphens=False) or [""]
+
+
+def _coloured(text: str, is_state: bool) -> str:
+    colour = COLOURS.get(text.partition(" ")[0]) if is_state else None
+    return text if colour is None else styled(text, colour=colour)
 
 
 def _width(text: str) -> int:
@@ -157,7 +196,7 @@ def fields(document: Mapping[str, Any], names: Sequence[str]) -> None:
     shown = [(name, value) for name, value in shown if value not in (None, "", [], {})]
     width = max((len(name) for name, _ in shown), default=0)
     for name, value in shown:
-        click.echo(f"{name.ljust(width)}  {_cell(value)}")
+        click.echo(f"{name.ljust(width)}  {_coloured(_cell(value), name == 'status')}")
 
 
 def show(document: Mapping[str, Any], as_json: bool, names: str) -> None:
@@ -173,6 +212,8 @@ def _cell(value: object) -> str:
         if isinstance(value, list)
         else str("" if value is None else value)
     )
+    if _TIME.fullmatch(text):
+        return local_time(text)
     return plain(text.replace("\n", " "))
 
 
@@ -181,7 +222,7 @@ def styled(text: str, *, bold: bool = False, colour: str | None = None) -> str:
 
     if os.environ.get("NO_COLOR"):
         return text
-    return click.style(text, bold=bold, fg=colour)
+    return click.style(text, bold=bold or None, fg=colour)
 
 
 def age(created_at: str, server_date: str | None) -> str:
@@ -193,6 +234,26 @@ def age(created_at: str, server_date: str | None) -> str:
         if passed >= size:
             return f"{passed // size}{unit}"
     return f"{passed}s"
+
+
+def duration(task: Mapping[str, Any], server_date: str | None) -> str:
+    """Run time of a task so far, e.g. 35s or 1h02m; `-` before its start."""
+    started, ended = task.get("started_at"), task.get("finished_at")
+    if not started or (not ended and server_date is None):
+        return "-"
+    end = datetime.fromisoformat(ended) if ended else parsedate_to_datetime(server_date or "")
+    return brief_time((end - datetime.fromisoformat(started)).total_seconds())
+
+
+def brief_time(seconds: float) -> str:
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m"
 
 
 def local_time(at: str, server_date: str | None = None) -> str:
@@ -243,8 +304,6 @@ class ProgressLine:
         self._is_explained = False
 
     def __call__(self, progress: TaskProgress) -> None:
-        from gpool.cli.printing import styled
-
         if progress == self._seen:  # unchanged
             if progress.status == "queued":
                 self._explain()
@@ -258,8 +317,6 @@ class ProgressLine:
         self._last = message
 
     def _explain(self) -> None:
-        from gpool.cli.printing import plain
-
         if self._run is None or self._is_explained:
             return
         try:
@@ -275,15 +332,11 @@ class ProgressLine:
 
 def show_output(pieces: Iterator[Printed | str], *, quiet: bool) -> None:
     """Messages (`str`) go to standard error."""
-    from gpool.cli.printing import LogPrinter
-
     LogPrinter(all_to_stderr=quiet).show(_without_messages(pieces))
 
 
 def show_documents(pieces: Iterator[dict[str, Any] | str]) -> None:
     """Print one JSON list as documents arrive, closed even after Ctrl-C."""
-    from gpool.cli.printing import emit_json_list
-
     emit_json_list(_without_messages(pieces))
 
 
@@ -295,10 +348,15 @@ def _without_messages(pieces: Iterator[T | str]) -> Iterator[T]:
             yield one
 
 
-def print_outcome(result: Result, *, code_too: bool = False) -> None:
-    from gpool.cli.printing import plain
+def print_outcome(result: Result, *, code_too: bool = False, shown: str = "") -> None:
+    """Print why a task did not succeed; an error text that ends the output `shown` is not repeated."""
     from gpool.client.values import failure
 
+    text = result.error_text.strip()
+    if text and text.splitlines()[-1] in shown:
+        import msgspec
+
+        result = msgspec.structs.replace(result, error_text="its output says why")
     if result.status != "succeeded" and (code_too or result.reason != "exited"):
         click.echo(f"gpool: {plain(failure(result).detail)}", err=True)
 

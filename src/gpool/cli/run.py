@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -23,13 +22,16 @@ from gpool.cli.command import (
 from gpool.cli.interrupts import Reading, unless_interrupted
 from gpool.cli.main import GPOOL_FAULT, INTERRUPTED, print_error
 from gpool.cli.printing import ProgressLine, on_stderr, print_outcome, progress_bar, show_output
-from gpool.core.errors import GpoolError, Invalid
+from gpool.cli.submission import script_of, secrets, standard_input, unread_input, variables
+from gpool.core.errors import GpoolError, Unprocessable
 
 if TYPE_CHECKING:
-    from gpool.client.artifacts import LocalFile
     from gpool.client.client import Client
     from gpool.client.runs import Printed, Run
     from gpool.client.values import Result
+
+TAIL_LETTERS = 16_384
+"""End of the output in which an error's text is looked for, so that it is not printed twice."""
 
 SECOND_CHANCE_S = 2.0
 """Seconds after the first Ctrl-C within which a second one cancels the task."""
@@ -109,6 +111,7 @@ def _deadline(ctx: click.Context, option: click.Parameter, text: str | None) -> 
     metavar="PATTERN",
     help="Files to leave out of --workdir (repeatable).",
 )
+@files("-i", "--stdin", is_flag=True, help="Send standard input, read to its end first.")
 @files("--checkpoint", metavar="DIR/", help="Directory to save and restore between attempts.")
 @files("--checkpoint-every", metavar="TIME", help="Checkpoint interval (default: 10m).")
 @environment("--python", metavar="MINOR", help="Python version, e.g. 3.12.")
@@ -122,12 +125,6 @@ def _deadline(ctx: click.Context, option: click.Parameter, text: str | None) -> 
     help="Requirements file.",
 )
 @environment("--image", metavar="IMAGE", help="Container image, preferably with its digest.")
-@environment(
-    "--preload",
-    multiple=True,
-    metavar="MODULE",
-    help="Module to import before the task starts (repeatable).",
-)
 @environment(
     "--env",
     multiple=True,
@@ -165,6 +162,7 @@ def _deadline(ctx: click.Context, option: click.Parameter, text: str | None) -> 
     type=click.Choice(["reform", "end"]),
     help="After a lost node: restart on other nodes (default), or fail.",
 )
+@placement("--must-fit", is_flag=True, help="Cancel the task if no node of the pool could run it.")
 @click.option("--name", metavar="NAME", help="Name shown in listings.")
 @click.option("-d", "--detach", is_flag=True, help="Print the task id and exit.")
 @as_json
@@ -179,6 +177,8 @@ def run(
     outputs: tuple[str, ...],
     workdir: Path | None,
     ignore: tuple[str, ...],
+    stdin: bool,
+    must_fit: bool,
     into: Path,
     detach: bool,
     as_json: bool,
@@ -204,7 +204,9 @@ def run(
     elif not (wanted["image"] or wanted["pip"] or wanted["requirements"]):
         _warn_missing_script(command[0])
     options = Options.of({**wanted, "env": variables(env), "secrets": secrets(secret)})
-    with progress_bar() as progress:
+    with standard_input(stdin) as sent, progress_bar() as progress:
+        if sent is not None:
+            command, shipped = sent.redirected(command), [*shipped, sent.file]
         submitted = unless_interrupted(
             lambda: client.submit_command(
                 command, inputs=shipped, outputs=outputs, options=options, progress=progress
@@ -217,6 +219,9 @@ def run(
             err=True,
         )
         ctx.exit(INTERRUPTED)
+    if must_fit and (reason := submitted.misfit()):
+        submitted.cancel()
+        raise Unprocessable(f"no node of the pool can run it: {reason} Cancelled {submitted.id}")
     if shipped and submitted.on == "anyone" and not as_json:
         on_stderr(
             f"gpool: the owner of the node that runs {submitted.id} can read its inputs; "
@@ -232,6 +237,8 @@ def run(
         code = follow_run(client, submitted, into, quiet=as_json)
         if as_json:
             _print_document(submitted)
+        if not stdin and unread_input():
+            on_stderr("gpool: standard input had data, which was not sent; send it with --stdin")
     except KeyboardInterrupt:  # between two readings
         code = detached(submitted, lambda _: False)
     except GpoolError as error:
@@ -247,9 +254,15 @@ def run(
 
 
 def follow_run(client: Client, submitted: Run, into: Path, *, quiet: bool) -> int:
+    from gpool.client.values import exit_code
+
+    tail = ""
+
     def follow(emit: Callable[[Printed | str], None]) -> Result:
+        nonlocal tail
         on_progress = ProgressLine(emit, submitted, phases=sys.stderr.isatty())
         for piece in submitted.printed(follow=True, on_progress=on_progress):
+            tail = (tail + piece.text)[-TAIL_LETTERS:]
             emit(piece)
         return submitted.wait()
 
@@ -264,9 +277,7 @@ def follow_run(client: Client, submitted: Run, into: Path, *, quiet: bool) -> in
             raise
         if result is None:
             return detached(submitted, reading.is_pressed_again)
-    print_outcome(result)
-    from gpool.client.values import exit_code
-
+    print_outcome(result, shown=tail)
     if not result.outputs:
         return exit_code(result)
     kept = f"its outputs are kept. Download them with: gpool result {submitted.id} --into DIR"
@@ -288,21 +299,6 @@ def follow_run(client: Client, submitted: Run, into: Path, *, quiet: bool) -> in
     return exit_code(result)
 
 
-def script_of(command: tuple[str, ...], workdir: Path | None) -> LocalFile | None:
-    base = Path(os.path.normpath(Path() if workdir is None else workdir)).absolute()
-    here = Path(os.path.normpath(Path(command[0]).absolute()))
-    there = Path(os.path.normpath(base / command[0]))
-    source = next((file for file in (there, here) if file.suffix == ".py" and file.is_file()), None)
-    if source is None:
-        return None
-    from gpool.client.artifacts import LocalFile
-
-    is_inside = source.is_relative_to(base)
-    name = source.relative_to(base).as_posix() if is_inside else source.name
-    about = source.stat()
-    return LocalFile(name, source, about.st_size, bool(about.st_mode & stat.S_IXUSR))
-
-
 def _warn_missing_script(word: str) -> None:
     if word.endswith(".py") and not Path(word).is_absolute():
         on_stderr(f"gpool: no local file {word} to upload; the node runs it as a program")
@@ -318,46 +314,6 @@ def detached(submitted: Run, is_pressed_again: Callable[[float], bool]) -> int:
         submitted.cancel()
         click.echo(f"Cancelled {submitted.id}.", err=True)
     return INTERRUPTED
-
-
-def variables(given: tuple[str, ...]) -> dict[str, str]:
-    found = {}
-    for one in given:
-        name, equals, value = one.partition("=")
-        if not name:
-            raise Invalid(f"--env {one!r} has no name; write --env NAME=VALUE")
-        if not equals:
-            if name not in os.environ:
-                raise Invalid(
-                    f"--env {name}: no such variable in your environment; write --env {name}=VALUE"
-                )
-            value = os.environ[name]
-        found[name] = value
-    return found
-
-
-def secrets(given: tuple[str, ...]) -> dict[str, str]:
-    """`K` (the caller's variable) or `K=@FILE`; `K=VALUE` is refused: command lines are public."""
-    found = {}
-    for one in given:
-        name, equals, source = one.partition("=")
-        if not name or (equals and not source.startswith("@")):
-            raise Invalid(
-                f"--secret {name or one[:20]!r}: write --secret NAME (from your environment) or --secret NAME=@FILE; "
-                "a value on the command line is visible to every user of this machine"
-            )
-        if equals:
-            try:
-                found[name] = Path(source[1:]).read_text().removesuffix("\n")
-            except (OSError, UnicodeDecodeError) as error:
-                raise Invalid(f"--secret {name}: {source[1:]} cannot be read: {error}") from None
-        elif name in os.environ:
-            found[name] = os.environ[name]
-        else:
-            raise Invalid(
-                f"--secret {name}: no such variable in your environment; set it, or write --secret {name}=@FILE"
-            )
-    return found
 
 
 def _print_document(submitted: Run) -> None:

@@ -16,30 +16,26 @@ import click
 from gpool.cli.command import (
     as_json,
     client_of,
+    complete_tasks,
     examples,
     into_option,
-    listed,
-    listing,
     own_team_id,
-    principal_names,
-    shared_names,
     shown_as,
 )
 from gpool.cli.interrupts import Reading
 from gpool.cli.main import FAILED, GPOOL_FAULT, INTERRUPTED, exit_code_of, print_error
 from gpool.cli.printing import (
     ProgressLine,
-    age,
     emit_json,
     fields,
     local_time,
+    neutral,
     on_stderr,
     plain,
     print_outcome,
     progress_bar,
     show_documents,
     show_output,
-    table,
 )
 from gpool.core.errors import Forbidden, GpoolError, Invalid
 from gpool.core.specs import gpu
@@ -61,7 +57,7 @@ def _one_task(ctx: click.Context, param: click.Parameter, given: str) -> str:  #
     return given
 
 
-task_id = click.argument("task", metavar="ID", callback=_one_task)
+task_id = click.argument("task", metavar="ID", callback=_one_task, shell_complete=complete_tasks)
 
 
 def whose(function: F) -> F:
@@ -79,52 +75,6 @@ def whose_tasks(client: Client, team: str | None, everybody: bool) -> dict[str, 
     if everybody:
         return {"all": "true"}
     return {} if team is None else {"team": own_team_id(client, team)}
-
-
-@click.command()
-@listing
-@click.option(
-    "--status",
-    metavar="STATUS",
-    help="Only tasks with this status: queued, leased, running, succeeded, failed or cancelled.",
-)
-@whose
-@click.pass_context
-def ps(
-    ctx: click.Context,
-    as_json: bool,
-    everything: bool,
-    limit: int,
-    status: str | None,
-    team: str | None,
-    everybody: bool,
-) -> None:
-    """List tasks, newest first."""
-    client = client_of(ctx)
-    filters = whose_tasks(client, team, everybody) | ({"status": status} if status else {})
-    found = listed(client, "tasks", everything=everything, limit=limit, **filters)
-    if as_json:
-        emit_json(found)
-        return
-    date, shared = client.api.date, shared_names(places(found))
-    names = principal_names(client) if everybody else {}
-    rows = [
-        (
-            task["id"],
-            task["name"],
-            *([names.get(task["user"], task["user"])] if everybody else ()),
-            task_status(task),
-            age(task["created_at"], date),
-            where(task, shared),
-            task.get("gpu") or "-",
-        )
-        for task in found
-    ]
-    table(
-        ("id", "name", *(["user"] if everybody else ()), "status", "age", "node", "gpu"),
-        rows,
-        f"No task is {status}." if status else "No tasks yet.",
-    )
 
 
 def task_status(task: dict[str, Any]) -> str:
@@ -160,12 +110,19 @@ def _node(document: dict[str, Any]) -> str | None:
 
 
 @click.command()
-@task_id
+@click.argument("task", metavar="ID", shell_complete=complete_tasks)
 @as_json
 @click.pass_context
 def status(ctx: click.Context, task: str, as_json: bool) -> None:
-    """Show one task."""
-    document = client_of(ctx).get(task).document()
+    """Show one task or batch.
+
+    An id that begins with b- is a batch, e.g. the calls of one `map`.
+    """
+    client = client_of(ctx)
+    if task.startswith("b-"):
+        _show_batch(client.batch(task, counts=True), as_json)
+        return
+    document = client.get(task).document()
     if as_json:
         emit_json(document)
         return
@@ -204,20 +161,48 @@ def status(ctx: click.Context, task: str, as_json: bool) -> None:
     fields(document, names.split())
 
 
-@click.command()
+def _show_batch(document: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        emit_json(document)
+        return
+    counts = [document.get(name) for name in ("succeeded", "failed", "cancelled", "running")]
+    document["waiting"] = document["total"] - sum(count or 0 for count in counts)
+    document["open"] = None if document["closed"] else "yes; more tasks may be added"
+    names = "id name total succeeded failed cancelled running waiting open created_at"
+    fields(document, names.split())
+    if document.get("failed"):
+        click.echo(f"Failed tasks, one by one: gpool wait {document['id']}", err=True)
+
+
+@click.command(
+    epilog=examples("gpool logs t-0123456789abc --tail 20", "gpool logs -f t-0123456789abc")
+)
 @task_id
 @click.option("-f", "--follow", is_flag=True, help="Follow until the task ends.")
+@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="Only the last N lines.")
 @as_json
 @click.pass_context
-def logs(ctx: click.Context, task: str, follow: bool, as_json: bool) -> None:
-    """Print the output of a task."""
+def logs(ctx: click.Context, task: str, follow: bool, tail: int | None, as_json: bool) -> None:
+    """Print the output of a task.
+
+    A task that was started several times has a line between its attempts.
+    """
+    if tail is not None and (follow or as_json):
+        raise Invalid("--tail is for output that is printed once; leave out --follow and --json")
+    from gpool.client.runs import printed
+
     client = client_of(ctx)
+    if tail is not None:
+        lines = client.get(task).logs().splitlines(keepends=True)
+        for line in lines[max(0, len(lines) - tail) :]:
+            click.echo(neutral(line) if sys.stdout.isatty() else line, nl=False)
+        return
 
     def read(emit: Callable[[Any], None]) -> bool:
         run = client.get(task)
         on_progress = ProgressLine(emit, run, phases=sys.stderr.isatty()) if follow else None
-        read_on = run.log_documents if as_json else run.printed
-        for piece in read_on(follow=follow, on_progress=on_progress):
+        documents = run.log_documents(follow=follow, on_progress=on_progress)
+        for piece in documents if as_json else printed(between_attempts(documents, emit)):
             emit(piece)
         return True
 
@@ -230,7 +215,7 @@ def logs(ctx: click.Context, task: str, follow: bool, as_json: bool) -> None:
 
 
 @click.command(epilog=examples("gpool wait t-0123456789abc", "gpool wait --timeout 2h $(cat ids)"))
-@click.argument("tasks", metavar="ID...", nargs=-1, required=True)
+@click.argument("tasks", metavar="ID...", nargs=-1, required=True, shell_complete=complete_tasks)
 @click.option("--timeout", metavar="TIME", help="Stop waiting after this time, e.g. 10m.")
 @as_json
 @click.pass_context
@@ -260,7 +245,7 @@ def wait(ctx: click.Context, tasks: tuple[str, ...], timeout: str | None, as_jso
             elif isinstance(one, WaitOutcome):
                 found.append(one)
             else:
-                print_outcome(one)
+                print_outcome(one, code_too=len(tasks) > 1)
 
     try:
         with Reading(read) as reading:
@@ -289,16 +274,44 @@ def wait(ctx: click.Context, tasks: tuple[str, ...], timeout: str | None, as_jso
     ctx.exit(next((one.code for one in found if one.code), 0))
 
 
-@click.command()
-@click.argument("tasks", metavar="ID...", nargs=-1, required=True)
+def between_attempts(
+    documents: Iterable[dict[str, Any]], emit: Callable[[str], None]
+) -> Iterator[dict[str, Any]]:
+    """Announce each later attempt: otherwise its output continues that of the one before."""
+    last = None
+    for one in documents:
+        epoch = int(one["epoch"])
+        if last is not None and epoch != last:
+            emit(f"gpool: --- attempt {epoch}: the task was started again ---")
+        last = epoch
+        yield one
+
+
+def _unfinished(client: Client) -> tuple[str, ...]:
+    """Own tasks that have not ended; a batch instead of its tasks."""
+    found = client.listing("tasks", status="queued,leased,running")
+    return tuple(
+        dict.fromkeys(one["batch"] if one.get("kind") == "function" else one["id"] for one in found)
+    )
+
+
+@click.command(epilog=examples("gpool cancel t-0123456789abc", "gpool cancel --all"))
+@click.argument("tasks", metavar="[ID...]", nargs=-1, shell_complete=complete_tasks)
+@click.option("--all", "everything", is_flag=True, help="All tasks of yours that have not ended.")
 @as_json
 @click.pass_context
-def cancel(ctx: click.Context, tasks: tuple[str, ...], as_json: bool) -> None:
+def cancel(ctx: click.Context, tasks: tuple[str, ...], everything: bool, as_json: bool) -> None:
     """Cancel tasks or batches.
 
     An id that begins with b- is a batch, e.g. the calls of one `map`; its finished tasks are left as they are.
     """
+    if everything == bool(tasks):
+        raise click.UsageError("Name the tasks to cancel, or give --all.")
     client = client_of(ctx)
+    if everything:
+        tasks = _unfinished(client)
+        if not tasks:
+            click.echo("No running or waiting tasks.", err=True)
     found, failed = [], 0
     for task in tasks:
         try:

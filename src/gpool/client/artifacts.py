@@ -126,6 +126,28 @@ def _files_in(
             raise Invalid(f"'{file}' ({where}) is not a plain file; remove it")
 
 
+def check_sent(command: Sequence[str], files: Iterable[LocalFile], outputs: Sequence[str]) -> None:
+    """Refuse a program that lies here and is not sent; warn about other local files that the command names."""
+    sent = {file.path for file in files} | set(outputs)
+    words = dict.fromkeys(str(word).rpartition("=")[2] or str(word) for word in command)
+    unsent = [word for word in words if _is_here(word) and os.path.normpath(word) not in sent]
+    if not unsent:
+        return
+    hint = (
+        f"{' and '.join(unsent[:3])}: present here, but not sent to the task. "
+        f"Add --input {unsent[0]} (in Python inputs=[{unsent[0]!r}]), or --workdir . to send this folder"
+    )
+    if unsent[0] == command[0]:
+        raise Invalid(hint)
+    log.warning("%s", hint)
+
+
+def _is_here(word: str) -> bool:
+    """A bare first word is a program in the node's PATH, unless a file here has its name and a suffix."""
+    is_path = "/" in word or "." in word
+    return is_path and not os.path.isabs(word) and len(word) < 1024 and os.path.isfile(word)
+
+
 class Artifacts:
     def __init__(self, api: ApiTransport) -> None:
         self._api = api

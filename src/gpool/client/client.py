@@ -1,26 +1,44 @@
-"""`Client`: one pool and one credential. Builds requests, decodes responses; `ApiTransport` sends."""
+"""`Client`: one pool and one credential. Builds requests, decodes responses; `ApiTransport` sends.
+
+One file because functions and commands share submission, credential and transport.
+"""
 
 from __future__ import annotations
 
 import binascii
+import contextlib
 import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 from urllib.parse import quote, urlencode
 from weakref import WeakKeyDictionary
 
 import httpx2
 
 from gpool.client import config, mapping, times
-from gpool.client.artifacts import Artifacts, Input, OwnData, TransferProgress, gather
+from gpool.client.artifacts import (
+    Artifacts,
+    Input,
+    OwnData,
+    TransferProgress,
+    check_sent,
+    gather,
+)
 from gpool.client.config import SessionFile, SignInSession
 from gpool.client.local_files import shipment
-from gpool.client.options import Options
-from gpool.client.runs import LONGEST_WAIT_S, Run, wait_for
+from gpool.client.options import Options, TaskOptions
+from gpool.client.runs import (
+    ECHOED_AFTER_S,
+    LONGEST_WAIT_S,
+    Run,
+    echo_log,
+    echoed_result,
+    wait_for,
+)
 from gpool.client.tasks import Decorator, Task
 from gpool.client.transport import ApiTransport, json_of
 from gpool.client.values import (
@@ -109,6 +127,7 @@ class Client:
             function=True,
             own=True,
             pickle_requested=task.options.pickle_requested,
+            echo=task.options.echoes,
         )
 
     def map(
@@ -123,6 +142,7 @@ class Client:
         rendered = (self._render(dumps_call(task.function, a, {})) for a in zip(*iterables))  # noqa: B905 - as builtin map
 
         due, pickle_requested = _deadline(task), task.options.pickle_requested
+        ids: list[str] = []  # of the first call
 
         def submit(calls: list[bytes], batch: str | None, more: bool) -> str:
             place = {"more": more} if batch is None else {"more": more, "batch": batch}
@@ -130,15 +150,30 @@ class Client:
             reply = self._post(
                 task, "/v1/tasks", lambda: b"%s,%s%s%s]}" % (start, due, self._head(task), joined)
             )
-            return batch or decode_submitted(reply.body).batch
+            accepted = decode_submitted(reply.body)
+            ids.extend(accepted.ids[: 1 - len(ids)])
+            return batch or accepted.batch
+
+        def phase() -> str:
+            with contextlib.suppress(GpoolError):  # not essential
+                for id_ in ids:
+                    return str(self.api.get_json(f"/v1/tasks/{id_}").get("phase") or "")
+            return ""
+
+        echo = mapping.MapEcho(lambda id_: echo_log(self, id_), task.options.echoes)
+
+        def value_of(result: Result) -> object:
+            echo.show(result)
+            return outcome(result, self.artifacts.get, pickle_requested=pickle_requested)
 
         outcomes = mapping.stream(
             self.api,
             rendered,
             submit,
-            lambda result: outcome(result, self.artifacts.get, pickle_requested=pickle_requested),
+            value_of,
             self.cancel_batch,
             window=window,
+            line=mapping.BatchLine(task.label, phase=phase),
         )
         wrap = mapping.exceptions_as_values if return_exceptions else mapping.raise_first
         return wrap(outcomes)
@@ -146,11 +181,17 @@ class Client:
     def _submit_and_wait(
         self, task: Task[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
     ) -> Result:
-        path = f"/v1/tasks?wait={LONGEST_WAIT_S}"
+        echoes = task.options.echoes
+        wait_s = ECHOED_AFTER_S if echoes else LONGEST_WAIT_S
+        path = f"/v1/tasks?wait={wait_s:g}"
         reply = self._post(task, path, lambda: self._one_call(task, args, kwargs))
-        if reply.status == 200:
-            return decode_results(reply.body)[0]
-        return wait_for(self, decode_submitted(reply.body).ids[0], None)
+        if reply.status != 200:
+            id_ = decode_submitted(reply.body).ids[0]
+            return echoed_result(self, id_, wait_s) if echoes else wait_for(self, id_, None)
+        result = decode_results(reply.body)[0]
+        if echoes and result.printed:
+            echo_log(self, result.id)
+        return result
 
     def _post(self, task: Task[..., Any], path: str, body: Callable[[], bytes]) -> Reply:
         """Upload the function again if the server has deleted it as unused."""
@@ -223,6 +264,8 @@ class Client:
             )
         wanted = [checked_path(str(output), directory=True) for output in outputs]
         document = self._requested(options)
+        files = gather(inputs)
+        check_sent(command, files, wanted)
         sent = [
             {
                 "path": file.path,
@@ -230,7 +273,7 @@ class Client:
                 "size_bytes": file.size_bytes,
                 "executable": file.executable,
             }
-            for file in gather(inputs)
+            for file in files
         ]
         document["command"] = [str(word) for word in command]
         if script := _script_in(command):
@@ -253,7 +296,7 @@ class Client:
         check: bool = False,
         workdir: str | os.PathLike[str] | None = None,
         ignore: Sequence[str] = (),
-        **options: Any,
+        **options: Unpack[TaskOptions],
     ) -> Completed:
         """Run a command, wait for its end and fetch its outputs into `into`.
 
@@ -322,8 +365,10 @@ class Client:
         """Cancel the unfinished tasks of a batch and close it."""
         self.api.send("DELETE", f"/v1/batches/{quote(batch, safe='')}")
 
-    def batch(self, batch: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.api.get_json(f"/v1/batches/{quote(batch, safe='')}")
+    def batch(self, batch: str, *, counts: bool = False) -> dict[str, Any]:
+        """`counts`: with the number of tasks by status, which the server counts one by one."""
+        path = f"/v1/batches/{quote(batch, safe='')}{'?counts=true' if counts else ''}"
+        found: dict[str, Any] = self.api.get_json(path)
         return found
 
     def ended(self, batch: str, timeout: float | None = None) -> Iterator[Result]:
@@ -335,19 +380,33 @@ class Client:
         return found
 
     def listing(
-        self, what: str, *, limit: int | None = None, **filters: str
+        self,
+        what: str,
+        *,
+        limit: int | None = None,
+        on_page: Callable[[dict[str, Any]], None] | None = None,
+        **filters: str,
     ) -> list[dict[str, Any]]:
-        """Documents of a listing (`tasks`, `nodes`, `resources`) from all pages, at most `limit`."""
-        return list(itertools.islice(self._pages(what, limit, filters), limit))
+        """Documents of a listing (`tasks`, `nodes`, `resources`) from all pages, at most `limit`.
+
+        `on_page` is called with each page, for members beside its items.
+        """
+        return list(itertools.islice(self._pages(what, limit, filters, on_page), limit))
 
     def _pages(
-        self, what: str, limit: int | None, filters: Mapping[str, str]
+        self,
+        what: str,
+        limit: int | None,
+        filters: Mapping[str, str],
+        on_page: Callable[[dict[str, Any]], None] | None,
     ) -> Iterator[dict[str, Any]]:
         query = dict(filters)
         if limit is not None:
             query["limit"] = str(max(1, min(limit, 200)))
         while True:
             page = self.api.get_json(f"/v1/{what}?{urlencode(query)}")
+            if on_page is not None:
+                on_page(page)
             yield from page["items"]
             if not page.get("next"):
                 return
@@ -384,9 +443,28 @@ def default_client() -> Client:
 task: Decorator = Decorator(default_client)
 
 
-def run(command: Sequence[str], **options: Any) -> Completed:
-    """Run a command in the pool; see `Client.run`."""
-    return default_client().run(command, **options)
+def run(
+    command: Sequence[str],
+    *,
+    inputs: Iterable[Input] = (),
+    outputs: Iterable[str] = (),
+    into: str | os.PathLike[str] = ".",
+    check: bool = False,
+    workdir: str | os.PathLike[str] | None = None,
+    ignore: Sequence[str] = (),
+    **options: Unpack[TaskOptions],
+) -> Completed:
+    """Run a command in the pool; see `Client.run`. Options: docs/options.md."""
+    return default_client().run(
+        command,
+        inputs=inputs,
+        outputs=outputs,
+        into=into,
+        check=check,
+        workdir=workdir,
+        ignore=ignore,
+        **options,
+    )
 
 
 __all__ = ["Client", "Completed", "default_client", "run", "task"]

@@ -13,7 +13,7 @@ import threading
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -177,6 +177,8 @@ def load(
             plain or chosen.get("plain_http") is True,
             session_file=None if given_key else _session_of(chosen, user_file),
         )
+    if not given_url and (joined := _joined_pool(home(environ))) is not None:
+        return replace(joined, key=_checked_key(given_key or ""))
     return ConnectionSettings(
         _checked_url(given_url or LOCAL_URL),
         _checked_key(given_key or ""),
@@ -223,6 +225,20 @@ def _profile(name: object, profiles: Mapping[str, Any], file: Path) -> dict[str,
             f"there is no profile {name!r} in {file}; it has: {', '.join(profiles) or 'none'}"
         )
     return _table(profiles[name], file)
+
+
+def _joined_pool(folder: Path) -> ConnectionSettings | None:
+    """The pool that this machine has joined as a node, if exactly one; its link named the certificate."""
+    files = sorted((folder / "nodes").glob("*.json"))
+    if len(files) != 1:
+        return None
+    try:
+        found = json.loads(files[0].read_text(encoding="utf-8"))
+        url, pinned = _checked_url(str(found["url"])), found.get("fingerprint")
+        plain = bool(found.get("plain"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # `gpool join` reports a damaged file
+    return ConnectionSettings(url, "", str(files[0]), _print_of(pinned, files[0]), plain)
 
 
 def _print_of(value: object, file: Path) -> str | None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Protocol, TextIO
 from urllib.parse import quote
 
 import httpx2
@@ -116,6 +117,78 @@ def _batches(response: httpx2.Response) -> Iterator[list[Result]]:
             yield results
 
 
+MAP_ECHOES = 20
+"""Calls of one map whose output is shown; each takes a request."""
+
+
+class MapEcho:
+    """Shows the output of the first calls of a map that have some."""
+
+    def __init__(self, show: Callable[[str], None], wanted: bool) -> None:
+        self._show, self._left = show, MAP_ECHOES if wanted else 0
+
+    def show(self, result: Result) -> None:
+        if not (result.printed and self._left):
+            return
+        self._left -= 1
+        self._show(result.id)
+        if not self._left:
+            log.warning("more calls have output, which is not shown; read it with: gpool logs ID")
+
+
+class BatchLine:
+    """One line on a terminal that counts a map's calls. It is shown while the caller waits, and gone before a value
+    is yielded, so that it never mixes with the caller's own output.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        out: TextIO | None = None,
+        phase: Callable[[], str] = lambda: "",
+    ) -> None:
+        """`phase`: that of the first call; asked while no call has ended."""
+        self._phase, self._last = phase, ""
+        self._name = "".join(letter for letter in name[:40] if letter.isprintable())
+        self._out = sys.stderr if out is None else out
+        self._is_tty = self._out.isatty()
+        self._is_shown = False
+        self.failed = 0
+
+    def show(self, batch: str, done: int, total: int, *, more: bool) -> None:
+        if not self._is_tty:
+            return
+        part = BAR * done // max(1, total)
+        bar = "#" * part + "-" * (BAR - part)
+        failed = f", {self.failed} failed" if self.failed else ""
+        count = f"{done:,} of {total:,}{'+' if more else ''}"
+        self._out.write(f"\r\x1b[K{self._name} {batch} [{bar}] {count} done{failed}")
+        self._out.flush()
+        self._is_shown = True
+
+    def idle(self) -> None:
+        """Tell a terminal or not that the environment is being built: that may take minutes."""
+        phase = self._phase()
+        if phase != self._last and phase == "build":
+            self.clear()
+            self._out.write(f"{self._name}: building the environment…\n")
+            self._out.flush()
+        self._last = phase
+
+    def clear(self) -> None:
+        if self._is_shown:
+            self._out.write("\r\x1b[K")
+            self._out.flush()
+            self._is_shown = False
+
+
+IDLE_S = 2.0
+"""Interval at which the first call's phase is asked for while no call has ended."""
+
+BAR = 20
+"""Width of the bar in characters."""
+
+
 def stream(
     api: ApiTransport,
     calls: Iterator[bytes],
@@ -124,8 +197,10 @@ def stream(
     abandon: Callable[[str], None],
     *,
     window: int = WINDOW,
+    line: BatchLine | None = None,
 ) -> Iterator[object]:
-    """Values (or `Raised`) in order; `abandon(batch)` if the caller stops early."""
+    """Values (or `Raised`) in order; `abandon(batch)` if the caller stops early. `line` shows the progress."""
+    line = BatchLine("map") if line is None else line
     batch: str | None = None
     reader: ResultReader | None = None
     early: dict[int, Result] = {}
@@ -139,7 +214,7 @@ def stream(
         while True:
             if reader is not None:
                 while not reader.inbox.empty():
-                    received += _take(reader, early)
+                    received += _take(reader, early, line=line)
             ready = given in early
             room = min(size, window - (submitted - given))
             enough = time.monotonic() < again_at or submitted - received > size // 2
@@ -163,7 +238,7 @@ def stream(
                         if pause < _LONGEST_PAUSE_S <= 2 * pause:
                             log.warning("map is waiting for a quota: %s", error.detail)
                         again_at = time.monotonic() + pause
-                        received += 0 if ready else _take(reader, early, pause)
+                        received += 0 if ready else _take(reader, early, pause, line)
                         pause = min(2 * pause, _LONGEST_PAUSE_S)
                     continue
                 held, pause, again_at = later, _FIRST_PAUSE_S, 0.0
@@ -175,14 +250,21 @@ def stream(
             elif ready:
                 result = early.pop(given)
                 given += 1
+                line.clear()
                 yield outcome(result)
             elif closed and given == submitted:
                 complete = not refused
                 return
             else:
                 assert reader is not None
-                received += _take(reader, early)
+                assert batch is not None
+                line.show(batch, received, submitted, more=not closed)
+                got = _take(reader, early, None if received else IDLE_S, line)
+                received += got
+                if not received:
+                    line.idle()
     finally:
+        line.clear()
         if reader is not None:
             reader.stop()
         if batch is not None and not complete:
@@ -226,7 +308,12 @@ def ended(
         reader.stop()
 
 
-def _take(reader: ResultReader, early: dict[int, Result], within_s: float | None = None) -> int:
+def _take(
+    reader: ResultReader,
+    early: dict[int, Result],
+    within_s: float | None = None,
+    line: BatchLine | None = None,
+) -> int:
     """Add one list of results to `early`; return its length, 0 after the timeout."""
     try:
         got = reader.inbox.get(timeout=within_s)
@@ -236,6 +323,8 @@ def _take(reader: ResultReader, early: dict[int, Result], within_s: float | None
         raise got.error
     for result in got:
         early[result.position] = result
+    if line is not None:
+        line.failed += sum(result.status == "failed" for result in got)
     return len(got)
 
 

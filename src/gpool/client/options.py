@@ -8,12 +8,118 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from gpool.client import times
 from gpool.client.environment_specs import environment_spec
 from gpool.client.times import seconds
 from gpool.core.errors import Invalid
+
+
+class TaskOptions(TypedDict, total=False):
+    """Keywords of `@gpool.task`, `Task.with_options` and `gpool.run`; see docs/options.md."""
+
+    gpu: str | int | float | None
+    vram: str | None
+    cpus: float | None
+    memory: str | None
+    disk: str | None
+    tier: Literal["none", "container", "vm"] | None
+    timeout: str | float | None
+    retries: int | None
+    priority: int | None
+    env: Mapping[str, str]
+    name: str | None
+    secrets: Mapping[str, str]
+    python: str | None
+    pip: Sequence[str]
+    requirements: str | os.PathLike[str] | None
+    script: str | os.PathLike[str] | None
+    image: str | None
+    network: Literal["none", "egress"] | None
+    preload: Sequence[str]
+    checkpoint: str | None
+    checkpoint_every: str | float | None
+    grace: str | float | None
+    preemptible: bool | None
+    by: str | datetime | None
+    nodes: int | None
+    engine: Literal["none", "torchrun", "ray"] | None
+    on_loss: Literal["reform", "end"] | None
+    labels: Sequence[str]
+    max_price: str | float | None
+    team: str | None
+    show_output: bool | None
+    results: Literal["pickle"] | None
+
+
+MEANINGS: Mapping[str, str] = {
+    "gpu": 'GPUs: `1`, `"H100:2"`, `"24GB"` or `0.5`; default: none',
+    "vram": 'GPU memory on a GPU that may be shared, `"6GB"`',
+    "cpus": "CPU cores; default 1",
+    "memory": 'memory, `"4GB"`',
+    "disk": 'disk space, `"20GB"`',
+    "tier": 'minimum isolation: `"container"` (default), `"vm"` (no GPU, image or network), `"none"` (own nodes)',
+    "timeout": 'time limit in seconds or `"2h"`; default 24 h',
+    "retries": "attempts after a failure, 0 to 20",
+    "priority": "-100 to 100; higher starts earlier",
+    "env": 'variables: `{"NAME": "value"}`',
+    "name": "name in listings",
+    "secrets": "variables that are stored encrypted and never shown",
+    "python": 'Python version, `"3.12"`; commands only, a function has its caller\'s',
+    "pip": 'packages, `["numpy>=2"]`',
+    "requirements": "requirements file",
+    "script": "Python file with inline metadata (PEP 723) whose packages are used",
+    "image": "container image, preferably with its digest",
+    "network": '`"egress"`: the public internet; default `"none"`',
+    "preload": "modules a warm sandbox imports before a call; functions only",
+    "checkpoint": "directory that is saved and restored between attempts; commands only",
+    "checkpoint_every": "interval of checkpoints; default 10 min",
+    "grace": "time from SIGTERM to SIGKILL; default 10 s",
+    "preemptible": "may be stopped for other tasks and started again",
+    "by": 'deadline: `"18:00"`, `"2h"`, a datetime',
+    "nodes": "run on this many nodes of one site at once (a gang); commands only",
+    "engine": 'launcher of a gang: `"torchrun"`, `"ray"` or `"none"`',
+    "on_loss": 'gang that lost a node: `"reform"` (default) or `"end"`',
+    "labels": "a node must have all of these",
+    "max_price": 'most credits per hour on one node, `"0.40/h"`',
+    "team": "team that owns the task, by name or id",
+    "show_output": "`False`: do not show a function's output on standard error",
+    "results": '`"pickle"`: unpickle values from nodes of other accounts too; functions only',
+}
+"""One line per option, for docs/options.md and `help(gpool.task)`."""
+
+
+def as_markdown() -> str:
+    """docs/options.md, generated: `python -m gpool.client.options > docs/options.md`."""
+    flags = {"labels": "label", "secrets": "secret"}
+    only_python = {"script", "show_output", "results", "preload"}
+    lines = [
+        "# Options of a task",
+        "",
+        "Generated from `gpool.client.options`; a test fails when it is stale. The keywords of",
+        "`@gpool.task(...)`, `task.with_options(...)` and `gpool.run(command, ...)`; most are also options",
+        "of `gpool run`.",
+        "",
+        "| keyword | type | meaning | `gpool run` |",
+        "|---|---|---|---|",
+    ]
+    hints = TaskOptions.__annotations__
+    for name, meaning in MEANINGS.items():
+        flag = flags.get(name, name).replace("_", "-")
+        kind = str(
+            hints[name].__forward_arg__ if hasattr(hints[name], "__forward_arg__") else hints[name]
+        )
+        kind = kind.removesuffix(" | None").replace("|", "\\|")
+        shown = "-" if name in only_python else f"`--{flag}`"
+        lines.append(f"| `{name}` | `{kind}` | {meaning} | {shown} |")
+    lines += [
+        "",
+        "`gpool.run` also takes `inputs`, `outputs`, `into`, `check`, `workdir` and `ignore`: [environments",
+        "and files](guides/environments.md). An unknown keyword raises `TypeError` with the known ones.",
+        "",
+    ]
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +159,7 @@ class Options:
     max_price: str | float | None = None  # "0.40/h", for its resources on one node
     team: str | None = None  # team that owns the task, by name or id
     on: str | None = None  # owners whose nodes may run it: "me", "team:lab", "user:ana", "anyone"
+    show_output: bool | None = None  # of functions, on standard error; None: yes
     results: str | None = (
         None  # "pickle": send values pickled, and unpickle those of other accounts' nodes too
     )
@@ -72,6 +179,10 @@ class Options:
     def pickle_requested(self) -> bool:
         """Whether to unpickle values from nodes of other accounts, whose owners could run code here."""
         return self.results == "pickle"
+
+    @property
+    def echoes(self) -> bool:
+        return self.show_output is not False
 
     def members(self) -> dict[str, object]:
         """Set members of a `TaskRequest`; the rest has server defaults."""
@@ -143,3 +254,7 @@ def _variables(option: str, given: Mapping[str, str]) -> dict[str, str]:
 
 def _maybe_seconds(duration: str | float | None, *, zero: bool = False) -> float | None:
     return None if duration is None else seconds(duration, zero=zero)
+
+
+if __name__ == "__main__":
+    print(as_markdown(), end="")  # noqa: T201 - its output is the page

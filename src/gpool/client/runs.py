@@ -2,13 +2,17 @@
 repetition.
 
 Pickles are loaded only for functions this program submitted, from the caller's own nodes unless requested otherwise.
+One file because a run's output, its display and its result come from one stream.
 """
 
 from __future__ import annotations
 
 import codecs
+import contextlib
 import json
 import logging
+import sys
+import threading
 import time
 from base64 import b64decode
 from collections.abc import Callable, Iterable, Iterator
@@ -156,6 +160,31 @@ log = logging.getLogger(__name__)
 EXPLAINED_AFTER_S = 20.0
 """Waiting time for a task to start after which the reason is logged."""
 
+ECHOED_AFTER_S = 1.0
+"""A call that takes longer is followed: its output is shown as it comes, not at its end."""
+
+MOST_FOLLOWED = 8
+"""Calls of one process that are followed at once; output of others is shown at their end. Each holds a connection."""
+
+_following = threading.BoundedSemaphore(MOST_FOLLOWED)
+
+TEMPORARY = frozenset(
+    [
+        "closed",
+        "cordoned",
+        "flagged",
+        "not_connected",
+        "over_quota",
+        "paused",
+        "quota_used",
+        "refused",
+        "reserved",
+        "resting",
+        "withheld",
+    ]
+)
+"""Reasons without a position in the queue that end without a change of the request or of the pool's nodes."""
+
 LONGEST_WAIT_S = 30
 """Longest wait of one request for a task's end; a longer wait repeats the request."""
 
@@ -172,8 +201,10 @@ class Run:
         own: bool,
         pickle_requested: bool = False,
         on: str | None = None,
+        echo: bool = False,
     ) -> None:
-        self._client, self.id = client, task
+        """`echo`: `result` shows the function's output on standard error."""
+        self._client, self.id, self._echo = client, task, echo
         self.on = on
         """Owners whose nodes may run it ("anyone", "me", "team:lab"), as the submission answered; None: not known."""
         self._function, self._own = function, own
@@ -233,6 +264,8 @@ class Run:
 
         `UntrustedResult` if another account's node returned a pickle; see `Task.remote`.
         """
+        if self._echo and self._known is None and timeout is None:
+            self._known = echoed_result(self._client, self.id)
         result = self.wait(timeout)
         if not self._function:
             if result.status != "succeeded":
@@ -259,6 +292,93 @@ class Run:
     def explain(self) -> str:
         """One sentence on why the task waits or what it does."""
         return str(self._client.explain(self.id)["sentence"])
+
+    def misfit(self) -> str:
+        """Why no node of the pool could ever run the waiting task; empty if one could."""
+        found = self._client.explain(self.id)
+        can_run = found["status"] != "queued" or found.get("position") is not None
+        return "" if can_run or found.get("code") in TEMPORARY else str(found["sentence"])
+
+
+class OutputEcho:
+    """Writes a function's output to standard error, each line behind the task's id.
+
+    Standard output stays the program's own. Control characters are replaced: the text comes from a node.
+    """
+
+    def __init__(self, task: str) -> None:
+        self._task, self._rest, self._phase = task, "", ""
+
+    def feed(self, text: str) -> None:
+        *whole, self._rest = (self._rest + text.replace("\r\n", "\n")).split("\n")
+        for line in whole:
+            self.line(line)
+
+    def line(self, text: str) -> None:
+        shown = "".join(
+            letter if letter.isprintable() or letter == "\t" else "\ufffd" for letter in text
+        )
+        sys.stderr.write(f"[{self._task}] {shown}\n")
+        sys.stderr.flush()
+
+    def progress(self, now: TaskProgress) -> None:
+        """Name the phases that may take minutes."""
+        phase = now.phase or ""
+        if phase != self._phase and phase == "build":
+            self.line("building the environment…")
+        self._phase = phase
+
+    def close(self) -> None:
+        if self._rest:
+            self.line(self._rest)
+        self._rest = ""
+
+
+def echo_log(client: Client, task: str) -> None:
+    """Show the output of an ended task; nothing if the caller may not read it."""
+    echo = OutputEcho(task)
+    with contextlib.suppress(GpoolError):
+        for piece in printed(pages(client.api, quote(task, safe=""))):
+            echo.feed(piece.text)
+    echo.close()
+
+
+def echoed_result(client: Client, task: str, waited_s: float = 0.0) -> Result:
+    """Result of a call; its output is shown, as it comes after `ECHOED_AFTER_S`. `waited_s`: time already waited."""
+    try:
+        result = wait_for(client, task, max(0.0, ECHOED_AFTER_S - waited_s))
+    except TimeoutError:
+        pass
+    else:
+        if result.printed:
+            echo_log(client, task)
+        return result
+    if not _following.acquire(blocking=False):
+        result = wait_for(client, task, None)
+        if result.printed:
+            echo_log(client, task)
+        return result
+    try:
+        _follow(client, task)
+    finally:
+        _following.release()
+    return wait_for(client, task, None)
+
+
+def _follow(client: Client, task: str) -> None:
+    echo, is_explained, last = OutputEcho(task), False, None
+
+    def on_progress(now: TaskProgress) -> None:
+        nonlocal is_explained, last
+        if now == last and now.status == "queued" and not is_explained:
+            is_explained = _explained(client, task, {"status": now.status})
+        last = now
+        echo.progress(now)
+
+    with contextlib.suppress(GpoolError):  # `wait_for` reports what matters
+        for piece in printed(follow_log(client.api, quote(task, safe=""), on_progress=on_progress)):
+            echo.feed(piece.text)
+    echo.close()
 
 
 def wait_for(

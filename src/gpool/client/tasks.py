@@ -7,9 +7,9 @@ import inspect
 import operator
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, Unpack, cast, overload
 
-from gpool.client.options import Options
+from gpool.client.options import Options, TaskOptions
 from gpool.client.runs import Run
 from gpool.client.values import RESULTS_AS_DATA, dumps_function, is_sent_by_value
 from gpool.core.errors import Invalid
@@ -93,7 +93,7 @@ class Task(Generic[P, R]):
         found = self._client().map(self, iterables, return_exceptions=return_exceptions)
         return cast(Iterator[R], found)
 
-    def with_options(self, **changes: Any) -> Task[P, R]:
+    def with_options(self, **changes: Unpack[TaskOptions]) -> Task[P, R]:
         """The same function with changed options."""
         options = {
             name: getattr(self.options, name)
@@ -223,8 +223,13 @@ class Decorator:
     @overload
     def __call__(self, function: Callable[P, R], /) -> Task[P, R]: ...
     @overload
-    def __call__(self, /, **options: Any) -> Callable[[Callable[P, R]], Task[P, R]]: ...
-    def __call__(self, function: Callable[P, R] | None = None, /, **options: Any) -> Any:
+    def __call__(
+        self, /, **options: Unpack[TaskOptions]
+    ) -> Callable[[Callable[P, R]], Task[P, R]]: ...
+    def __call__(
+        self, function: Callable[P, R] | None = None, /, **options: Unpack[TaskOptions]
+    ) -> Any:
+        """Turn a function into a task; the options are those of `TaskOptions`, explained in docs/options.md."""
         wanted = Options.of(options)
         wanted.members()  # raises for malformed options where they are written
         if function is not None:

@@ -234,6 +234,7 @@ class Result(msgspec.Struct, frozen=True):
     node: str | None = None
     node_name: str | None = None
     own_node: bool = False  # an older server does not send it
+    printed: bool = False  # it has output
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,8 +54,6 @@ class ObjectKind(StrEnum):
     ARTIFACT = "artifact"
     NODE = "node"
     GPU = "gpu"
-    WEBHOOK = "webhook"
-    RECEIPT = "receipt"
 
 
 # ---- actors
@@ -147,7 +145,6 @@ class Action(StrEnum):
     SESSION_END = "session.end"
     # account
     ME_READ = "account.read"
-    ACCOUNT_CHANGE = "account.change"
     ACCOUNT_DELETE = "account.delete"
     ACCOUNT_EXPORT = "account.export"
     PASSWORD_CHANGE = "account.password"
@@ -187,6 +184,7 @@ class Action(StrEnum):
     # nodes
     NODES_LIST = "node.list"
     NODE_READ = "node.read"
+    NODE_TASKS = "node.tasks"
     NODE_INVITE = "node.invite"
     NODE_JOIN = "node.join"
     NODE_JOIN_BY_INVITE = "node.join_by_invite"
@@ -200,16 +198,6 @@ class Action(StrEnum):
     GPU_READ = "gpu.read"
     GPU_CHANGE = "gpu.change"
     GPU_UNFLAG = "gpu.unflag"
-    # notices and money
-    WEBHOOK_MAKE = "webhook.make"
-    WEBHOOKS_LIST = "webhook.list"
-    WEBHOOK_READ = "webhook.read"
-    WEBHOOK_CHANGE = "webhook.change"
-    WEBHOOK_DELETE = "webhook.delete"
-    LEDGER_READ = "ledger.read"
-    RECEIPT_READ = "receipt.read"
-    PAYOUT_ASK = "payout.ask"
-    CREDIT_GIVE = "credit.give"
     # the pool
     HEALTH_READ = "server.health"
     SCHEMA_READ = "server.schema"
@@ -224,7 +212,6 @@ class Action(StrEnum):
     POLICY_READ = "policy.read"
     POLICY_CHANGE = "policy.change"
     KEYS_ROTATE = "server.rotate_keys"
-    BACKUP = "server.backup"
     AUDIT_READ = "audit.read"
 
 
@@ -291,7 +278,6 @@ RULES: Mapping[Action, PermissionRule] = {
     _A.SESSIONS_LIST: _reads(_K.ACCOUNT, _SELF | _OPERATOR, None),
     _A.SESSION_END: _changes(_K.SESSION, _SELF | _OPERATOR, None),
     _A.ME_READ: _reads(_K.ACCOUNT, _SELF, _S.ACCOUNT_READ),
-    _A.ACCOUNT_CHANGE: _changes(_K.ACCOUNT, _SELF, None),
     _A.ACCOUNT_DELETE: _changes(_K.ACCOUNT, _SELF, None),
     _A.ACCOUNT_EXPORT: _reads(_K.ACCOUNT, _SELF, None),
     _A.PASSWORD_CHANGE: _changes(_K.ACCOUNT, _SELF, None),
@@ -328,6 +314,7 @@ RULES: Mapping[Action, PermissionRule] = {
     _A.ARTIFACT_DELETE: _changes(_K.ARTIFACT, _SELF, _S.TASKS_WRITE, audit=_NEVER),
     _A.NODES_LIST: _reads(_K.SERVER, _SIGNED_IN, _S.NODES_READ),
     _A.NODE_READ: _reads(_K.NODE, _SIGNED_IN, _S.NODES_READ),
+    _A.NODE_TASKS: _reads(_K.NODE, _SELF | _OPERATOR, _S.NODES_READ),
     _A.NODE_INVITE: _changes(_K.ACCOUNT, _SELF, _S.NODES_WRITE, Permission.PROVIDER),
     _A.NODE_JOIN: _changes(_K.ACCOUNT, _SELF, _S.NODES_WRITE, Permission.PROVIDER),
     _A.NODE_JOIN_BY_INVITE: _changes(_K.SERVER, _ANYONE, None),
@@ -341,15 +328,6 @@ RULES: Mapping[Action, PermissionRule] = {
     _A.GPU_READ: _reads(_K.GPU, _SIGNED_IN, _S.NODES_READ),
     _A.GPU_CHANGE: _changes(_K.GPU, _SELF | _OPERATOR, _S.NODES_WRITE),
     _A.GPU_UNFLAG: _changes(_K.GPU, _OPERATOR, _S.ADMIN),
-    _A.WEBHOOK_MAKE: _changes(_K.ACCOUNT, _WORK, _S.WEBHOOKS),
-    _A.WEBHOOKS_LIST: _reads(_K.ACCOUNT, _VIEW, _S.WEBHOOKS),
-    _A.WEBHOOK_READ: _reads(_K.WEBHOOK, _VIEW, _S.WEBHOOKS),
-    _A.WEBHOOK_CHANGE: _changes(_K.WEBHOOK, _OWN, _S.WEBHOOKS),
-    _A.WEBHOOK_DELETE: _changes(_K.WEBHOOK, _OWN | _OPERATOR, _S.WEBHOOKS),
-    _A.LEDGER_READ: _reads(_K.ACCOUNT, _VIEW | _OPERATOR, _S.MONEY_READ),
-    _A.RECEIPT_READ: _reads(_K.RECEIPT, _VIEW | _OPERATOR | {AccessRelation.HOST}, _S.MONEY_READ),
-    _A.PAYOUT_ASK: _changes(_K.ACCOUNT, _SELF, None, Permission.PROVIDER),
-    _A.CREDIT_GIVE: _changes(_K.SERVER, _OPERATOR, None),
     _A.HEALTH_READ: _reads(_K.SERVER, _ANYONE, None),
     _A.SCHEMA_READ: _reads(_K.SERVER, _ANYONE, None),
     _A.PUBLIC_KEYS_READ: _reads(_K.SERVER, _ANYONE, None),
@@ -363,7 +341,6 @@ RULES: Mapping[Action, PermissionRule] = {
     _A.POLICY_READ: _reads(_K.SERVER, _OPERATOR, _S.ADMIN),
     _A.POLICY_CHANGE: _changes(_K.SERVER, _OPERATOR, None),
     _A.KEYS_ROTATE: _changes(_K.SERVER, _OPERATOR, None),
-    _A.BACKUP: _reads(_K.SERVER, _OPERATOR, None),
     _A.AUDIT_READ: _reads(_K.SERVER, _OPERATOR, _S.ADMIN),
 }
 
@@ -523,8 +500,7 @@ def as_markdown() -> str:
         "",
         "Scope `none`: the action needs a signed-in session; no API key can perform it. A caller without any",
         "role on an object gets the answer for an object that does not exist; a caller who may see the object",
-        "but not perform the action is refused. The actions of webhooks, ledger, receipts, payouts, credits",
-        "and `server.backup` have no route in this version.",
+        "but not perform the action is refused.",
         "",
         "Audit record: `always`: one row per request that succeeds, in the transaction of its effect;",
         "`others`: a row if an operator does it to another account's object (reads: once an hour per object).",

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from datetime import UTC, datetime
 from types import FrameType
+from typing import Literal
 
 import uvicorn
 import uvloop
+from pydantic import ValidationError
 
-from gpool.core.errors import Conflict, Unreachable
+from gpool.core.errors import GpoolError, Unreachable
 from gpool.server.app import make_app, open_server, private_directory
 from gpool.server.http import HttpLimits, LimitedConfig
 from gpool.server.server import Server
@@ -23,6 +27,9 @@ from gpool.server.store.drivers.opening import lock_for_serving
 from gpool.wire.frames import MAX_FRAME_BYTES
 
 log = logging.getLogger(__name__)
+
+USAGE = 2
+"""Exit code after an invalid setting: `gpool up` reports it instead of starting the server again."""
 
 STOP_WITHIN_S = 3
 KEEP_ALIVE_S = 75
@@ -119,16 +126,42 @@ def configuration(server: Server) -> uvicorn.Config:
     )
 
 
+class JsonLines(logging.Formatter):
+    """One JSON object a line: `at` (UTC), `level`, `logger`, `message`, and `traceback` of an exception."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        found = {
+            "at": datetime.fromtimestamp(record.created, UTC).isoformat(),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            found["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(found, ensure_ascii=False)
+
+
+def log_handler(form: Literal["text", "json"]) -> logging.Handler:
+    handler = logging.StreamHandler()
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(JsonLines() if form == "json" else text)
+    return handler
+
+
 def main() -> None:
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
     try:
+        settings = Settings()
+        logging.basicConfig(level=logging.INFO, handlers=[log_handler(settings.log_format)])
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            stopped_by = runner.run(serve(Settings()))
+            stopped_by = runner.run(serve(settings))
     except KeyboardInterrupt:  # uvicorn stopped in order and raised the signal again
         stopped_by = signal.SIGINT
-    except (Conflict, Unreachable) as error:
+    except GpoolError as error:
         sys.exit(f"gpool: {error.detail}")
+    except ValidationError as error:
+        found = ((".".join(map(str, one["loc"])), one["msg"]) for one in error.errors())
+        wrong = "; ".join(f"GPOOL_SERVER_{name.upper()}: {text}" for name, text in found)
+        sys.stderr.write(f"gpool: {wrong}\n")
+        sys.exit(USAGE)
     if stopped_by:
         sys.exit(128 + stopped_by)

@@ -133,6 +133,9 @@ class Settings(BaseSettings):
     prune_s: float = Field(
         default=60.0, gt=0, description="Interval of the loops that delete expired rows and files."
     )
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="Form of the log: lines for people, or one JSON object a line."
+    )
     order: str = Field(
         default="fair_share",
         description="Queue order: built in, or an entry point `gpool.orders` of an installed package.",

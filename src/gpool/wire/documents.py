@@ -257,9 +257,27 @@ class TaskDocument(Answer):
     expired_at: AwareDatetime | None = None  # arguments, results, log and checkpoint were deleted
 
 
+class BatchDocument(Answer):
+    """`succeeded` to `running`: only if they were asked for (`counts=true`); the rest of `total` waits."""
+
+    id: str
+    name: str
+    total: int
+    done: int
+    closed: bool
+    created_at: AwareDatetime
+    succeeded: int | None = None
+    failed: int | None = None
+    cancelled: int | None = None
+    running: int | None = None
+
+
 class TaskPage(Answer):
+    """`batches`: those of the items, with `first=true`."""
+
     items: list[TaskDocument]
     next: str | None = None
+    batches: list[BatchDocument] = []
 
 
 class ResultDocument(Answer):
@@ -283,15 +301,7 @@ class ResultDocument(Answer):
     node_name: str | None = None
     own_node: bool = False
     on: str | None = None
-
-
-class BatchDocument(Answer):
-    id: str
-    name: str
-    total: int
-    done: int
-    closed: bool
-    created_at: AwareDatetime
+    printed: bool = False  # it has output (`GET /v1/tasks/{id}/logs`)
 
 
 class EventDocument(Answer):

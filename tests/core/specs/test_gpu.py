@@ -88,6 +88,7 @@ def test_vram_asks_for_a_slice_of_any_gpu_or_of_a_named_one() -> None:
         ("1.5", 0, "below 1"),
         ("0.0001", 0, "0.001"),
         ("A100:2:3", 7, "given twice"),
+        ("H100:x", 5, "'x' is no number of GPUs"),
         ("80GB..40GB", 0, "smaller size first"),
         ("40GB..x", 6, "not a size"),
         ("..", 0, "needs a size"),

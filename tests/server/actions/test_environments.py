@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpool.core.model import Network, Recipe, TaskSpec
+from gpool.core.model import Network, Recipe, TaskSpec, Tier
 from gpool.server.actions.tasks.specs import spec_of
 from gpool.wire.documents import TaskRequest
 from gpool.wire.frames import Grants
@@ -69,7 +69,13 @@ def test_a_checkpoint_is_a_directory() -> None:
 
 
 def test_modules_to_preload_are_named_once() -> None:
-    assert spec(preload=["torch", "numpy.linalg", "torch"]).preload == ("torch", "numpy.linalg")
+    made = spec(function=FUNCTION, calls=["eA=="], preload=["torch", "numpy.linalg", "torch"])
+    assert made.preload == ("torch", "numpy.linalg")
+
+
+def test_a_virtual_machine_without_gpu_image_and_network_is_accepted() -> None:
+    assert spec(tier="vm", recipe={"packages": ["numpy"]}).requirements.tier is Tier.VM
+    assert spec(tier="container", gpu=1, network="egress").requirements.tier is Tier.CONTAINER
 
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
@@ -82,7 +88,11 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"environment": "image:debian"}, "with 'recipe'"),
     ({"recipe": {"packages": ["x"] * 501}}, "packages"),
     ({"network": "lan"}, "network"),
-    ({"preload": ["os; import sys"]}, "name modules"),
+    ({"preload": ["numpy"]}, "'preload' applies to functions"),
+    ({"tier": "vm", "gpu": 1}, "'tier' is 'vm' together with a GPU"),
+    ({"tier": "vm", "vram": "4GB"}, "'tier' is 'vm' together with a GPU"),
+    ({"tier": "vm", "recipe": {"image": "debian"}}, "'tier' is 'vm' together with an image"),
+    ({"tier": "vm", "network": "egress"}, "'tier' is 'vm' together with network 'egress'"),
     ({"checkpoint": "/state"}, "'checkpoint': path '/state' is absolute"),
     ({"checkpoint": "a/../b"}, "'checkpoint'"),
     ({"checkpoint": ""}, "checkpoint"),
@@ -105,6 +115,12 @@ async def test_what_cannot_be_is_refused_with_what_to_change(
     [
         ({"recipe": {"python": "3.12"}}, "wants Python 3.12 and the function was made with 3.11"),
         ({"checkpoint": "state/"}, "'checkpoint' applies to commands"),
+        ({"preload": ["os; import sys"]}, "name modules"),
+        ({"outputs": ["model/"]}, "'outputs' applies to commands"),
+        (
+            {"inputs": [{"path": "a", "sha256": "0" * 64, "size_bytes": 1}]},
+            "'inputs' applies to commands",
+        ),
     ],
 )
 async def test_what_a_function_cannot_have_is_refused(
@@ -125,14 +141,13 @@ async def test_what_was_asked_for_reaches_the_node_and_is_shown(desk: Desk) -> N
     members = {
         "recipe": {"packages": ["numpy"]},
         "network": "egress",
-        "preload": ["numpy"],
         "checkpoint": "state/",
     }
     task = await desk.command(**members)
     assert await desk.schedule() == 1
     [grants] = agent.frames(Grants)
     [(_, told)] = grants.specs
-    assert (told.recipe, told.preload) == (Recipe(None, ("numpy",)), ("numpy",))
+    assert told.recipe == Recipe(None, ("numpy",))
     shown = (await desk.get(f"/v1/tasks/{task}")).json()
     assert shown["environment"] == told.environment
     assert (shown["network"], shown["preemptible"], shown["checkpoint"]) == ("egress", True, None)

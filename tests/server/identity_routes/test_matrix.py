@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from gpool.core.permissions import Action
+from gpool.server.api.routing import ROUTERS
 from gpool.server.identity.throttle import RouteClass
 from tests.server.identity_routes.matrix import TABLE, expected, rowless
 from tests.server.identity_routes.matrix_world import a_pool
@@ -14,6 +16,11 @@ pytestmark = pytest.mark.anyio
 
 async def test_every_route_has_a_row(desk: Desk) -> None:
     assert rowless(desk.app.openapi()["paths"]) == set(), "say in matrix.TABLE who gets what there"
+
+
+def test_every_action_has_a_route() -> None:
+    routed = {action for router in ROUTERS for each in router.endpoints for action in each.actions}
+    assert set(Action) - routed <= {Action.ACCOUNT_DELETE}
 
 
 async def test_every_cell_answers_what_the_table_says(desk: Desk) -> None:

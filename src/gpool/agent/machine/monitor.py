@@ -45,6 +45,9 @@ SUPPLIES = Path("/sys/class/power_supply")
 DEV = Path("/dev")
 PROC = Path("/proc")
 ASK_S = 2.0
+PAUSE_FILE = "paused"
+"""File in the agent's data directory: while it exists, the node takes no new tasks."""
+
 SHORTEST_S = 1.0  # processor time is counted in hundredths of a second: shorter is inexact
 
 
@@ -153,11 +156,17 @@ def _below(top: int, parents: Mapping[int, int]) -> set[int]:
 
 
 def facts_now(
-    now: datetime, meter: LoadMeter, logind: Callable[[], str | None] = ask_logind
+    now: datetime,
+    meter: LoadMeter,
+    logind: Callable[[], str | None] = ask_logind,
+    *,
+    data: Path | None = None,
 ) -> MachineFacts:
+    """`data`: the agent's data directory, which may hold the pause file."""
     battery, mains = power()
     idle = idle_s(now.timestamp(), sessions=logind())
-    return MachineFacts(now, battery, mains, idle, meter.measure(now.timestamp()))
+    paused = data is not None and (data / PAUSE_FILE).exists()
+    return MachineFacts(now, battery, mains, idle, meter.measure(now.timestamp()), paused=paused)
 
 
 def _word(path: Path) -> str:

@@ -154,6 +154,7 @@ class MachineFacts:
     load_of_others: float | None = None
     programs: frozenset[str] = frozenset()  # running foreign programs
     gpus: Mapping[int, GpuFacts] = field(default_factory=dict)
+    paused: bool = False  # by `gpool node pause` on this machine, without an account
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +171,8 @@ class LendingDecision:
 
 
 def reason_to_close(policy: OwnerPolicy, facts: MachineFacts) -> str:
+    if facts.paused:
+        return "paused on the machine itself; gpool node resume there ends it"
     now = facts.now.astimezone(policy.zone)
     if policy.hours and not any(one.cover(now) for one in policy.hours):
         return f"outside its owner's hours: {'; '.join(map(str, policy.hours))}"

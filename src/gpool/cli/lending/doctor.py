@@ -17,12 +17,14 @@ from gpool.agent.machine.host import site_address
 from gpool.agent.machine.monitor import LoadMeter, PolicyFile, facts_now
 from gpool.agent.machine.policy import GANG_PORT, GangRules, reason_to_close
 from gpool.agent.network.factory import probe_gangs
-from gpool.core.errors import GpoolError, Invalid
+from gpool.cli.command import is_joined
+from gpool.core.errors import GpoolError, Invalid, NotSignedIn
 
 if TYPE_CHECKING:
     from gpool.client.client import Client
 
 POLICY = "GPOOL_AGENT_POLICY"
+SIGN_IN = "gpool login, or set GPOOL_KEY"
 SITE, ADDRESS, PORT = "GPOOL_AGENT_SITE", "GPOOL_AGENT_GANG_ADDRESS", "GPOOL_AGENT_GANG_PORT"
 
 
@@ -34,7 +36,7 @@ def examine(client: Client, data: Path, now: datetime | None = None) -> list[Fin
         *doctor(data),
         policy_finding(file, at),
         *_gangs(file, data, client.url),
-        *_pool(client, at),
+        *pool_findings(client, at),
     ]
 
 
@@ -80,7 +82,7 @@ def gangs_finding(gangs: GangRules, data: Path, server: str) -> Finding:
     return Finding("gangs", Level.OK, text)
 
 
-def _pool(client: Client, now: datetime) -> list[Finding]:
+def pool_findings(client: Client, now: datetime) -> list[Finding]:
     try:
         reply = client.api.send("GET", "/readyz")
     except GpoolError as error:
@@ -91,10 +93,15 @@ def _pool(client: Client, now: datetime) -> list[Finding]:
     ]
     try:
         who = client.api.get_json("/v1/me")
+    except NotSignedIn as error:
+        if not is_joined():
+            return [*reached, Finding("key", Level.PROBLEM, error.detail, SIGN_IN)]
+        text = "nobody is signed in here; node ls, pause, resume and doctor work without"
+        return [*reached, Finding("account", Level.NOTE, text, "gpool login, as the node's owner")]
     except GpoolError as error:
         return [
             *reached,
-            Finding("key", Level.PROBLEM, error.detail, "gpool login, or set GPOOL_KEY"),
+            Finding("key", Level.PROBLEM, error.detail, SIGN_IN),
         ]
     return [
         *reached,

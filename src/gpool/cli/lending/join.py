@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 import click
 
 from gpool.agent.machine.policy import GANG_PORT, MOST_GANG_PORT, site_address, site_name
-from gpool.cli.command import SectionedCommand, examples, option_section
+from gpool.cli.command import SectionedCommand, examples, option_section, require_extra
 from gpool.cli.lending.children import AGENT_MODULE, exec_module
-from gpool.client.config import write_config
+from gpool.client.config import data_home, home, write_config
 from gpool.client.transport import ApiTransport
 from gpool.core.errors import AlreadyJoined, Conflict, Forbidden, Invalid, Unreachable
 from gpool.core.specs.fields import normal_labels, parse_price
@@ -95,6 +95,35 @@ def load_identity(file: Path) -> EnrolledNode | None:
         raise Invalid(
             f"{file} cannot be read ({exc}); remove it and join again with a new link"
         ) from exc
+
+
+def joined_files(folder: Path) -> list[Path]:
+    """Files of the pools that this machine has joined, by name."""
+    return sorted((folder / "nodes").glob("*.json"))
+
+
+def agent_folder(file: Path) -> Path:
+    """The agent's data directory: environments, artifacts, guests' disks. An old one beside `file` stays in use."""
+    before = file.with_suffix("")
+    return before if before.is_dir() else data_home() / "nodes" / before.name
+
+
+def saved_identity(folder: Path, pool: str | None) -> tuple[Path, EnrolledNode]:
+    """Identity of an earlier `gpool join`; `pool`: its URL, needed if this machine joined several.
+
+    `Invalid` lists the pools if none or several match.
+    """
+    found = [(file, one) for file in joined_files(folder) if (one := load_identity(file))]
+    url = None if pool is None else pool.rstrip("/")
+    matching = [(file, one) for file, one in found if url in (None, one.address.url)]
+    if len(matching) == 1:
+        return matching[0]
+    there = ", ".join(one.address.url for _, one in found)
+    if not found:
+        raise Invalid(
+            f"this machine has joined no pool; run gpool join LINK ({_EXAMPLE}). Create a link with: gpool node invite"
+        )
+    raise Invalid(f"this machine has joined {there}; name one: gpool join URL")
 
 
 def enrol(
@@ -328,9 +357,10 @@ def agent_variables(identity: EnrolledNode, data: Path, terms: LendingTerms) -> 
     epilog=examples(
         "gpool join gpool://pool.example:8642/join/TOKEN/POOL#sha256=FINGERPRINT",
         "gpool join LINK --policy rules.toml --label ssd --price 0.31/h",
+        "gpool join",
     ),
 )
-@click.argument("link")
+@click.argument("link", required=False, metavar="[LINK|URL]")
 @click.option("--name", metavar="NAME", help="Name of the node (default: the host name).")
 @click.option(
     "--plain-http",
@@ -339,12 +369,15 @@ def agent_variables(identity: EnrolledNode, data: Path, terms: LendingTerms) -> 
     help="Join without encryption; the network can read and change everything.",
 )
 @lending
-def join(link: str, name: str | None, plain_http: bool, terms: LendingTerms) -> None:
-    """Join this machine to a pool and run its agent."""
-    from gpool.cli.lending.join import identity_file, load_identity, parse_link
-    from gpool.client.config import home
-    from gpool.client.transport import ApiTransport
+def join(link: str | None, name: str | None, plain_http: bool, terms: LendingTerms) -> None:
+    """Join this machine to a pool and run its agent.
 
+    Without a link it runs the agent of the pool joined before; with several, name one by its URL.
+    """
+    require_extra("agent", "gpool join")
+    if link is None or re.fullmatch(r"https?://[^/]+/?", link):
+        _run_again(*saved_identity(home(), link), terms)
+        return
     wanted = parse_link(link, plain=plain_http)
     url = wanted.address.url
     file = identity_file(home(), url)
@@ -359,7 +392,13 @@ def join(link: str, name: str | None, plain_http: bool, terms: LendingTerms) -> 
     finally:
         api.close()
     click.echo("The agent runs until Ctrl-C.", err=True)
-    exec_module(AGENT_MODULE, agent_variables(identity, file.with_suffix(""), terms))
+    exec_module(AGENT_MODULE, agent_variables(identity, agent_folder(file), terms))
+
+
+def _run_again(file: Path, identity: EnrolledNode, terms: LendingTerms) -> None:
+    about = f"Node {identity.name} ({identity.id}) of {identity.address.url}."
+    click.echo(f"{about} The agent runs until Ctrl-C.", err=True)
+    exec_module(AGENT_MODULE, agent_variables(identity, agent_folder(file), terms))
 
 
 def rejoin(

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import click
 
-from gpool.cli.command import SectionedCommand, examples
+from gpool.cli.command import SectionedCommand, examples, require_extra
 from gpool.cli.lending.children import (
     AGENT_MODULE,
     SERVER_MODULE,
@@ -56,7 +56,9 @@ def up(data: Path | None, transport: Transport, no_agent: bool, terms: LendingTe
     """
     from gpool.client.config import LOCAL_PROFILE, save_profile
 
+    require_extra("server", "gpool up")
     if not no_agent:
+        require_extra("agent", "gpool up")
         _check_terms(terms)
     folder = data_folder(data)
     address = transport.address(folder)
@@ -84,7 +86,7 @@ def up(data: Path | None, transport: Transport, no_agent: bool, terms: LendingTe
                 agent = _agent(folder, address, key_file, terms)
                 children.insert(0, agent)  # stopped first: it returns its leases
                 agent.start()
-            _announce(address, key_file, profile)
+            _announce(address, folder, profile)
             _watch(children, stop)
         finally:
             for child in children:
@@ -94,6 +96,14 @@ def up(data: Path | None, transport: Transport, no_agent: bool, terms: LendingTe
 
 def _check_terms(terms: LendingTerms) -> None:
     """Report an invalid option before anything starts or is written."""
+    if terms.site and not terms.address:
+        from gpool.agent.machine.host import site_address
+
+        if is_loopback(site_address("")):
+            raise Invalid(
+                f"--site {terms.site}: no address of this machine that others of the site reach is known; "
+                "name it with --address IP"
+            )
     if terms.policy is not None:
         from gpool.agent.machine.monitor import PolicyFile
 
@@ -141,7 +151,8 @@ def await_ready(server: ChildProcess, address: Address, stop: threading.Event) -
         api.close()
 
 
-def _announce(address: Address, key_file: Path, profile: Path) -> None:
+def _announce(address: Address, folder: Path, profile: Path) -> None:
+    key_file = folder / KEY_FILE
     link = _join_link(address, key_file)
     this = command_name(Path(sys.argv[0]).absolute(), shutil.which("gpool"), Path.cwd())
     click.echo(f"gpool is up at {address.url}")
@@ -151,6 +162,7 @@ def _announce(address: Address, key_file: Path, profile: Path) -> None:
     if reached and reached != urlsplit(address.url).netloc:
         click.echo(f"  others     {urlsplit(address.url).scheme}://{reached}")
     click.echo(f"  key        {key_file} (profile 'local' in {profile})")
+    click.echo(f"  logs       {folder / 'server.log'}, {folder / 'agent.log'}")
     click.echo(f"  try        {this} run -- python -c 'print(6*7)'")
     if link:
         click.echo(f"  more GPUs  gpool join {link}{loopback_note(link)}")
@@ -242,10 +254,17 @@ def require_free_port(host: str, port: int) -> None:
 @listening
 def server(data: Path | None, transport: Transport) -> None:
     """Start a server without an agent."""
+    require_extra("server", "gpool server")
     folder = data_folder(data)
     require_free_port(transport.host, transport.port)
     address = transport.address(folder)
     click.echo(f"Data directory: {folder}; operator's API key: {folder / KEY_FILE}", err=True)
     if address.fingerprint is not None:
         click.echo(f"Certificate {spelt_out(address.fingerprint)}", err=True)
+    pinned = f"GPOOL_FINGERPRINT={address.fingerprint} " if address.fingerprint else ""
+    click.echo(
+        f"Address: {address.url}. Once it runs, act as its operator and create join links with:\n"
+        f"  {pinned}GPOOL_URL={address.url} GPOOL_KEY=$(cat {shlex.quote(str(folder / KEY_FILE))}) gpool node invite",
+        err=True,
+    )
     exec_module(SERVER_MODULE, transport.variables(folder))

@@ -192,7 +192,8 @@ def _request(text: str, item: _Part) -> GpuRequest:
     for part in _split(item, ":"):
         for name, value in _part(text, part).items():
             if name in said:
-                raise _bad(text, part.at, f"{_NAMES[name]} is given twice; leave out one")
+                also = f"; {part.text!r} is no number of GPUs" if name == "model" else ""
+                raise _bad(text, part.at, f"{_NAMES[name]} is given twice; leave out one{also}")
             said[name] = value
     if "count" in said and "share_milli" in said:
         raise _bad(text, item.at, "either whole GPUs or a fraction of one; leave out one of them")

@@ -69,6 +69,7 @@ class BatchResult:
     node: NodeId | None = None
     node_name: str | None = None
     node_owner: UserId | None = None  # None: never leased, a gang, or the node was removed
+    printed: bool = False
 
 
 # ---- sealed fields, as stored; the store never opens them

@@ -289,7 +289,10 @@ def test_a_busy_node_is_named_as_such() -> None:
     enqueue(state, gpu("1"), [1])
     told = explain(state, TaskId(1), NOW, FCFS)
     assert told.code == "nodes_busy"
-    assert told.sentence == "The only node that can run it is busy; it is next in line."
+    assert told.sentence == (
+        "A matching GPU is free, but its node has too few free processors for it now; "
+        "it is next in line."
+    )
 
 
 def test_tasks_ahead_are_those_that_could_use_the_same_nodes() -> None:
@@ -405,7 +408,7 @@ WAITS = Explanation("gpus_busy", "All 2 matching GPUs are busy; it is next in li
         (
             Story(losses=2, preempted=1, lost="node2"),
             "loses_nodes",
-            "It made room for others 1 time and lost 2 nodes under it (last: node2), and waits for its next start. "
+            "It was stopped 1 time for other tasks or by its node's owner and lost 2 nodes under it (last: node2), and waits for its next start. "
             "After three it is given up: see that it does not take its nodes down. "
             + WAITS.sentence,
         ),
@@ -486,3 +489,12 @@ def test_explain_never_contradicts_the_planner(first: int) -> None:
             assert task in started or found.code != "next", (seed, task)
             assert task not in started or found.code in ("next", "ahead"), (seed, task, found)
             assert (found.position or 1) <= len(waiting)
+
+
+def test_a_label_that_a_node_has_is_not_blamed_for_its_price_or_its_owners_choice() -> None:
+    wanted = a_shape(labels=("ssd",), max_price_microcredits=10)
+    dear = offering(1, labels=frozenset({"ssd"}), price_microcredits=10**6)
+    assert why(wanted, dear, a_node(2))[0] == "over_price"
+    others = replace(labelled(1, "ssd"), audience=Audience(frozenset({7})))
+    assert why(a_shape(labels=("ssd",)), others, a_node(2))[0] == "not_for_you"
+    assert why(a_shape(labels=("ssd",)), a_node(1), a_node(2))[0] == "no_label"

@@ -98,6 +98,25 @@ def test_tasks_start_one_after_another_when_each_takes_as_long() -> None:
         assert told[2] / SECOND == pytest.approx(60 + 100 * place, rel=0.12)
 
 
+def test_a_plain_queue_is_estimated_within_a_factor_of_two_after_its_tasks_became_longer() -> None:
+    """A kind such as `python -c` is coarse: 50 quick programs, then a queue of programs of 8 s."""
+    state, shape = busy_pool(48)
+    times = RunTimes()
+
+    def last_start_s() -> float:
+        found = courses(a_question(state, times.copy(), {1: NOW}), FCFS)
+        told = waits(found, TaskId(48), 46, NOW)
+        assert told is not None
+        return told[2] / SECOND
+
+    for _ in range(50):
+        times.observe(shape, Span(SECOND // 20))
+    assert last_start_s() < 10  # control: nothing is known of the change yet
+    for _ in range(10):
+        times.observe(shape, Span(8 * SECOND))
+    assert 47 * 8 / 2 < last_start_s() < 47 * 8 * 2
+
+
 def test_a_course_never_goes_past_its_bounds_and_the_rest_is_extrapolated() -> None:
     state, shape = busy_pool(200)
     found = courses(a_question(state, known(shape)), FCFS, bounds=Bounds(passes=20))

@@ -37,6 +37,11 @@ def nothing_can(nodes: list[Node], shape: Shape) -> Explanation:
         able = [node for node in others if unfit(node, unbound) is None]
         if able:
             return _only_of_others(able, shape)
+    labelled = [node for node in nodes if set(needs.labels) <= set(node.offer.labels)]
+    if labelled and len(labelled) < len(nodes):
+        nearest = max((reasons[node.id] for node in labelled), key=steps.index)
+        if nearest in (Unfit.AUDIENCE, Unfit.RESERVED, Unfit.PRICE):  # nodes with the labels exist
+            return nothing_can(labelled, shape)
     unlabelled = [node for node in nodes if reasons[node.id] is Unfit.LABELS]
     if unlabelled and last is not Unfit.LABELS:
         bare = replace(shape, requirements=replace(needs, labels=()))

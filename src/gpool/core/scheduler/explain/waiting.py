@@ -57,7 +57,8 @@ def with_story(told: Explanation, story: Story) -> Explanation:
     """State a requeued task's failure and remedy first, to tell "no capacity" from "keeps failing"."""
     parts, advice, code = [], "", told.code
     if story.preempted:
-        parts.append(f"made room for others {counted(story.preempted, 'time', 'times')}")
+        stops = counted(story.preempted, "time", "times")
+        parts.append(f"was stopped {stops} for other tasks or by its node's owner")
     if story.losses:
         last = f" (last: {story.lost})" if story.lost else ""
         parts.append(f"lost {counted(story.losses, 'node', 'nodes')} under it{last}")
@@ -301,7 +302,23 @@ def _busy(
             if len(nodes) == 1
             else f"All {len(nodes)} nodes that can run it are"
         )
+        beside = _lacking(state, [node for node, _ in free], shape)
+        if beside:
+            said = f"A matching GPU is free, but its node has too {beside} for it now; {then}."
+            return Explanation(code, said, ahead + 1)
     return Explanation(code, f"{what} busy; {then}.", ahead + 1)
+
+
+def _lacking(state: State, nodes: list[Node], shape: Shape) -> str:
+    """Resource besides GPUs that every one of these nodes lacks; empty if none, or without nodes."""
+    rooms = [state.nodes[node.id].room for node in nodes]
+    needs = shape.requirements
+    if rooms and all(room.free_cpu < needs.cpu_milli for room in rooms):
+        return "few free processors"
+    memory = needs.memory_bytes or 0
+    if rooms and all(room.free_memory < memory for room in rooms):
+        return "little free memory"
+    return ""
 
 
 def _has_room(state: State, node: Node, gpu: Gpu, shape: Shape) -> bool:

@@ -4,6 +4,7 @@ restart loses them.
 The mean of recent run times of the same user, kind (function, or program and script), requirements and GPU model; with
 fewer than three: any model, the user's other scripts of that program, anybody's with the same requirements, all. Not the
 median, since run times have heavy tails and the average occupation matters.
+One file because kinds and their distributions are one model.
 """
 
 from __future__ import annotations
@@ -226,7 +227,11 @@ def _plain_word(word: str) -> str:
 MAX_KINDS = 10_000
 _WINDOWS = (50, 200, 500, 2000)  # durations kept, narrowest kind first
 _ENOUGH = 8  # longer durations needed to use a kind
+_RECENT = 10  # newest durations that replace a kind's window if they differ from it
+_CHANGED = 2.0  # times the window's median, either way: the commands of a kind may do something new
 _MOST_TIMES = 20.0  # times its age, for a task older than all known ones
+
+_NARROWEST = 4  # members of the narrowest kind: user, group, environment, requirements
 
 Kind = tuple[object, ...]
 
@@ -245,6 +250,20 @@ class _Window:
             del self.ascending[bisect_right(self.ascending, oldest) - 1]
         self._order.append(value)
         insort(self.ascending, value)
+
+    def current(self) -> list[int]:
+        """Durations to expect, ascending: the newest alone if the kind's run time has changed.
+
+        A kind is coarse (`python -c`): its next programs may run a hundred times as long as its last ones.
+        """
+        newest = sorted(
+            self._order[place] for place in range(-_RECENT, 0) if -place <= len(self._order)
+        )
+        if len(newest) == _RECENT:
+            now, ever = newest[_RECENT // 2], self.ascending[len(self.ascending) // 2]
+            if now > _CHANGED * ever or ever > _CHANGED * now:
+                return newest
+        return self.ascending.copy()
 
 
 class RunTimes:
@@ -284,7 +303,9 @@ class RunTimes:
         twin = RunTimes()
         for kind, window in self._kinds.items():
             alike = twin._kinds[kind] = _Window(0)
-            alike.ascending = window.ascending.copy()
+            alike.ascending = (
+                window.current() if len(kind) == _NARROWEST else window.ascending.copy()
+            )
         return twin
 
 

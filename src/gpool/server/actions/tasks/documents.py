@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 
 import msgspec
@@ -58,6 +58,7 @@ class ResultLine(msgspec.Struct, frozen=True):
     node_name: str | None = None
     own_node: bool = False
     on: str | None = None
+    printed: bool = False
 
 
 _encoder = msgspec.json.Encoder()
@@ -130,12 +131,14 @@ def _results(results: Iterable[BatchResult], reader: UserId) -> list[ResultLine]
             None if row.node is None else nodes[row.node],
             row.node_name,
             row.node_owner == reader,
+            None,
+            row.printed,
         )
         for name, row in zip(encode_many("task", [row.task for row in rows]), rows, strict=True)
     ]
 
 
-def result(view: TaskView, reader: UserId) -> bytes:
+def result(view: TaskView, reader: UserId, printed: bool) -> bytes:
     row = view.row
     return _encoder.encode(
         ResultLine(
@@ -153,6 +156,7 @@ def result(view: TaskView, reader: UserId) -> bytes:
             view.node_name,
             view.node_owner == reader,
             _on(view),
+            printed,
         )
     )
 
@@ -268,7 +272,13 @@ def output(file: OutputFile) -> OutputDocument:
     )
 
 
-def batch(value: Batch) -> BatchDocument:
+def batch(value: Batch, counts: Mapping[TaskStatus, int] | None = None) -> BatchDocument:
+    """`counts`: tasks by status, if they were counted."""
+    by_status: dict[str, int] = {}
+    if counts is not None:
+        held = counts.get(TaskStatus.LEASED, 0) + counts.get(TaskStatus.RUNNING, 0)
+        ends = (TaskStatus.SUCCEEDED, TaskStatus.FAILED, TaskStatus.CANCELLED)
+        by_status = {status.value: counts.get(status, 0) for status in ends} | {"running": held}
     return BatchDocument(
         id=encode("batch", value.id),
         name=value.name,
@@ -276,6 +286,7 @@ def batch(value: Batch) -> BatchDocument:
         done=value.done,
         closed=value.closed,
         created_at=instant_to_datetime(value.created_at),
+        **by_status,
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from gpool.core.errors import Invalid, NotFound, StaleLease, StorageFull, TooLarge
 from gpool.core.ids import TaskId
-from gpool.core.model import MIB, Permission
+from gpool.core.model import MIB, Permission, TaskStatus
 from gpool.core.permissions import Action, ObjectKind, Thing, missing
 from gpool.server.actions import quotas
 from gpool.server.actions.audit import note_read
@@ -211,6 +211,8 @@ def _uploader(who: Caller | NodeCredentials) -> str:
 
 LOG_ROWS = 500
 SILENCE_S = 15.0
+QUEUED_SILENCE_S = 1.0
+"""First silence of a waiting task: its follower asks why it waits, since it may never start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +261,8 @@ async def follow(
 ) -> AsyncIterator[list[LogDocument] | ProgressDocument]:
     """Output as it comes until the task has ended, and a progress document whenever the phase changes.
 
-    An empty list is a sign of life after `SILENCE_S` without output.
+    An empty list is a sign of life after `SILENCE_S` without output, the first of a waiting task after
+    `QUEUED_SILENCE_S`.
     """
     await query.task(server, who, id_)
     return _follow(server, id_, after)
@@ -285,7 +288,9 @@ async def _follow(
             elif view.row.status.is_final:
                 return
             else:
-                while not await changed.wait(SILENCE_S):
+                silence = QUEUED_SILENCE_S if view.row.status is TaskStatus.QUEUED else SILENCE_S
+                while not await changed.wait(silence):
+                    silence = SILENCE_S
                     yield []
 
 

@@ -26,7 +26,7 @@ from gpool.server.store.operations.leases import grants
 from gpool.server.store.operations.tasks import tasks as operations
 from gpool.server.store.protocol import Operation, brief, operation
 from gpool.server.store.values import Batch, BatchResult, Recording, TaskView
-from gpool.wire.documents import EventDocument, instant_to_datetime
+from gpool.wire.documents import BatchDocument, EventDocument, instant_to_datetime
 
 RESULT_ROWS = 1000
 SILENCE_S = 15.0
@@ -40,6 +40,7 @@ class Listing:
     statuses: Sequence[TaskStatus] = ()
     everybody: bool = False
     team: TeamId | None = None
+    heads: bool = False  # the first task of each batch only
 
 
 async def task(
@@ -65,8 +66,26 @@ async def list_tasks(server: Server, who: Caller, listing: Listing) -> tuple[Tas
     user, team = await listed_account(server, who, listing.everybody, listing.team)
     teams = () if team is None else (team,)
     return await server.store.read(
-        operations.tasks(user, listing.before, listing.limit, tuple(listing.statuses), teams)
+        operations.tasks(
+            user,
+            listing.before,
+            listing.limit,
+            tuple(listing.statuses),
+            teams,
+            heads=listing.heads,
+        )
     )
+
+
+async def batches_of(server: Server, views: Sequence[TaskView]) -> tuple[Batch, ...]:
+    """Batches of tasks that the caller may read."""
+    return await server.store.read(operations.batches({view.row.batch for view in views}))
+
+
+async def result(server: Server, who: Caller, view: TaskView) -> bytes:
+    """Result of an ended task that the caller may read."""
+    printed = await server.store.read(brief(operations.has_printed(view.row.id)))
+    return documents.result(view, who.user.id, printed)
 
 
 async def listed_account(
@@ -148,6 +167,11 @@ async def batch(
     await note_read(server, who, Action.BATCH_READ, batch_thing(found), encode("batch", id_))
     assert found is not None
     return found
+
+
+async def counted_batch(server: Server, who: Caller, id_: BatchId) -> BatchDocument:
+    found = await batch(server, who, id_)
+    return documents.batch(found, await server.store.read(operations.batch_counts(id_)))
 
 
 async def batch_again(server: Server, id_: BatchId) -> Batch:

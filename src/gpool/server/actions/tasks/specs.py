@@ -49,6 +49,7 @@ def spec_of(request: TaskRequest) -> TaskSpec:
     _check_secrets(request)
     _check_words("name", [request.name or "", request.environment])
     recipe = _recipe(request)
+    _check_effect(request)
     _check_gang(request, command)
     spec = TaskSpec(
         kind=kind,
@@ -77,6 +78,34 @@ def spec_of(request: TaskRequest) -> TaskSpec:
     if spec.inputs or spec.outputs:  # every other field has its own limit
         _check_weight(spec)
     return spec
+
+
+def _check_effect(request: TaskRequest) -> None:
+    """Refuse options that would have no effect, or that no runtime offers together."""
+    if request.function is None and request.preload:
+        raise Invalid(
+            "'preload' applies to functions: a warm sandbox imports the modules before a call arrives; "
+            "a command imports what it needs, so leave 'preload' out"
+        )
+    if request.function is not None and (request.inputs or request.outputs):
+        name = "inputs" if request.inputs else "outputs"
+        raise Invalid(
+            f"'{name}' applies to commands; a function gets its data as arguments and returns its result. "
+            f"Leave '{name}' out, or run a command"
+        )
+    if Tier(request.tier) is not Tier.VM:
+        return
+    image = request.recipe is not None and request.recipe.image
+    for asked, what in (
+        (request.gpu is not None or request.vram is not None, "a GPU"),
+        (image, "an image"),
+        (request.network == "egress", "network 'egress'"),
+    ):
+        if asked:
+            raise Invalid(
+                f"'tier' is 'vm' together with {what}; a virtual machine has no GPU, no network and no images: "
+                f"leave out one of the two, or use tier 'container'"
+            )
 
 
 def _check_gang(request: TaskRequest, command: tuple[str, ...]) -> None:

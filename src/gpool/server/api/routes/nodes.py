@@ -12,7 +12,7 @@ from gpool.core.errors import Invalid
 from gpool.core.ids import GpuId, NodeId, UserId, decode
 from gpool.core.model import Availability
 from gpool.core.permissions import Action
-from gpool.server.actions import joining, lending, listing
+from gpool.server.actions import joining, lending, listing, node_tasks
 from gpool.server.api.callers import caller, caller_if_any, check, server_of, user_of
 from gpool.server.api.endpoints import NO_CONTENT, EndpointRouter, SuccessReply, created
 from gpool.server.api.messages import (
@@ -20,6 +20,7 @@ from gpool.server.api.messages import (
     NODE,
     Cursor,
     LargeLimit,
+    Limit,
     answer,
     document_of,
     no_content,
@@ -45,6 +46,7 @@ from gpool.wire.documents import (
     NodeRequest,
     TelemetryDocument,
 )
+from gpool.wire.node_documents import NodeTasksDocument
 
 routes = EndpointRouter("nodes")
 
@@ -126,6 +128,13 @@ async def get_node(request: Request, id: NODE) -> Response:
     """Read one node with its GPUs."""
     who = await user_of(request)
     return tagged(request, await listing.node(server_of(request), who, NodeId(decode("node", id))))
+
+
+@routes.get("/v1/nodes/{id}/tasks", Action.NODE_TASKS, returns=NodeTasksDocument)
+async def get_node_tasks(request: Request, id: NODE, limit: Limit = 20) -> Response:
+    """List the tasks on a node of yours: running ones, and the newest ended ones."""
+    who, node = await user_of(request), NodeId(decode("node", id))
+    return answer(await node_tasks.node_tasks(server_of(request), who, node, limit))
 
 
 @routes.patch("/v1/nodes/{id}", Action.NODE_CHANGE, body=NodePatch, returns=NodeDocument)

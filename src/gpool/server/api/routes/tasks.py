@@ -97,8 +97,13 @@ async def list_tasks(
     ] = None,
     all: Annotated[bool, Query(description="Tasks of all users; operators only")] = False,
     team: Annotated[str | None, Query(description="Team id: tasks of this team")] = None,
+    first: Annotated[
+        bool, Query(description="The first task of each batch, and the batches")
+    ] = False,
 ) -> Response:
     """List your tasks, newest first."""
+    if first and status:
+        raise Invalid("'first' lists whole batches; leave it out to filter tasks by 'status'")
     who = await user_of(request, Action.TASKS_LIST_ALL if all else Action.TASKS_LIST)
     listing = query.Listing(
         before=TaskId(decode("task", cursor)) if cursor else None,
@@ -106,11 +111,14 @@ async def list_tasks(
         statuses=_statuses(status or []),
         everybody=all,
         team=TeamId(decode("team", team)) if team else None,
+        heads=first,
     )
     views = await query.list_tasks(server_of(request), who, listing)
+    batches = await query.batches_of(server_of(request), views) if first else ()
     page = TaskPage(
         items=[documents.task(view) for view in views],
         next=encode("task", views[-1].row.id) if len(views) == limit else None,
+        batches=[documents.batch(each) for each in batches],
     )
     return tagged(request, page)
 
@@ -198,7 +206,7 @@ async def get_result(request: Request, id: TASK, wait: Wait = 0) -> Response:
     if not view.row.status.is_final:
         return answer(documents.task(view), 202)
     query.check_not_expired(view)
-    return tagged(request, documents.result(view, who.user.id))
+    return tagged(request, await query.result(server, who, view))
 
 
 @routes.get("/v1/tasks/{id}/explain", Action.TASK_READ, returns=ExplainDocument)
@@ -276,11 +284,17 @@ async def _events(
 
 
 @routes.get("/v1/batches/{id}", Action.BATCH_READ, returns=BatchDocument)
-async def get_batch(request: Request, id: BATCH) -> Response:
+async def get_batch(
+    request: Request,
+    id: BATCH,
+    counts: Annotated[bool, Query(description="Count the tasks by status")] = False,
+) -> Response:
     """Read one batch: its name and how many of its tasks have ended."""
-    who = await user_of(request)
-    found = await query.batch(server_of(request), who, BatchId(decode("batch", id)))
-    return tagged(request, documents.batch(found))
+    server, who = server_of(request), await user_of(request)
+    batch = BatchId(decode("batch", id))
+    if counts:
+        return tagged(request, await query.counted_batch(server, who, batch))
+    return tagged(request, documents.batch(await query.batch(server, who, batch)))
 
 
 @routes.delete("/v1/batches/{id}", Action.BATCH_CANCEL, returns=BatchDocument)

@@ -97,6 +97,12 @@ class _Result(NamedTuple):
     value: bytes | None
     value_sha256: str
     error_text: str | None
+    printed: int
+
+
+class _StatusCount(NamedTuple):
+    status: str
+    tasks: int
 
 
 class _ResultNode(NamedTuple):
@@ -179,8 +185,13 @@ def tasks(
     limit: int,
     statuses: Sequence[TaskStatus] = (),
     teams: Collection[int] = (),
+    *,
+    heads: bool = False,
 ) -> Operation[tuple[TaskView, ...]]:
-    """Tasks of the user and teams (neither: all), newest first, without values. With open statuses only, no ended task is read."""
+    """Tasks of the user and teams (neither: all), newest first, without values. With open statuses only, no ended task is read.
+
+    `heads`: the first task of each batch only.
+    """
     if len(teams) > MAX_TEAMS:
         raise Invalid(f"{len(teams)} teams in one listing; name at most {MAX_TEAMS}")
     parameters: dict[str, int] = {"before": LAST if before is None else before, "limit": limit}
@@ -196,6 +207,7 @@ def tasks(
         parts = [part for each in whose or [""] for part in _open(each, wanted)]
     else:
         of_status = f" AND {_one_of(wanted)}" if wanted else ""
+        of_status += " AND t.position = 0" if heads else ""
         if not whose:
             return (yield from _views(f"t.id < :before{of_status}", parameters))
         parts = [_newest(f"{each} AND t.id < :before{of_status}", plain=True) for each in whose]
@@ -316,17 +328,60 @@ def batch(id: BatchId, user: UserId | None, teams: Collection[int] = ()) -> Oper
     )
     for row in rows:
         if _is_theirs(row, user, teams):
-            return Batch(
-                row.id,
-                row.user_id,
-                row.name,
-                row.total,
-                row.done,
-                bool(row.closed),
-                row.created_at,
-                row.team_id,
-            )
+            return _batch(row)
     return None
+
+
+def _batch(row: BatchesRecord) -> Batch:
+    return Batch(
+        row.id,
+        row.user_id,
+        row.name,
+        row.total,
+        row.done,
+        bool(row.closed),
+        row.created_at,
+        row.team_id,
+    )
+
+
+@operation
+def batches(ids: Collection[BatchId]) -> Operation[tuple[Batch, ...]]:
+    """These batches, in no order; the caller has checked the permission."""
+    rows = yield from select(
+        BatchesRecord,
+        f"SELECT {BATCH} FROM {{wanted}} AS w JOIN batches b ON b.id = w.id",  # noqa: S608
+        {},
+        {"wanted": of_ids(ids)},
+    )
+    return tuple(_batch(row) for row in rows)
+
+
+@operation
+def batch_counts(batch: BatchId) -> Operation[dict[TaskStatus, int]]:
+    """Number of tasks of a batch by status; reads every ended task's row. Waiting tasks are not counted."""
+    rows = yield from select(
+        _StatusCount,
+        "SELECT t.status, COUNT(*) FROM tasks t WHERE t.batch_id = :batch AND t.sequence IS NOT NULL "
+        "GROUP BY t.status UNION ALL SELECT t.status, COUNT(*) FROM tasks t WHERE t.holding = 1 "
+        "AND t.batch_id = :batch AND t.status IN ('leased', 'running') GROUP BY t.status",
+        {"batch": batch},
+    )
+    return {STATUS[row.status]: row.tasks for row in rows}
+
+
+PRINTED = "(t.log_sha256 <> '' OR EXISTS (SELECT 1 FROM log_heads h WHERE h.task_id = t.id))"
+"""Whether a task has output."""
+
+
+@operation
+def has_printed(id: TaskId) -> Operation[bool]:
+    found = yield from values(
+        TaskId,
+        f"SELECT t.id FROM tasks t WHERE t.id = :id AND {PRINTED}",  # noqa: S608
+        {"id": id},
+    )
+    return bool(found)
 
 
 @operation
@@ -334,8 +389,8 @@ def batch_results(batch: BatchId, after: int, limit: int) -> Operation[tuple[Bat
     rows = yield from select_pairs(
         _Result,
         _ResultNode,
-        "SELECT t.sequence, t.position, t.id, t.status, t.reason, t.exit_code, t.value, t.value_sha256, t.error_text, "
-        "t.node_id, n.name, n.owner_id FROM tasks t LEFT JOIN nodes n ON n.id = t.node_id WHERE t.batch_id = :batch "
+        "SELECT t.sequence, t.position, t.id, t.status, t.reason, t.exit_code, t.value, t.value_sha256, t.error_text, "  # noqa: S608
+        f"CASE WHEN {PRINTED} THEN 1 ELSE 0 END, t.node_id, n.name, n.owner_id FROM tasks t LEFT JOIN nodes n ON n.id = t.node_id WHERE t.batch_id = :batch "
         "AND t.sequence > :after AND t.sequence IS NOT NULL ORDER BY t.sequence LIMIT :limit",
         {"batch": batch, "after": after, "limit": limit},
     )
@@ -353,6 +408,7 @@ def batch_results(batch: BatchId, after: int, limit: int) -> Operation[tuple[Bat
             node.id,
             node.name,
             node.owner_id,
+            bool(row.printed),
         )
         for row, node in rows
     )

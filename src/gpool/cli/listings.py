@@ -1,0 +1,194 @@
+"""Lists of tasks: `ps` (one line per batch), `queue`, and the tasks on a node."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
+
+import click
+
+from gpool.cli.command import as_json, client_of, listed, listing, principal_names, shared_names
+from gpool.cli.printing import age, duration, emit_json, gib, local_time, table
+from gpool.cli.tasks import places, task_status, where, whose, whose_tasks
+
+if TYPE_CHECKING:
+    from gpool.client.client import Client
+
+
+@click.command()
+@listing
+@click.option(
+    "--status",
+    metavar="STATUS",
+    help="Only tasks with this status: queued, leased, running, succeeded, failed or cancelled.",
+)
+@click.option("--tasks", "singly", is_flag=True, help="List every task, also those of batches.")
+@whose
+@click.pass_context
+def ps(
+    ctx: click.Context,
+    as_json: bool,
+    everything: bool,
+    limit: int,
+    status: str | None,
+    singly: bool,
+    team: str | None,
+    everybody: bool,
+) -> None:
+    """List tasks, newest first.
+
+    The calls of one `map` are one line, with the batch's id. --status, --tasks and --json list every task.
+    """
+    client = client_of(ctx)
+    filters = whose_tasks(client, team, everybody) | ({"status": status} if status else {})
+    batches: dict[str, dict[str, Any]] = {}
+    if not (status or singly or as_json):
+        filters["first"] = "true"
+
+    def on_page(page: dict[str, Any]) -> None:
+        batches.update({one["id"]: one for one in page.get("batches") or ()})
+
+    found = listed(client, "tasks", everything=everything, limit=limit, on_page=on_page, **filters)
+    if as_json:
+        emit_json(found)
+        return
+    date, shared = client.api.date, shared_names(places(found))
+    names = principal_names(client) if everybody else {}
+    rows = []
+    for task in found:
+        batch = batches.get(task["batch"])
+        is_many = batch is not None and batch["total"] > 1
+        rows.append(
+            (
+                task["batch"] if is_many else task["id"],
+                task["name"],
+                *([names.get(task["user"], task["user"])] if everybody else ()),
+                batch_status(batch) if batch and is_many else task_status(task),
+                age(task["created_at"], date),
+                "-" if is_many else duration(task, date),
+                "-" if is_many else where(task, shared),
+                task.get("gpu") or "-",
+            )
+        )
+    columns = ("id", "name", *(["user"] if everybody else ()), "status", "age", "duration", "node", "gpu")  # fmt: skip
+    table(columns, rows, f"No task is {status}." if status else "No tasks yet.")
+
+
+def batch_status(batch: dict[str, Any]) -> str:
+    done, total = batch["done"], batch["total"]
+    if batch["closed"] and done >= total:
+        return f"{total:,} ended"
+    return f"{done:,} of {total:,}{'' if batch['closed'] else '+'} ended"
+
+
+SHOWN = 20
+"""Default number of waiting tasks."""
+
+PAGE = 200
+"""Most waiting tasks in one request."""
+
+_LAST = "~"
+"""Sorts after every time."""
+
+
+@click.command()
+@whose
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    default=SHOWN,
+    show_default=True,
+    metavar="N",
+    help="Show at most N waiting tasks, oldest first.",
+)
+@as_json
+@click.pass_context
+def queue(ctx: click.Context, team: str | None, everybody: bool, limit: int, as_json: bool) -> None:
+    """List running and waiting tasks with expected start and reason.
+
+    Running tasks come first, then waiting tasks by expected start.
+    """
+    client = client_of(ctx)
+    filters = whose_tasks(client, team, everybody)
+    running, waiting, count = _read(client, limit, filters)
+    entries = sorted(waiting, key=lambda entry: _start(entry["task"], entry["explain"]))
+    reasons = {entry["task"]["id"]: entry["explain"] for entry in entries}
+    found = [*running, *(entry["task"] for entry in entries)]
+    if as_json:
+        emit_json([{**task, "explain": reasons.get(task["id"])} for task in found])
+        return
+    date, shared = client.api.date, shared_names(places(found))
+    known = principal_names(client) if everybody else {}
+    rows = []
+    for task in found:
+        why = reasons.get(task["id"]) or {}
+        estimate = why.get("estimate")
+        rows.append(
+            (
+                task["id"],
+                task["name"],
+                *([known.get(task["user"], task["user"])] if everybody else ()),
+                task_status(task),
+                age(task["created_at"], date),
+                task.get("gpu") or "-",
+                where(task, shared),
+                local_time(estimate["at"], date) if estimate else "-",
+                why.get("sentence") or "",
+            )
+        )
+    columns = ("id", "name", *(["user"] if everybody else ()), "status", "age", "gpu", "node")
+    table((*columns, "starts", "why it waits"), rows, "No running or waiting tasks.")
+    if count > len(waiting):
+        click.echo(f"{count - len(waiting)} more tasks wait; --limit N shows more", err=True)
+
+
+def _read(
+    client: Client, limit: int, filters: dict[str, str]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
+    """Running tasks, the oldest `limit` waiting ones, the number of all waiting ones; one request per 200."""
+    query = dict(filters)
+    running: list[dict[str, Any]] = []
+    waiting: list[dict[str, Any]] = []
+    while True:
+        query["limit"] = str(min(limit - len(waiting), PAGE))
+        page = client.api.get_json(f"/v1/queue?{urlencode(query)}")
+        running += page["running"]
+        waiting += page["items"]
+        if not page["next"] or len(waiting) >= limit:
+            return running, waiting, page["waiting"]
+        query["cursor"] = page["next"]
+
+
+def _start(task: dict[str, Any], why: dict[str, Any]) -> tuple[str, int, str]:
+    starts = (why.get("estimate") or {}).get("at")
+    return starts or _LAST, why.get("position") or 1 << 60, task["created_at"]
+
+
+def show_node_tasks(tasks: dict[str, Any], date: str | None) -> None:
+    for title, found in (("Running", tasks["running"]), ("Ended", tasks["ended"])):
+        if not found:
+            continue
+        rows = [
+            (
+                one["id"],
+                one["user_name"],
+                one["status"],
+                local_time(one.get("leased_at") or one["started_at"], date)
+                if one.get("leased_at") or one.get("started_at")
+                else "-",
+                duration(one, date),
+                _resources(one),
+            )
+            for one in found
+        ]
+        click.echo(f"\n{title}:")
+        table(("id", "user", "status", "since", "duration", "with"), rows, "")
+
+
+def _resources(task: dict[str, Any]) -> str:
+    parts = [task["kind"], f"{task['cpus']:g} CPU", task.get("gpu") or ""]
+    parts += [gib(task["memory_bytes"])] if task.get("memory_bytes") else []
+    parts += [f"image {task['image']}"] if task.get("image") else []
+    parts += ["internet"] if task.get("network") else []
+    parts += [f"tier {task['tier']}"] if task.get("tier") not in (None, "container") else []
+    return ", ".join(part for part in parts if part)

@@ -1,0 +1,56 @@
+"""Tasks on a node, for its owner: whose, since when, with which resources. Names, commands and files stay private."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from gpool.core.ids import NodeId, encode
+from gpool.core.model import Instant, Network
+from gpool.core.permissions import Action
+from gpool.core.specs import gpu as gpuspec
+from gpool.server.identity.authorization import node_thing, permit
+from gpool.server.server import Server
+from gpool.server.store.identity_values import Caller
+from gpool.server.store.operations import nodes
+from gpool.server.store.operations.tasks import node_history
+from gpool.server.store.rows import spec_from
+from gpool.wire.documents import instant_to_datetime
+from gpool.wire.node_documents import NodeTaskDocument, NodeTasksDocument
+
+
+async def node_tasks(server: Server, who: Caller, id_: NodeId, limit: int) -> NodeTasksDocument:
+    """Held leases and the newest `limit` ended tasks; `NotFound` or `Forbidden` unless owner or operator."""
+    found = await server.store.read(nodes.node(id_))
+    permit(who, Action.NODE_TASKS, node_thing(found), f"node {encode('node', id_)}")
+    held = await server.store.read(node_history.held_by(id_))
+    ended = await server.store.read(node_history.ended_on(id_, limit))
+    return NodeTasksDocument(
+        running=[_document(row) for row in held], ended=[_document(row) for row in ended]
+    )
+
+
+def _document(row: node_history.NodeTask) -> NodeTaskDocument:
+    spec = spec_from(row.body)
+    needs = spec.requirements
+    return NodeTaskDocument(
+        id=encode("task", row.id),
+        user=encode("user", row.user_id),
+        user_name=row.user_name,
+        team=None if row.team_id is None else encode("team", row.team_id),
+        kind=spec.kind.value,
+        status=row.status,
+        leased_at=_maybe(row.leased_at),
+        started_at=_maybe(row.started_at),
+        finished_at=_maybe(row.finished_at),
+        reason=row.reason,
+        gpu=gpuspec.format(needs.gpu) if needs.gpu else None,
+        cpus=needs.cpu_milli / 1000,
+        memory_bytes=needs.memory_bytes,
+        tier=needs.tier.value,
+        network=needs.network is Network.EGRESS,
+        image=(spec.recipe.image or None) if spec.recipe is not None else None,
+    )
+
+
+def _maybe(at: Instant | None) -> datetime | None:
+    return None if at is None else instant_to_datetime(at)
