@@ -10,6 +10,7 @@ import asyncio
 import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple, cast
 
 import uvicorn
@@ -40,6 +41,8 @@ UNPROVEN_BYTES = MAX_PROOF_BYTES + 64
 PROVEN = "gpool.proven"
 """Extension of a channel's scope: called without arguments when its node has proved its key."""
 
+MOST_COMPARED = 64
+"""Connections that are looked at to make room for a new one: a flood of them must not cost the loop more each."""
 LATE_S = 1.0
 """A body that did not go on for this long may be given up for a new connection."""
 SITE_NETWORKS = 4
@@ -112,14 +115,21 @@ class ConnectionCounts:
                 del self._networks[key]
 
     def _make_room(self, key: str) -> bool:
-        """Abort the network's most dispensable connection, the oldest of equals; False: all are in use."""
-        ranked = [(_rank_of(each), each) for each in self._networks.get(key, ())]
-        spare = min((rank for rank, _ in ranked if rank is not None), default=None)
+        """Abort the most dispensable of the network's connections, of some of the oldest; False: those are in use."""
+        members = self._networks.get(key, {})
+        spare: tuple[int, asyncio.Transport] | None = None
+        for each in list(islice(members, MOST_COMPARED)):
+            rank = _rank_of(each)
+            if rank is None:  # compared last the next time
+                members[each] = members.pop(each)
+            elif spare is None or rank < spare[0]:
+                spare = (rank, each)
+                if rank == 0:
+                    break
         if spare is None:
             return False
-        victim = next(each for rank, each in ranked if rank == spare)
-        self.release(victim)
-        victim.abort()
+        self.release(spare[1])
+        spare[1].abort()
         return True
 
     def _largest(self) -> str:

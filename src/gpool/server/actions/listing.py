@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from operator import itemgetter
+from operator import attrgetter
 from typing import Literal
 
 from gpool.core.errors import Invalid, NotFound
@@ -34,6 +34,8 @@ from gpool.wire.documents import (
     instant_to_datetime,
 )
 
+DOCUMENTS_AT_ONCE = 100
+"""Documents of a page that are built before others get the loop."""
 MOST_SHOWN = 100
 """Environments listed in a node's document."""
 
@@ -89,13 +91,15 @@ def _backoff(server: Server, node: NodeId) -> tuple[str, ...]:
 
 def gpu_documents(
     server: Server, who: Caller, gpus: GpuRows, row: NodeRow
-) -> list[tuple[int, GpuDocument]]:
-    """The node's GPUs by index. The hardware uuid is shown to the owner and operators only: it can be claimed."""
+) -> Iterator[tuple[int, GpuDocument]]:
+    """Documents of a node's GPUs by index, one at a time: a node may have a thousand.
+
+    The hardware uuid is shown to the owner and operators only: it can be claimed.
+    """
     here = row.node
     inside = _is_inside(who, here)
     entry = _entry(server, here.id)
-    found = []
-    for device in here.offer.gpus:
+    for device in sorted(here.offer.gpus, key=attrgetter("index")):
         stored = gpus.get((here.id, device.index))
         if stored is None:
             continue
@@ -103,40 +107,37 @@ def gpu_documents(
         free_share = max(0, room.free_share) if room else 1000
         free_memory = max(0, room.free_memory) if room else device.memory_bytes
         allowed = device.index not in here.gpus_withheld
-        found.append(
-            (
-                device.index,
-                GpuDocument(
-                    id=encode("gpu", stored.id),
-                    kind="gpu",
-                    node=encode("node", here.id),
-                    node_name=here.name,
-                    index=device.index,
-                    model=device.model,
-                    vendor=device.vendor,
-                    uuid=device.uuid if inside else "",
-                    memory_bytes=device.memory_bytes,
-                    memory_free_bytes=free_memory,
-                    share_free=free_share / 1000,
-                    simulated=device.simulated,
-                    status=_gpu_status(server, here, device, stored, free_share, free_memory),
-                    available=allowed and here.availability is Availability.AVAILABLE,
-                    tiers=_tiers(here.offer.tiers),
-                    flagged=stored.flagged or stored.unproven,
-                    verified=stored.verified,
-                    measured=measured_document(stored.measured),
-                    closed=device.closed or None,
-                    health=device.health.value,
-                    ails=device.ails or None,
-                    quarantined=stored.quarantined,
-                    details=None if device.details is None else gpu_details(device.details),
-                    reading=reading(server.telemetry.now_of(here.id, device.index, server.now)),
-                    price_microcredits=here.offer.price_microcredits,
-                    labels=_labels(server, here),
-                ),
-            )
+        yield (
+            device.index,
+            GpuDocument(
+                id=encode("gpu", stored.id),
+                kind="gpu",
+                node=encode("node", here.id),
+                node_name=here.name,
+                index=device.index,
+                model=device.model,
+                vendor=device.vendor,
+                uuid=device.uuid if inside else "",
+                memory_bytes=device.memory_bytes,
+                memory_free_bytes=free_memory,
+                share_free=free_share / 1000,
+                simulated=device.simulated,
+                status=_gpu_status(server, here, device, stored, free_share, free_memory),
+                available=allowed and here.availability is Availability.AVAILABLE,
+                tiers=_tiers(here.offer.tiers),
+                flagged=stored.flagged or stored.unproven,
+                verified=stored.verified,
+                measured=measured_document(stored.measured),
+                closed=device.closed or None,
+                health=device.health.value,
+                ails=device.ails or None,
+                quarantined=stored.quarantined,
+                details=None if device.details is None else gpu_details(device.details),
+                reading=reading(server.telemetry.now_of(here.id, device.index, server.now)),
+                price_microcredits=here.offer.price_microcredits,
+                labels=_labels(server, here),
+            ),
         )
-    return found
 
 
 def measured_document(text: str | None) -> MeasuredDocument | None:
@@ -322,11 +323,12 @@ async def _resource_page(
     items: list[GpuDocument] = []
     last: ResourceCursor | None = None
     for row in found.rows:
-        await asyncio.sleep(0)  # a node may have a thousand GPUs
         for index, document in _resources(server, who, gpus, row, kind, wanted.search):
             place = ResourceCursor(row.node.id, index)
             if after is not None and (place.node, place.index) <= (after.node, after.index):
                 continue
+            if len(items) % DOCUMENTS_AT_ONCE == 0:
+                await asyncio.sleep(0)
             if len(items) == limit:
                 return GpuPage(items=items, next=str(last))
             items.append(document)
@@ -337,14 +339,17 @@ async def _resource_page(
 
 def _resources(
     server: Server, who: Caller, gpus: GpuRows, row: NodeRow, kind: str | None, search: str
-) -> list[tuple[int, GpuDocument]]:
-    found = gpu_documents(server, who, gpus, row) if kind != "cpu" else []
-    if kind != "gpu" and row.node.offer.cpu_milli:
-        found.append((CPU_INDEX, cpu_document(server, row)))
+) -> Iterator[tuple[int, GpuDocument]]:
     text = search.lower()
-    if text and text not in row.node.name.lower():
-        found = [(index, each) for index, each in found if text in each.model.lower()]
-    return sorted(found, key=itemgetter(0))
+    is_named = text in row.node.name.lower()
+    if kind != "cpu":
+        for index, document in gpu_documents(server, who, gpus, row):
+            if is_named or text in document.model.lower():
+                yield index, document
+    if kind != "gpu" and row.node.offer.cpu_milli:
+        document = cpu_document(server, row)
+        if is_named or text in document.model.lower():
+            yield CPU_INDEX, document
 
 
 def matches(row: NodeRow, search: str) -> bool:
