@@ -25,7 +25,7 @@ def test_no_seed_breaks_a_promise(first: int) -> None:
 
 
 def test_the_runs_are_not_idle() -> None:
-    outcomes = [run(seed) for seed in range(10)]
+    outcomes = [run(seed) for seed in range(14)]
     assert sum(outcome.accepted for outcome in outcomes) > 200
     assert sum(outcome.attempts for outcome in outcomes) > sum(o.accepted for o in outcomes) - 50
     assert sum(outcome.crashes for outcome in outcomes) > 0
