@@ -14,7 +14,8 @@ from gpool.agent.machine.policy import GANG_PORT, GangRules
 from gpool.agent.services import NetworkSupport, NodeServices, machine_offer, refreshed
 from gpool.agent.settings import AgentSettings
 from gpool.cli.lending.doctor import gangs_finding
-from gpool.cli.lending.join import EnrolledNode, LendingTerms, agent_variables, lending
+from gpool.cli.lending.join import EnrolledNode, agent_variables
+from gpool.cli.lending.terms import LendingTerms, lending
 from gpool.core.model import Network
 from gpool.testing.fake_runtime import FakeRuntime
 from gpool.transfer.requests import Address

@@ -12,7 +12,6 @@ import pytest
 from gpool import Invalid
 from gpool.cli.lending.join import (
     JoinLink,
-    LendingTerms,
     agent_variables,
     enrol,
     identity_file,
@@ -21,6 +20,7 @@ from gpool.cli.lending.join import (
     rejoin,
     require_same_certificate,
 )
+from gpool.cli.lending.terms import LendingTerms
 from gpool.client.transport import ApiTransport
 from gpool.core.errors import Conflict, Forbidden
 from gpool.transfer.requests import Address

@@ -16,7 +16,8 @@ from gpool.agent.network.policy import Egress, HostFacts, reaches
 from gpool.agent.runtime.registry import RuntimeContext, make_all
 from gpool.agent.services import egress_policy
 from gpool.agent.settings import AgentSettings
-from gpool.cli.lending.join import EnrolledNode, LendingTerms, agent_variables, lending
+from gpool.cli.lending.join import EnrolledNode, agent_variables
+from gpool.cli.lending.terms import LendingTerms, lending
 from gpool.core.model import GIB, Offer, Tier
 from gpool.transfer.requests import Address
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gpool.core.ids import NodeId
 from gpool.core.model import Instant, Span
 from gpool.core.reliability import ReliabilityRecord
-from gpool.server.store.operations import nodes
+from gpool.server.store.operations import node_pages, nodes
 from tests.store.store_pool import Pool
 
 
@@ -15,11 +15,15 @@ def test_a_record_is_kept_and_an_older_one_never_replaces_it(pool: Pool) -> None
         box: ReliabilityRecord(Span(5), 1000, Instant(10)),
         other: ReliabilityRecord(Span(7), 0, Instant(10)),
     }
-    pool.write(nodes.put_reliability_records(first))
-    assert pool.read(nodes.reliability_records()) == first
-    pool.write(nodes.put_reliability_records({box: ReliabilityRecord(Span(9), 2000, Instant(20))}))
-    pool.write(nodes.put_reliability_records({box: ReliabilityRecord(Span(1), 0, Instant(15))}))
-    assert pool.read(nodes.reliability_records())[box] == ReliabilityRecord(
+    pool.write(node_pages.put_reliability_records(first))
+    assert pool.read(node_pages.reliability_records()) == first
+    pool.write(
+        node_pages.put_reliability_records({box: ReliabilityRecord(Span(9), 2000, Instant(20))})
+    )
+    pool.write(
+        node_pages.put_reliability_records({box: ReliabilityRecord(Span(1), 0, Instant(15))})
+    )
+    assert pool.read(node_pages.reliability_records())[box] == ReliabilityRecord(
         Span(9), 2000, Instant(20)
     )
 
@@ -27,11 +31,11 @@ def test_a_record_is_kept_and_an_older_one_never_replaces_it(pool: Pool) -> None
 def test_a_node_that_is_gone_leaves_no_record(pool: Pool) -> None:
     box = pool.node("box")
     pool.write(
-        nodes.put_reliability_records(
+        node_pages.put_reliability_records(
             {box: ReliabilityRecord(at=Instant(1)), NodeId(5): ReliabilityRecord()}
         )
     )
-    assert set(pool.read(nodes.reliability_records())) == {box}
+    assert set(pool.read(node_pages.reliability_records())) == {box}
     pool.write(nodes.remove_node(box, None))
-    pool.write(nodes.forget_reliability_records())
-    assert pool.read(nodes.reliability_records()) == {}
+    pool.write(node_pages.forget_reliability_records())
+    assert pool.read(node_pages.reliability_records()) == {}

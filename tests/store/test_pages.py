@@ -7,8 +7,8 @@ from dataclasses import replace
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import Availability, Gpu, Offer
 from gpool.server.store.operations import gpus as gpu_bindings
-from gpool.server.store.operations import nodes
-from gpool.server.store.operations.nodes import NodeFilter
+from gpool.server.store.operations import node_pages, nodes
+from gpool.server.store.operations.node_pages import NodeFilter
 from gpool.server.store.operations.tasks import tasks
 from tests.store.store_pool import Pool
 
@@ -26,7 +26,9 @@ def join(pool: Pool, number: int, name: str, model: str = "", **changes: object)
 
 
 def names(pool: Pool, wanted: NodeFilter, after: int | None = None, limit: int = 10) -> list[str]:
-    page = pool.read(nodes.node_page(wanted, None if after is None else NodeId(after), limit)).rows
+    page = pool.read(
+        node_pages.node_page(wanted, None if after is None else NodeId(after), limit)
+    ).rows
     return [row.node.name for row in page]
 
 

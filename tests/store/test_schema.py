@@ -19,7 +19,7 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 from gpool.core.errors import Invalid
 from gpool.core.ids import NodeId
 from gpool.core.model import Instant, TaskStatus
-from gpool.server.store import generated_rows, open_inline, open_store
+from gpool.server.store import generated_rows, identity_schema, open_inline, open_store, schema  # noqa: F401 - they fill the metadata
 from gpool.server.store.drivers.opening import migrate_sqlite, sqlite_version
 from gpool.server.store.drivers.sqlite_connection import compiled
 from gpool.server.store.migrations import newest_migration
@@ -29,7 +29,7 @@ from gpool.server.store.operations.leases import leases
 from gpool.server.store.operations.tasks import submissions, tasks
 from gpool.server.store.protocol import Operation, Statement
 from gpool.server.store.row_generator import generated
-from gpool.server.store.schema import metadata
+from gpool.server.store.schema_columns import metadata
 from gpool.wire.frames import Started
 from tests.store.store_pool import Pool, returned
 

@@ -1,5 +1,6 @@
 """Output of the command line: tables, JSON, followed tasks, progress bars. Control sequences from tasks never reach a
 terminal.
+One file because every text of a task passes one filter on its way to the terminal.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from gpool.core.errors import GpoolError, Invalid, TooLarge
 from gpool.server.api.bodies import MAX_MEMBERS, UNSCANNED_BYTES, parsed, scanned
-from gpool.wire.documents import MAX_ANONYMOUS_BODY_BYTES, MAX_ENV, NodeRequest, TaskRequest
+from gpool.wire.documents import MAX_ANONYMOUS_BODY_BYTES, MAX_ENV, TaskRequest
+from gpool.wire.nodes import NodeRequest
 from tests.server.server_desk import Desk
 
 MANY = 50_000

@@ -9,7 +9,7 @@ import pytest
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 from gpool.server.api.problems import invalid
-from gpool.wire.documents import NodeRequest, TaskRequest
+from gpool.wire.documents import TaskRequest
 from gpool.wire.identity import (
     OidcFinish,
     PasswordChange,
@@ -22,6 +22,7 @@ from gpool.wire.identity import (
     WalletSignIn,
     WalletUnlink,
 )
+from gpool.wire.nodes import NodeRequest
 
 
 class InnerDocument(BaseModel):

@@ -14,7 +14,7 @@ from gpool.core.model import Merit
 from gpool.core.reliability import LOSS, PRIOR
 from gpool.server.nodes.reliability import EVERY_S, UpdateReliability
 from gpool.server.scheduling.loops import ExpireNodes
-from gpool.server.store.operations import gpus, nodes
+from gpool.server.store.operations import gpus, node_pages
 from gpool.wire.frames import Started
 from tests.server.server_desk import Desk, an_offer
 
@@ -55,7 +55,7 @@ async def test_a_node_that_goes_away_with_leases_is_known_for_it(desk: Desk) -> 
     known = desk.server.picture.state.nodes[node].node
     assert known is not None
     assert known.merit.mtbf < PRIOR
-    stored = await desk.server.store.read(nodes.reliability_records())
+    stored = await desk.server.store.read(node_pages.reliability_records())
     assert stored[node].losses_milli > 2900
     await desk.server.picture.rebuild(desk.server.now)
     assert desk.server.picture.state.nodes[node].node == known
@@ -85,7 +85,7 @@ async def test_an_agent_that_forgot_what_it_ran_was_lost_too(desk: Desk) -> None
     await agent.report(Started(lease.task, lease.epoch))
     await agent.again().connect()
     await merits.run_once(desk.server.now)
-    stored = await desk.server.store.read(nodes.reliability_records())
+    stored = await desk.server.store.read(node_pages.reliability_records())
     assert stored[agent.credentials.node].losses_milli == LOSS
 
 
@@ -97,7 +97,7 @@ async def test_time_that_nobody_looked_is_not_counted(desk: Desk) -> None:
         desk.clock.advance(seconds)
         await agent.send_beat()
         await merits.run_once(desk.server.now)
-    stored = await desk.server.store.read(nodes.reliability_records())
+    stored = await desk.server.store.read(node_pages.reliability_records())
     assert stored[agent.credentials.node].up <= EVERY_S * 1_000_000
 
 

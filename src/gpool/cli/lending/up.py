@@ -24,8 +24,9 @@ from gpool.cli.lending.children import (
     exec_module,
     stop_signals,
 )
-from gpool.cli.lending.join import LendingTerms, agent_variables, lending
+from gpool.cli.lending.join import agent_variables
 from gpool.cli.lending.listener import Transport, data_option, listening
+from gpool.cli.lending.terms import LendingTerms, lending
 from gpool.core.errors import Conflict, GpoolError, InternalFault, Invalid, Unreachable
 from gpool.transfer.keys import spelt_out
 from gpool.transfer.requests import Address, is_loopback

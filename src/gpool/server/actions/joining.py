@@ -27,13 +27,8 @@ from gpool.server.store.operations import nodes
 from gpool.server.store.protocol import Operation, operation
 from gpool.server.store.values import NodeCredentials, NodeRow, User
 from gpool.transfer.node_proofs import Purpose
-from gpool.wire.documents import (
-    InviteDocument,
-    NodeChallenge,
-    NodeJoined,
-    NodeRequest,
-    instant_to_datetime,
-)
+from gpool.wire.documents import instant_to_datetime
+from gpool.wire.nodes import InviteDocument, NodeChallenge, NodeJoined, NodeRequest
 
 
 class _SavedNode(msgspec.Struct, frozen=True):

@@ -22,8 +22,8 @@ from gpool.server.store.operations.leases import leases
 from gpool.server.store.operations.tasks import tasks as task_operations
 from gpool.server.store.protocol import Operation, operation
 from gpool.server.store.values import NodeRow, Recording
-from gpool.wire.documents import GpuDocument, NodeDocument, TelemetryDocument
 from gpool.wire.frames import Hold, StopReason
+from gpool.wire.nodes import GpuDocument, NodeDocument, TelemetryDocument
 
 
 async def set_availability(

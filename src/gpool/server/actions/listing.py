@@ -1,4 +1,4 @@
-"""Reading of nodes and resources, by page or one, and their REST documents."""
+"""Reading of nodes and resources, by page or one, and their REST documents. One file because pages and single objects are the same documents."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from gpool.server.nodes.telemetry import Point
 from gpool.server.server import Server
 from gpool.server.store.identity_values import Caller, GpuRow
 from gpool.server.store.operations import gpus as gpu_bindings
-from gpool.server.store.operations import nodes as operations
-from gpool.server.store.operations.nodes import NodeFilter, NodeRows
+from gpool.server.store.operations import node_pages
+from gpool.server.store.operations.node_pages import NodeFilter, NodeRows
 from gpool.server.store.protocol import Operation, operation
 from gpool.server.store.values import NodeRow
-from gpool.wire.documents import (
+from gpool.wire.documents import instant_to_datetime
+from gpool.wire.nodes import (
     GpuDetailsDocument,
     GpuDocument,
     GpuPage,
@@ -31,7 +32,6 @@ from gpool.wire.documents import (
     NodeDocument,
     NodePage,
     ReadingDocument,
-    instant_to_datetime,
 )
 
 DOCUMENTS_AT_ONCE = 100
@@ -377,7 +377,7 @@ async def gpu(server: Server, who: Caller, id_: GpuId) -> GpuDocument:
 
 async def processors(server: Server, who: Caller, id_: NodeId) -> GpuDocument:
     wanted = seen_by(who, NodeFilter(node=id_))
-    found = await server.store.read(operations.node_page(wanted, None, 1))
+    found = await server.store.read(node_pages.node_page(wanted, None, 1))
     for row in found.rows:
         return cpu_document(server, row)
     raise no_node(id_)
@@ -395,7 +395,7 @@ def no_gpu(id_: GpuId) -> NotFound:
 def _page(
     wanted: NodeFilter, after: NodeId | None, limit: int
 ) -> Operation[tuple[NodeRows, GpuRows]]:
-    found = yield from operations.node_page(wanted, after, limit)
+    found = yield from node_pages.node_page(wanted, after, limit)
     gpus = yield from gpu_bindings.gpus_of_nodes([row.node.id for row in found.rows])
     return found, {(row.node, row.position): row for row in gpus}
 
@@ -405,5 +405,5 @@ def _gpu(id_: GpuId, wanted: NodeFilter) -> Operation[tuple[NodeRow | None, GpuR
     stored = yield from gpu_bindings.gpu(id_)
     if stored is None or stored.gone:
         return None, None
-    found = yield from operations.node_page(replace(wanted, node=stored.node), None, 1)
+    found = yield from node_pages.node_page(replace(wanted, node=stored.node), None, 1)
     return (found.rows[0] if found.rows else None), stored

@@ -15,7 +15,7 @@ from gpool.core.model import SECOND, Instant, Merit, Span
 from gpool.core.reliability import ReliabilityRecord, gigaflops_of
 from gpool.server.server import Server
 from gpool.server.store.operations import gpus as gpu_verification
-from gpool.server.store.operations import nodes
+from gpool.server.store.operations import node_pages
 from gpool.server.wakeups import Wake
 
 EVERY_S = 60.0
@@ -41,7 +41,7 @@ class UpdateReliability:
 
     async def run_once(self, now: Instant) -> None:
         if self._records is None:
-            self._records = dict(await self._server.store.read(nodes.reliability_records()))
+            self._records = dict(await self._server.store.read(node_pages.reliability_records()))
             self._ran_at = self._wrote_at = now
         if now - self._read_at >= READ_EVERY or not self._read_at:
             self._verified = _verified(await self._server.store.read(gpu_verification.records()))
@@ -76,11 +76,11 @@ class UpdateReliability:
         for first in range(0, len(unwritten), MAX_ROWS):
             some = unwritten[first : first + MAX_ROWS]
             await self._server.write(
-                nodes.put_reliability_records({id_: records[id_] for id_ in some})
+                node_pages.put_reliability_records({id_: records[id_] for id_ in some})
             )
         for id_ in records.keys() - self._server.picture.state.nodes.keys():
             del records[id_]
-        await self._server.write(nodes.forget_reliability_records())
+        await self._server.write(node_pages.forget_reliability_records())
 
 
 def _verified(

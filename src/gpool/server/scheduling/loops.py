@@ -4,6 +4,7 @@ The runner calls a loop's `run_once(now)` every `every_s` seconds, and sooner wh
 
 Stored values decay by half each half-life, which readers compute. So only values that differ from their decayed
 stored value by more than 2 % are written: a few rows each time, however many tenants there are.
+One file because each loop is a few lines, and their runner starts and stops all.
 """
 
 from __future__ import annotations

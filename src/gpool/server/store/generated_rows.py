@@ -9,6 +9,159 @@ from gpool.core.model import Instant
 from gpool.core.permissions import TeamId
 
 
+class WalletsRecord(NamedTuple):
+    address: str
+    user_id: UserId
+    linked_at: Instant
+    payout: int
+
+
+class OidcIdentitiesRecord(NamedTuple):
+    issuer: str
+    subject: str
+    user_id: UserId
+
+
+class SignInNoncesRecord(NamedTuple):
+    nonce: str
+    expires_at: Instant
+    purpose: str
+
+
+class UserInvitesRecord(NamedTuple):
+    hashed: str
+    made_by: UserId
+    permissions: str
+    team_id: TeamId | None
+    role: str | None
+    expires_at: Instant
+    created_at: Instant
+    used_at: Instant | None
+    used_by: UserId | None
+
+
+class SigningKeysRecord(NamedTuple):
+    kid: str
+    sealed: bytes | None
+    public: str
+    created_at: Instant
+    signs_from: Instant
+    verifies_until: Instant | None
+
+
+class SessionsRecord(NamedTuple):
+    id: str
+    user_id: UserId
+    seed_sealed: bytes
+    generation: int
+    rotated_at: Instant
+    idle_until: Instant
+    created_at: Instant
+    expires_at: Instant
+    ended_at: Instant | None
+    ended_why: str | None
+    label: str
+
+
+class TeamsRecord(NamedTuple):
+    id: TeamId
+    name: str
+    created_at: Instant
+
+
+class TeamNamesRecord(NamedTuple):
+    name: str
+    team_id: TeamId
+
+
+class MembershipsRecord(NamedTuple):
+    team_id: TeamId
+    user_id: UserId
+    role: str
+    since: Instant
+
+
+class TeamInvitationsRecord(NamedTuple):
+    team_id: TeamId
+    invitee: str
+    user_id: UserId | None
+    role: str
+    made_by: UserId
+    created_at: Instant
+    expires_at: Instant
+
+
+class QuotasRecord(NamedTuple):
+    kind: str
+    id: int
+    running_gpu_milli: int | None
+    queued_tasks: int | None
+    storage_bytes: int | None
+    guaranteed_gpu_milli: int | None
+
+
+class StoredRecord(NamedTuple):
+    kind: str
+    id: int
+    sha256: str
+
+
+class StorageRecord(NamedTuple):
+    kind: str
+    id: int
+    shard: int
+    size_bytes: int
+
+
+class UploadsRecord(NamedTuple):
+    uploader: str
+    sha256: str
+    number: int
+    kind: str
+    account: int
+    size_bytes: int
+    at: Instant
+
+
+class AuditRecord(NamedTuple):
+    number: int
+    at: Instant
+    actor: str
+    action: str
+    thing: str
+    outcome: str
+    address: str
+    facts: str
+    hash: bytes
+
+
+class AuditHeadRecord(NamedTuple):
+    id: int
+    number: int
+    hash: bytes | None
+
+
+class DataKeysRecord(NamedTuple):
+    id: str
+    wrapped: bytes
+    created_at: Instant
+    retired_at: Instant | None
+
+
+class TaskSecretsRecord(NamedTuple):
+    spec_id: SpecId
+    name: str
+    sealed: bytes
+
+
+class GpuBindingsRecord(NamedTuple):
+    uuid: str
+    owner_id: UserId
+    wallet: str | None
+    bound_at: Instant
+    settled_at: Instant | None
+
+
 class UsersRecord(NamedTuple):
     id: UserId
     name: str
@@ -243,156 +396,3 @@ class NodeRecordsRecord(NamedTuple):
     up_us: int
     losses: int
     at: Instant
-
-
-class WalletsRecord(NamedTuple):
-    address: str
-    user_id: UserId
-    linked_at: Instant
-    payout: int
-
-
-class OidcIdentitiesRecord(NamedTuple):
-    issuer: str
-    subject: str
-    user_id: UserId
-
-
-class SignInNoncesRecord(NamedTuple):
-    nonce: str
-    expires_at: Instant
-    purpose: str
-
-
-class UserInvitesRecord(NamedTuple):
-    hashed: str
-    made_by: UserId
-    permissions: str
-    team_id: TeamId | None
-    role: str | None
-    expires_at: Instant
-    created_at: Instant
-    used_at: Instant | None
-    used_by: UserId | None
-
-
-class SigningKeysRecord(NamedTuple):
-    kid: str
-    sealed: bytes | None
-    public: str
-    created_at: Instant
-    signs_from: Instant
-    verifies_until: Instant | None
-
-
-class SessionsRecord(NamedTuple):
-    id: str
-    user_id: UserId
-    seed_sealed: bytes
-    generation: int
-    rotated_at: Instant
-    idle_until: Instant
-    created_at: Instant
-    expires_at: Instant
-    ended_at: Instant | None
-    ended_why: str | None
-    label: str
-
-
-class TeamsRecord(NamedTuple):
-    id: TeamId
-    name: str
-    created_at: Instant
-
-
-class TeamNamesRecord(NamedTuple):
-    name: str
-    team_id: TeamId
-
-
-class MembershipsRecord(NamedTuple):
-    team_id: TeamId
-    user_id: UserId
-    role: str
-    since: Instant
-
-
-class TeamInvitationsRecord(NamedTuple):
-    team_id: TeamId
-    invitee: str
-    user_id: UserId | None
-    role: str
-    made_by: UserId
-    created_at: Instant
-    expires_at: Instant
-
-
-class QuotasRecord(NamedTuple):
-    kind: str
-    id: int
-    running_gpu_milli: int | None
-    queued_tasks: int | None
-    storage_bytes: int | None
-    guaranteed_gpu_milli: int | None
-
-
-class StoredRecord(NamedTuple):
-    kind: str
-    id: int
-    sha256: str
-
-
-class StorageRecord(NamedTuple):
-    kind: str
-    id: int
-    shard: int
-    size_bytes: int
-
-
-class UploadsRecord(NamedTuple):
-    uploader: str
-    sha256: str
-    number: int
-    kind: str
-    account: int
-    size_bytes: int
-    at: Instant
-
-
-class AuditRecord(NamedTuple):
-    number: int
-    at: Instant
-    actor: str
-    action: str
-    thing: str
-    outcome: str
-    address: str
-    facts: str
-    hash: bytes
-
-
-class AuditHeadRecord(NamedTuple):
-    id: int
-    number: int
-    hash: bytes | None
-
-
-class DataKeysRecord(NamedTuple):
-    id: str
-    wrapped: bytes
-    created_at: Instant
-    retired_at: Instant | None
-
-
-class TaskSecretsRecord(NamedTuple):
-    spec_id: SpecId
-    name: str
-    sealed: bytes
-
-
-class GpuBindingsRecord(NamedTuple):
-    uuid: str
-    owner_id: UserId
-    wallet: str | None
-    bound_at: Instant
-    settled_at: Instant | None

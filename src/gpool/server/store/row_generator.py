@@ -9,7 +9,8 @@ import sys
 
 from sqlalchemy import BigInteger, Column, LargeBinary, Text
 
-from gpool.server.store.schema import metadata
+from gpool.server.store import identity_schema, schema  # noqa: F401 - they fill the metadata
+from gpool.server.store.schema_columns import metadata
 
 IDS = {
     "batches": "BatchId",

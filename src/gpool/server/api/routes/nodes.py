@@ -30,9 +30,10 @@ from gpool.server.api.messages import (
 from gpool.server.identity.throttle import RouteClass
 from gpool.server.server import Once
 from gpool.server.store.identity_values import Caller
-from gpool.server.store.operations.nodes import NodeFilter
+from gpool.server.store.operations.node_pages import NodeFilter
 from gpool.server.store.values import NodeCredentials
-from gpool.wire.documents import (
+from gpool.wire.node_documents import NodeTasksDocument
+from gpool.wire.nodes import (
     GpuDocument,
     GpuPage,
     GpuPatch,
@@ -46,7 +47,6 @@ from gpool.wire.documents import (
     NodeRequest,
     TelemetryDocument,
 )
-from gpool.wire.node_documents import NodeTasksDocument
 
 routes = EndpointRouter("nodes")
 

@@ -14,8 +14,9 @@ from gpool.server.api.messages import Cursor, LargeLimit, Wait, answer, tagged
 from gpool.server.api.routes import nodes, tasks
 from gpool.server.identity.throttle import RouteClass
 from gpool.server.server import VERSION
-from gpool.wire.documents import GpuPage, HealthDocument, NodeRequest, TaskDocument, TaskRequest
+from gpool.wire.documents import HealthDocument, TaskDocument, TaskRequest
 from gpool.wire.identity import JwksDocument
+from gpool.wire.nodes import GpuPage, NodeRequest
 
 routes = EndpointRouter("server")
 

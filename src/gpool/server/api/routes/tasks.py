@@ -49,8 +49,8 @@ from gpool.wire.documents import (
     TaskDocument,
     TaskPage,
     TaskRequest,
-    TelemetryDocument,
 )
+from gpool.wire.nodes import TelemetryDocument
 
 routes = EndpointRouter("tasks")
 

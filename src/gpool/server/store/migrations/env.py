@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from alembic import context
 
-from gpool.server.store.schema import metadata
+from gpool.server.store import identity_schema, schema  # noqa: F401 - they fill the metadata
+from gpool.server.store.schema_columns import metadata
 
 given = context.config.attributes
 if context.is_offline_mode():

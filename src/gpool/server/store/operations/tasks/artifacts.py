@@ -4,6 +4,7 @@ Weak references do not keep an artifact: `upload` (of a user) and `lease` (uploa
 visible to nobody yet). Strong ones do: `spec` (function and inputs), `payload`, `result`, `log` and `checkpoint` of a
 task. References of a team's task belong to the team, not to the submitting user. Each account is charged once for an
 artifact that it refers to.
+One file because references, holders and pruning guard the same rows.
 """
 
 from __future__ import annotations

@@ -1,0 +1,238 @@
+"""The tables of accounts: sign-in, teams, quotas, audit log, secrets, GPU bindings. `schema` has the others."""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    Index,
+    Table,
+    UniqueConstraint,
+)
+
+from gpool.server.store.schema_columns import (
+    bytes_column,
+    counter,
+    id_column,
+    int_column,
+    maybe_int,
+    maybe_text,
+    metadata,
+    note,
+    partial_index,
+    text_column,
+)
+
+# ---- login methods
+
+wallets = Table(
+    "wallets",
+    metadata,
+    text_column("address", primary_key=True),
+    int_column("user_id"),
+    int_column("linked_at"),
+    counter("payout"),
+    Index("ix_wallets_user_id", "user_id"),
+)
+
+oidc_identities = Table(
+    "oidc_identities",
+    metadata,
+    text_column("issuer", primary_key=True),
+    text_column("subject", primary_key=True),
+    int_column("user_id"),
+    Index("ix_oidc_identities_user_id", "user_id"),
+)
+
+sign_in_nonces = Table(
+    "sign_in_nonces",
+    metadata,
+    text_column("nonce", primary_key=True),
+    int_column("expires_at"),
+    note("purpose"),
+    Index("ix_sign_in_nonces_expires_at", "expires_at"),
+)
+
+user_invites = Table(
+    "user_invites",
+    metadata,
+    text_column("hashed", primary_key=True),
+    int_column("made_by"),
+    text_column("permissions"),
+    maybe_int("team_id"),
+    maybe_text("role"),
+    int_column("expires_at"),
+    int_column("created_at"),
+    maybe_int("used_at"),
+    maybe_int("used_by"),
+)
+
+signing_keys = Table(
+    "signing_keys",
+    metadata,
+    text_column("kid", primary_key=True),
+    bytes_column("sealed", nullable=True),
+    text_column("public"),
+    int_column("created_at"),
+    int_column("signs_from"),
+    maybe_int("verifies_until"),
+)
+"""`sealed` is NULL once the key only verifies."""
+
+sessions = Table(
+    "sessions",
+    metadata,
+    text_column("id", primary_key=True),
+    int_column("user_id"),
+    bytes_column("seed_sealed"),
+    int_column("generation"),
+    int_column("rotated_at"),
+    int_column("idle_until"),
+    int_column("created_at"),
+    int_column("expires_at"),
+    maybe_int("ended_at"),
+    maybe_text("ended_why"),
+    note("label"),
+    Index("ix_sessions_idle_until", "idle_until"),
+)
+partial_index("ix_sessions_live", sessions.c.user_id, where="ended_at IS NULL")
+
+# ---- teams and quotas
+
+teams = Table(
+    "teams",
+    metadata,
+    id_column(),
+    text_column("name"),
+    int_column("created_at"),
+    UniqueConstraint("name"),
+)
+
+team_names = Table(
+    "team_names",
+    metadata,
+    text_column("name", primary_key=True),
+    int_column("team_id"),
+)
+"""Every name that a team has or had, of deleted teams too: no other team gets it."""
+
+memberships = Table(
+    "memberships",
+    metadata,
+    int_column("team_id", primary_key=True),
+    int_column("user_id", primary_key=True),
+    text_column("role"),
+    int_column("since"),
+    Index("ix_memberships_user_id", "user_id"),
+)
+
+team_invitations = Table(
+    "team_invitations",
+    metadata,
+    int_column("team_id", primary_key=True),
+    text_column("invitee", primary_key=True),
+    maybe_int("user_id"),
+    text_column("role"),
+    int_column("made_by"),
+    int_column("created_at"),
+    int_column("expires_at"),
+    Index("ix_team_invitations_user_id", "user_id"),
+)
+"""Invitations that wait for the invited user's consent. `invitee`: name or id as the owner wrote it; `user_id` is NULL
+if no account has it, so that owners cannot tell names that exist from others."""
+
+quotas = Table(
+    "quotas",
+    metadata,
+    text_column("kind", primary_key=True),
+    int_column("id", primary_key=True),
+    maybe_int("running_gpu_milli"),
+    maybe_int("queued_tasks"),
+    maybe_int("storage_bytes"),
+    maybe_int("guaranteed_gpu_milli"),
+)
+
+stored = Table(
+    "stored",
+    metadata,
+    text_column("kind", primary_key=True),
+    int_column("id", primary_key=True),
+    text_column("sha256", primary_key=True),
+    Index("ix_stored_sha256", "sha256"),
+)
+"""Users and teams that an artifact counts for, once however often they refer to it."""
+
+storage = Table(
+    "storage",
+    metadata,
+    text_column("kind", primary_key=True),
+    int_column("id", primary_key=True),
+    int_column("shard", primary_key=True),
+    int_column("size_bytes"),
+)
+"""Bytes charged to a user or team: the artifacts of `stored`, the rows' `stored_bytes`, and `uploads`; in shards so that
+concurrent writers do not wait for each other."""
+
+uploads = Table(
+    "uploads",
+    metadata,
+    text_column("uploader", primary_key=True),
+    text_column("sha256", primary_key=True),
+    int_column("number", primary_key=True),
+    text_column("kind"),
+    int_column("account"),
+    int_column("size_bytes"),
+    int_column("at"),
+    Index("ix_uploads_at", "at"),
+)
+"""Room reserved for uploads in progress. `number` 0: an upload in parts, else one request."""
+
+# ---- audit log, secrets, bindings
+
+audit = Table(
+    "audit",
+    metadata,
+    int_column("number", primary_key=True),
+    int_column("at"),
+    text_column("actor"),
+    text_column("action"),
+    text_column("thing"),
+    text_column("outcome"),
+    text_column("address"),
+    text_column("facts"),
+    bytes_column("hash"),
+)
+
+audit_head = Table(
+    "audit_head",
+    metadata,
+    id_column(),
+    int_column("number"),
+    bytes_column("hash", nullable=True),
+)
+"""One row, locked by an append, so that numbers have no gaps. No hash while the log is empty."""
+
+data_keys = Table(
+    "data_keys",
+    metadata,
+    text_column("id", primary_key=True),
+    bytes_column("wrapped"),
+    int_column("created_at"),
+    maybe_int("retired_at"),
+)
+
+task_secrets = Table(
+    "task_secrets",
+    metadata,
+    int_column("spec_id", primary_key=True),
+    text_column("name", primary_key=True),
+    bytes_column("sealed"),
+)
+
+gpu_bindings = Table(
+    "gpu_bindings",
+    metadata,
+    text_column("uuid", primary_key=True),
+    int_column("owner_id"),
+    maybe_text("wallet"),
+    int_column("bound_at"),
+    maybe_int("settled_at"),
+)
