@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from gpool.cli.command import shown_as
 from gpool.cli.main import cli
 from tests.server.server_desk import Live, serving
+from tests.tools.nodes import a_key, join_request
 from tests.tools.processes import PATIENCE_S
 
 NODE = {"name": "vm", "cpu_milli": 2000, "memory_bytes": 8 << 30, "gpus": []}
@@ -67,7 +68,8 @@ def two(live: Live, tmp_path: Path) -> Two:
     token = nobody.ask("/v1/auth/password", ADA, 200)["access_token"]
     operator = Person(live.url, live.key, tmp_path / "operator")
     ada = Person(live.url, token, tmp_path / "ada")
-    first = operator.ask("/v1/nodes", NODE)["id"]
+    challenge = nobody.ask("/v1/nodes/challenges", {}, 200)
+    first = operator.ask("/v1/nodes", join_request(a_key(), challenge, **NODE))["id"]
     return Two(operator, ada, first, ada.ask("/v1/nodes", NODE)["id"])
 
 

@@ -38,7 +38,9 @@ def test_another_local_file_that_is_not_sent_is_named_in_a_warning(
     done = gpool("run", "--", "python", "fetch.py", "--config=fetch.py")
     assert done.exit_code == 0
     assert done.stderr.count("fetch.py: present here, but not sent") == 1
-    assert gpool("run", "--input", "fetch.py", "--", "python", "fetch.py").stderr == ""
+    sent = gpool("run", "--input", "fetch.py", "--", "python", "fetch.py")
+    assert "not sent" not in sent.stderr
+    assert "can read its inputs" in sent.stderr
     assert gpool("run", "--output", "fetch.py", "--", "python", "fetch.py").stderr == ""
     assert gpool("run", "--", "true").stderr == ""  # a program of the node's
 

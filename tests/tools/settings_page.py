@@ -40,10 +40,11 @@ def as_markdown() -> str:
     lines = [
         "# Settings of server and agent",
         "",
-        "Generated from `gpool.server.settings` and `gpool.agent.settings` (`make docs`); `make check` fails when it is stale.",
+        "Generated from `gpool.server.settings` and `gpool.agent.settings` (`make docs`); `make check`",
+        "fails when it is stale.",
         "",
-        "Server and agent read environment variables. Lists and sets are written as JSON. `gpool up` and `gpool join` set the",
-        "variables of the agent from their options.",
+        "Server and agent read environment variables. Lists and sets are written as JSON. `gpool up` and",
+        "`gpool join` set the variables of the agent from their options.",
     ]
     for name, field in Settings.model_fields.items():
         if name in SECTIONS:

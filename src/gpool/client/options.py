@@ -49,6 +49,7 @@ class TaskOptions(TypedDict, total=False):
     labels: Sequence[str]
     max_price: str | float | None
     team: str | None
+    on: str | None
     show_output: bool | None
     results: Literal["pickle"] | None
 
@@ -84,6 +85,7 @@ MEANINGS: Mapping[str, str] = {
     "labels": "a node must have all of these",
     "max_price": 'most credits per hour on one node, `"0.40/h"`',
     "team": "team that owns the task, by name or id",
+    "on": 'owners whose nodes may run it: `"me"`, `"team:NAME"`, `"user:NAME"`, `"anyone"`, several with commas',
     "show_output": "`False`: do not show a function's output on standard error",
     "results": '`"pickle"`: unpickle values from nodes of other accounts too; functions only',
 }

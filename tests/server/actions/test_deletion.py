@@ -237,6 +237,7 @@ async def test_a_team_with_other_members_needs_another_owner_first(desk: Desk) -
     team = (await ada.ask("POST", "/v1/teams", {"name": "lab"})).json()["id"]
     path = f"/v1/teams/{team}/members"
     await ada.ask("POST", path, {"user": "bob", "role": "member"})
+    assert (await bob.ask("POST", "/v1/teams/join", {"team": team})).status_code < 300
     task, _ = await submitted(ada, team=team)
     refused = await ada.ask("DELETE", "/v1/me", {"password": PASSWORD})
     assert (refused.status_code, "'lab'" in refused.json()["detail"]) == (409, True)

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 
 from gpool.core.ids import UserId, decode, encode
-from gpool.core.model import Gpu, Offer, Permission
+from gpool.core.model import SECOND, Gpu, Offer, Permission
 from gpool.server.identity import authorization
 from gpool.server.store.operations import gpus as gpu_bindings
 from gpool.server.store.operations.identity import accounts, users
+from gpool.server.store.operations.nodes import KEPT_AFTER
 from gpool.transfer.node_proofs import NodeKey
 from gpool.wire.frames import OfferChanged
 from tests.server.server_desk import Agent, Desk, an_offer
@@ -189,6 +190,9 @@ async def test_a_flag_lapses_when_the_rival_s_node_is_removed(desk: Desk) -> Non
 async def test_a_holder_that_is_offline_keeps_its_gpu(desk: Desk) -> None:
     """Control: only a removed node gives up its claim."""
     holder = await owned(desk, "holder", offering(UUID))
+    desk.clock.advance(
+        KEPT_AFTER / SECOND
+    )  # a claim of less than an hour is forgotten with its offer
     await holder.channel.receive(OfferChanged(offering()))
     await holder.channel.close()
     await desk.agent("claimant", offering(UUID))
