@@ -47,7 +47,7 @@ MEMORY_WITHIN_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the flooding client knows: an account's key, a node of its own, and another one's public id."""
+    """Knowledge of the flooding client: an account's key, a node of its own, and another one's public id."""
 
     host: str
     port: int

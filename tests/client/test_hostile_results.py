@@ -53,7 +53,7 @@ def test_every_hostile_result_is_a_clear_error(lines: list[dict[str, Any]]) -> N
 
 
 def test_results_take_less_than_256_megabytes(lines: list[dict[str, Any]]) -> None:
-    """Of the whole process, with the bytes received; also for the largest values that are accepted."""
+    """Peak of the whole process, with the bytes received; also for the largest values that are accepted."""
     assert [line for line in lines if line["kind"] == "largest" and line["error"]] == []
     assert [line for line in lines if line["peak_bytes"] > MOST_BYTES] == []
 

@@ -128,7 +128,7 @@ def needs_extra(extra: str, verb: str, module: str) -> Invalid:
 
 
 def is_joined() -> bool:
-    """Whether this machine has joined a pool as a node."""
+    """Return whether this machine has joined a pool as a node."""
     from gpool.client.config import home
 
     return any((home() / "nodes").glob("*.json"))

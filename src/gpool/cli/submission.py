@@ -56,7 +56,7 @@ def standard_input(wanted: bool) -> Iterator[SentInput | None]:
 
 
 def unread_input() -> bool:
-    """Whether standard input is a file or pipe with bytes to read; False for a terminal and for no input."""
+    """Return whether standard input is a file or pipe with bytes to read; False for a terminal and for no input."""
     try:
         number = sys.stdin.fileno()
         facts = os.fstat(number)

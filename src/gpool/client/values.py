@@ -110,7 +110,7 @@ _own = OwnModules()
 
 
 def is_sent_by_value(module: str | None) -> bool:
-    """Whether functions and classes of this module are sent with their code, not by name."""
+    """Return whether functions and classes of this module are sent with their code, not by name."""
     return module is None or module == "__main__" or _own.is_own(module)
 
 

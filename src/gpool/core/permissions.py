@@ -216,7 +216,7 @@ class Action(StrEnum):
 
 
 class AuditRule(StrEnum):
-    """Whether an action leaves a row in the audit record, in the transaction of its effect."""
+    """Rule of an action's row in the audit record, in the transaction of its effect."""
 
     ALWAYS = "always"
     OTHERS = "others"  # if an operator does it to an object of another account

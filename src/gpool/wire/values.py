@@ -407,7 +407,7 @@ def _dataclass(decoder: Decoder, depth: int) -> Any:
 
 
 def is_plain_field(cls: type, name: str) -> bool:
-    """Whether setting the field only stores the value: in the instance's dict, or in a slot."""
+    """Return whether setting the field only stores the value: in the instance's dict, or in a slot."""
     for base in cls.__mro__:
         names = _TYPE_DICT(base)
         if name in names:

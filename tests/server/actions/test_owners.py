@@ -1,4 +1,4 @@
-"""Whose machines run a task: names are resolved at submission, ids are enforced, membership counts when a pass is planned."""
+"""Owners of the nodes that run a task: names are resolved at submission, ids are enforced, membership counts when a pass is planned."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def connected(live: Live) -> Iterator[socket.socket]:
 
 
 def is_open(raw: socket.socket) -> bool:
-    """Whether nothing arrives, not even an end, for a moment."""
+    """Return whether nothing arrives, not even an end, for a moment."""
     raw.settimeout(OPEN_S)
     try:
         raw.recv(1)

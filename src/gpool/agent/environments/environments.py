@@ -96,7 +96,7 @@ class _Flight:
 
     @property
     def is_covered(self) -> bool:
-        """Whether a lease that waits is as large as the build: else it would use more than is leased."""
+        """Return whether a waiting lease is as large as the build: else it would use more than is leased."""
         return any(covers(one, self.limits) for one in self.asking)
 
 

@@ -103,7 +103,7 @@ class _DocumentForm:
 def _check(nested: _Nested, raw: bytes, place: tuple[str, ...]) -> None:
     if nested.form is None:
         assert nested.most is not None
-        # Of four quotes of a member two at least follow no backslash, whatever its texts are.
+        # At least two of the four quotes of a member follow no backslash, whatever its texts are.
         if raw.count(b'"') - raw.count(b'\\"') > 4 * nested.most:
             raise invalid(
                 [_fault("too_long", *place, max_length=nested.most, actual_length="more")]

@@ -185,7 +185,7 @@ def permit(who: Who, action: Action, thing: Thing, what: str = "") -> None:
 
 
 def acts_as_operator(who: Caller, action: Action, thing: Thing) -> bool:
-    """Whether the caller may do this for being an operator only: the object is another account's."""
+    """Return whether the caller may do this for being an operator only: the object is another account's."""
     if Permission.OPERATOR not in who.user.permissions:
         return False
     return standings(actor_of(who), thing) & RULES[action].may == {AccessRelation.OPERATOR}

@@ -50,7 +50,7 @@ MAX_AHEAD_BYTES = MIB
 COST_OF_BEAT, COST_OF_OFFER, COST_OF_HELLO, COST_OF_OTHERS = 24.0, 120.0, 300.0, 10.0
 """Relative to 1 for a frame of reports: heartbeats come every few seconds, offers and hellos seldom."""
 COST_OF_OFFERED_GPU, COST_OF_CHANGED_GPU = 0.25, 4.0
-"""Of an offer's GPUs: all are stored with the node, each changed one takes rows of its own."""
+"""Cost of an offer's GPUs: all are stored with the node, each changed one takes rows of its own."""
 ITEMS_FOR_ONE = 200
 BLOCKED_S = 30.0
 """Time a flooding node is refused: a Hello costs more than any other frame."""

@@ -253,7 +253,7 @@ def _kinds_and_protocols() -> list[bytes]:
 
 
 def _interfaces() -> list[bytes]:
-    """Of netlink allow only NETLINK_ROUTE; the family of `socket` is loaded.
+    """Allow only NETLINK_ROUTE of netlink; the family of `socket` is loaded.
 
     It lists interfaces and routes of the sandbox's own network namespace (getifaddrs, NCCL, gloo). A change needs
     CAP_NET_ADMIN there, which no sandbox has.

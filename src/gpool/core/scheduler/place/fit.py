@@ -78,7 +78,7 @@ def unfit(node: Node, shape: Shape) -> Unfit | None:
 
 
 def accepts_owner(needs: Requirements, node: Node) -> bool:
-    """Whether the task may run on this owner's nodes: what it reads there, the owner can read."""
+    """Return whether the task may run on this owner's nodes: what it reads there, the owner can read."""
     on = needs.on
     return on is None or node.owner in on.users or not node.owner_teams.isdisjoint(on.teams)
 

@@ -140,7 +140,7 @@ class OwnerSlots:
                 _discard(self._of_team, team, slot)
 
     def mask(self, on: Owners, size: int) -> Bools:
-        """Whether each of `size` slots is an accepted owner's. Do not write to it."""
+        """Mask of the `size` slots: True if the slot is an accepted owner's. Do not write to it."""
         known = self._masks.get(on)
         if known is not None and len(known) == size:
             return known

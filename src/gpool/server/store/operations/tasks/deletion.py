@@ -98,7 +98,7 @@ def delete_batch(batch: BatchId, limit: int) -> Operation[DeletedTasks]:
 
 @operation
 def is_held(batch: BatchId) -> Operation[bool]:
-    """Whether a node still holds a cancelled task of the batch."""
+    """Return whether a node still holds a cancelled task of the batch."""
     sql = "SELECT 1 FROM tasks WHERE holding = 1 AND batch_id = :batch LIMIT 1"
     return (yield from exists(sql, {"batch": batch}))
 

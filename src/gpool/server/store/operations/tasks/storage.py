@@ -138,7 +138,7 @@ def storage_full(account: Account, what: str, size: int, room: int) -> StorageFu
 
 @operation
 def is_stored(account: Account, sha256: str) -> Operation[bool]:
-    """Whether the account is charged for this artifact already."""
+    """Return whether the account is charged for this artifact already."""
     return (
         yield from exists(
             "SELECT 1 FROM stored WHERE kind = :kind AND id = :id AND sha256 = :sha256",

@@ -347,7 +347,7 @@ def _batch(row: BatchesRecord) -> Batch:
 
 @operation
 def batches(ids: Collection[BatchId]) -> Operation[tuple[Batch, ...]]:
-    """These batches, in no order; the caller has checked the permission."""
+    """Read these batches, in no order; the caller has checked the permission."""
     rows = yield from select(
         BatchesRecord,
         f"SELECT {BATCH} FROM {{wanted}} AS w JOIN batches b ON b.id = w.id",  # noqa: S608
@@ -371,7 +371,7 @@ def batch_counts(batch: BatchId) -> Operation[dict[TaskStatus, int]]:
 
 
 PRINTED = "(t.log_sha256 <> '' OR EXISTS (SELECT 1 FROM log_heads h WHERE h.task_id = t.id))"
-"""Whether a task has output."""
+"""SQL condition: the task has output."""
 
 
 @operation
