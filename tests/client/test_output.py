@@ -32,11 +32,10 @@ class Collected(logging.Handler):
 
 @pytest.fixture
 def warned() -> Iterator[Collected]:
-    """Warnings of the SDK, also after a test whose library disabled all loggers."""
+    """Warnings of the SDK."""
     handler = Collected()
     loggers = [logging.getLogger(f"gpool.client.{name}") for name in ("runs", "mapping")]
     for logger in loggers:
-        logger.disabled = False
         logger.addHandler(handler)
     yield handler
     for logger in loggers:
