@@ -27,6 +27,7 @@ from gpool.agent.environments.interpreters import Interpreter, measured
 from gpool.agent.environments.interpreters import remove as remove_tree
 from gpool.agent.runtime.bubblewrap.layout import HOME
 from gpool.agent.runtime.protocol import (
+    WORK_AT,
     BadOutput,
     CommandJob,
     CommandSandbox,
@@ -282,7 +283,7 @@ class UvBuilder:
         """Variables of the download: proxies, and the addresses for the fetch of sources."""
         indexes = self._indexes
         asked = () if indexes.no_index else (indexes.default, *indexes.extra)
-        sources = "" if indexes.secrets else f"/work/{FETCHED}/sources"
+        sources = "" if indexes.secrets else f"{WORK_AT}/{FETCHED}/sources"
         return [
             *indexes.proxies,
             ("UV", f"{KIT}/uv"),

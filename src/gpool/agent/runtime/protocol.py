@@ -37,6 +37,9 @@ class StagedInput:
 TASK_VARIABLES = (("LANG", "C.UTF-8"), ("PYTHONUNBUFFERED", "1"))
 """Variables of every sandbox, which a task may override. Unbuffered: the lines printed before a kill are in the log."""
 
+WORK_AT = "/work"
+"""Work directory of a command, as the sandbox sees it."""
+
 ENVIRONMENT_AT = "/opt/gpool/env"
 """Mount point of an environment inside a sandbox. Environments are built at this path: their scripts name it."""
 
