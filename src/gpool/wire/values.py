@@ -18,12 +18,19 @@ import pathlib
 import re
 import struct
 import sys
-import types
 import uuid
 from collections.abc import Callable
 from typing import Any
 
 from gpool.core.errors import TaskFailed
+from gpool.core.terminal import plain
+from gpool.wire.imported_classes import (
+    EXCEPTION_DICT,
+    TYPE_DICT,
+    imported_class,
+    is_plain_field,
+    new_exception,
+)
 
 DATA, NOT_DATA = b"\x01", b"\x02"
 """First byte of a value sent as data; of a pickle with the reason why it is none. No pickle starts with either."""
@@ -78,8 +85,11 @@ class MissingClass(BadValue):
     """The value needs a class or module that this program has not imported."""
 
 
-def decode(content: bytes | bytearray) -> Any:
-    """Decode a value whose first byte is `DATA`; `BadValue` says what is wrong with it."""
+def decode(content: bytes | bytearray, *, filter_errors: bool = True) -> Any:
+    """Decode a value whose first byte is `DATA`; `BadValue` says what is wrong with it.
+
+    `filter_errors`: replace control characters in the texts of exceptions, which end in the caller's terminal.
+    """
     frequent = _FREQUENT.get(bytes(content[1:2]))
     if frequent is not None:
         form, size, value = frequent
@@ -89,7 +99,7 @@ def decode(content: bytes | bytearray) -> Any:
         text = bytes(content[_TEXT_AT:])
         if _COUNT.pack(len(text)) == content[2:_TEXT_AT] and text.isascii():
             return text.decode("ascii")
-    decoder = Decoder(content)
+    decoder = Decoder(content, filter_errors)
     try:
         value = decoder.value(0)
     except BadValue:
@@ -120,9 +130,20 @@ def reason_for_pickle(content: bytes | bytearray) -> tuple[str, memoryview]:
 class Decoder:
     """Position and remaining limits of one value. Each limit is checked before memory is allocated for it."""
 
-    __slots__ = ("at", "classes", "data", "end", "left", "view", "wide_left")
+    __slots__ = (
+        "at",
+        "classes",
+        "data",
+        "end",
+        "filters_errors",
+        "in_error",
+        "left",
+        "view",
+        "wide_left",
+    )
 
-    def __init__(self, data: bytes | bytearray) -> None:
+    def __init__(self, data: bytes | bytearray, filters_errors: bool) -> None:
+        self.filters_errors, self.in_error = filters_errors, False
         self.data, self.view = data, memoryview(data)
         self.at, self.end = 1, len(data)
         self.left = MAX_OBJECTS
@@ -170,6 +191,8 @@ class Decoder:
 
     def text(self) -> str:
         data = self.buffer()
+        if self.in_error:
+            return self.error_text(data)
         if len(data) < _DIRECT_TEXT_BYTES:
             short = bytes(data)
             if short.isascii():
@@ -179,12 +202,20 @@ class Decoder:
                 return str(data, "ascii")
             except UnicodeDecodeError:
                 pass
-        self.wide_left -= len(data)
+        self.spend_wide(len(data))
+        return str(data, "utf-8", "surrogatepass")
+
+    def error_text(self, data: memoryview) -> str:
+        """Replace control characters; all text of exceptions counts as wide, because the result may be."""
+        self.spend_wide(len(data))
+        return plain(str(data, "utf-8", "surrogatepass"))
+
+    def spend_wide(self, size_bytes: int) -> None:
+        self.wide_left -= size_bytes
         if self.wide_left < 0:
             raise BadValue(
-                f"it has more than {MAX_WIDE_TEXT_BYTES >> 20} MiB of text that is not ASCII"
+                f"it has more than {MAX_WIDE_TEXT_BYTES >> 20} MiB of text that is not ASCII or in exceptions"
             )
-        return str(data, "utf-8", "surrogatepass")
 
     def tagged(self, kind: type, depth: int) -> Any:
         """Read a value that must have this type."""
@@ -231,27 +262,6 @@ class Decoder:
 def printable(text: str) -> str:
     """Names come from the node: no control character of them may reach a terminal."""
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in text[:200])
-
-
-def imported_class(module: str, name: str) -> type | None:
-    """Look the class up among what is imported; runs neither imports nor `__getattr__` of a module."""
-    found: Any = sys.modules.get(module)
-    if not issubclass(type(found), types.ModuleType):
-        return None
-    names: Any = _MODULE_DICT(found)
-    for part in name.split("."):
-        found = names.get(part)
-        if not issubclass(type(found), type):
-            return None
-        names = _TYPE_DICT(found)
-    assert isinstance(found, type)
-    return found
-
-
-_MODULE_DICT = vars(types.ModuleType)["__dict__"].__get__
-_TYPE_DICT = type.__dict__["__dict__"].__get__
-_EXCEPTION_DICT = BaseException.__dict__["__dict__"].__get__
-_SET_ARGUMENTS = BaseException.__dict__["args"].__set__
 
 
 def refuse_collisions(keys: list[Any]) -> None:
@@ -370,7 +380,7 @@ def _member(decoder: Decoder, depth: int) -> enum.Enum:
     name = decoder.tagged(str, depth)
     if not isinstance(cls, enum.EnumMeta):
         raise BadValue(f"it says that {cls.__qualname__} is an enumeration")
-    member = _TYPE_DICT(cls)["_member_map_"].get(name)
+    member = TYPE_DICT(cls)["_member_map_"].get(name)
     if not isinstance(member, enum.Enum):
         raise BadValue(f"it has a member {printable(name)!r}, which {cls.__qualname__} has not")
     return member
@@ -380,7 +390,7 @@ def _named_tuple(decoder: Decoder, depth: int) -> Any:
     decoder.spend(OBJECT_COST, depth)
     cls, _ = decoder.known_class()
     values = decoder.tagged(tuple, depth)
-    fields = _TYPE_DICT(cls).get("_fields")
+    fields = TYPE_DICT(cls).get("_fields")
     if cls.__bases__ != (tuple,) or type(fields) is not tuple or len(fields) != len(values):
         raise BadValue(f"it says that {cls.__qualname__} is a named tuple of {len(values)} fields")
     return tuple.__new__(cls, values)
@@ -390,7 +400,7 @@ def _dataclass(decoder: Decoder, depth: int) -> Any:
     decoder.spend(OBJECT_COST, depth)
     cls, names = decoder.known_class()
     values = decoder.tagged(tuple, depth)
-    if type(_TYPE_DICT(cls).get("__dataclass_fields__")) is not dict or hasattr(cls, "__del__"):
+    if type(TYPE_DICT(cls).get("__dataclass_fields__")) is not dict or hasattr(cls, "__del__"):
         raise BadValue(f"it says that {cls.__qualname__} is a dataclass without __del__")
     expected = {field.name for field in dataclasses.fields(cls)}
     if set(names) != expected or len(names) != len(expected) or len(values) != len(names):
@@ -406,16 +416,6 @@ def _dataclass(decoder: Decoder, depth: int) -> Any:
     return found
 
 
-def is_plain_field(cls: type, name: str) -> bool:
-    """Return whether setting the field only stores the value: in the instance's dict, or in a slot."""
-    for base in cls.__mro__:
-        names = _TYPE_DICT(base)
-        if name in names:
-            kind = type(names[name])
-            return kind is types.MemberDescriptorType or not hasattr(kind, "__set__")
-    return True
-
-
 def _exception(decoder: Decoder, depth: int) -> Exception:
     """Rebuild an exception; a class that is not imported here, or is no `Exception`, becomes `TaskFailed`."""
     decoder.spend(OBJECT_COST, depth)
@@ -429,43 +429,22 @@ def _unknown_exception(decoder: Decoder, depth: int) -> Exception:
 
 
 def _rebuilt(decoder: Decoder, depth: int, cls: type | None, name: str) -> Exception:
+    is_nested, decoder.in_error = decoder.in_error, decoder.filters_errors
     message = decoder.tagged(str, depth)
     arguments, attributes = decoder.value(depth + 1), decoder.tagged(dict, depth + 1)
+    decoder.in_error = is_nested
     if arguments is None:
         arguments = (message,)
     if type(arguments) is not tuple or any(type(key) is not str for key in attributes):
         raise BadValue("it has an exception without arguments")
     exception = None
     if cls is not None and issubclass(cls, Exception) and not hasattr(cls, "__del__"):
-        exception = _new_exception(cls, arguments)
+        exception = new_exception(cls, arguments)
     if exception is None:
         short = printable(name)
         return TaskFailed(f"{short}: {message}" if message else short)
-    _EXCEPTION_DICT(exception).update(attributes)
+    EXCEPTION_DICT(exception).update(attributes)
     return exception
-
-
-_SCALARS = frozenset({type(None), bool, int, float, str, bytes})
-
-
-def _new_exception(cls: type[Exception], arguments: tuple[Any, ...]) -> Exception | None:
-    """Create it by the C code of a built-in base; the class's own `__new__` and `__init__` are not called."""
-    is_group = issubclass(cls, BaseExceptionGroup)
-    is_plain = is_group or all(type(argument) in _SCALARS for argument in arguments)
-    for base in cls.__mro__:
-        if base.__module__ != "builtins" or not issubclass(base, BaseException):
-            continue
-        for given in (arguments, ()) if is_plain else ((),):
-            try:
-                made: Any = base.__new__(cls, *given)
-                base.__init__(made, *given)  # sets errno, reason …
-            except (TypeError, ValueError):
-                continue
-            if not given:
-                _SET_ARGUMENTS(made, arguments)
-            assert isinstance(made, Exception)
-            return made
-    return None
 
 
 def _shape(decoder: Decoder) -> tuple[bool, tuple[int, ...]]:

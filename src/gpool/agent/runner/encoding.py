@@ -1,6 +1,7 @@
 """Encoder of function results as data (format: decision 0019). Stdlib only; loaded by `serve.py`, inside the sandbox.
 
 numpy and torch are used only if the function has imported them. `wire.values` decodes; it must agree on every tag.
+One file because the runner loads it by its path, beside `serve.py`.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class Encoder:
         self.left = MAX_OBJECTS
         self.wide_left = MAX_WIDE_TEXT_BYTES
         self.classes: dict[type, int] = {}
+        self.in_error = False
 
     def encoded(self, value: object) -> bytes:
         self.write(value, 0)
@@ -105,11 +107,11 @@ class Encoder:
 
     def write_text(self, text: str, tag: bytes = b"s") -> None:
         data = text.encode("utf-8", "surrogatepass")
-        if not text.isascii():
+        if self.in_error or not text.isascii():
             self.wide_left -= len(data)
             if self.wide_left < 0:
                 raise Untransferable(
-                    f"more than {MAX_WIDE_TEXT_BYTES >> 20} MiB of text that is not ASCII"
+                    f"more than {MAX_WIDE_TEXT_BYTES >> 20} MiB of text that is not ASCII or in exceptions"
                 )
         self.write_bytes(tag, data)
 
@@ -192,6 +194,7 @@ class Encoder:
 
     def write_exception(self, failure: BaseException, depth: int) -> None:
         """Class, message, arguments (None if they are not data), attributes that are data."""
+        is_nested, self.in_error = self.in_error, True
         try:
             message = str(failure)[:MAX_TEXT_BYTES]
         except Exception:  # noqa: BLE001 - `__str__` is user code
@@ -212,6 +215,7 @@ class Encoder:
         }
         if not self.attempt(lambda: self.write_pairs(b"d", attributes, depth + 1)):
             self.parts.append(TAGGED_COUNT.pack(b"d", 0))
+        self.in_error = is_nested
 
     def is_data(self, value: object, depth: int) -> bool:
         trial = Encoder()
