@@ -140,6 +140,7 @@ def payloads(folder: str) -> Iterator[tuple[str, bytes]]:
     yield from bombs()
     yield from wrong_types()
     yield from cuts()
+    yield from small_json()
     yield from noise()
 
 
@@ -270,6 +271,32 @@ def wrong_types() -> Iterator[tuple[str, bytes]]:
     yield "an exception of odd arguments", failure("builtins", "ValueError", b"T")
     odd = count("d", 1, b"TN")
     yield "an exception of odd attributes", failure("builtins", "ValueError", b"N", odd)
+
+
+def small_json() -> Iterator[tuple[str, bytes]]:
+    """Bytes in the place of a small plain value."""
+    for tag in (b"j", b"k"):
+        for depth in (MAX_DEPTH + 1, 1000, 2000, 100_000):
+            yield f"nested JSON {tag!r} {depth}", DATA + tag + b"[" * depth + b"]" * depth
+            yield f"open JSON {tag!r} {depth}", DATA + tag + b'{"a":' * depth
+        many = b"[" + b"0," * 3000 + b"0]"
+        for body in (
+            b"",
+            b"7",
+            b'"text"',
+            b"null",
+            b"[1",
+            b"[1]]",
+            b"[1e999]",
+            b"[NaN]",
+            b"[\xff]",
+        ):
+            yield f"JSON {tag!r} {body!r}", DATA + tag + body
+        yield f"long JSON {tag!r}", DATA + tag + many
+        yield f"long JSON number {tag!r}", DATA + tag + b"[" + b"9" * 4090 + b"e9]"
+        yield f"JSON in a list {tag!r}", DATA + count("l", 1, tag + b"[1]")
+        yield f"JSON with a lone surrogate {tag!r}", DATA + tag + b'["\\ud800"]'
+    yield "JSON of a dict as a tuple", DATA + b'k{"a":1}'
 
 
 def cuts() -> Iterator[tuple[str, bytes]]:

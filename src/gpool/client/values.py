@@ -39,15 +39,13 @@ from gpool.core.errors import (
     UntrustedResult,
 )
 from gpool.core.specs import gpu
-from gpool.core.terminal import plain
+from gpool.core.terminal import plain, printable
+from gpool.wire.imported_classes import BadValue, MissingClass
 from gpool.wire.values import (
     DATA,
     MAX_VALUE_BYTES,
     NOT_DATA,
-    BadValue,
-    MissingClass,
     decode,
-    printable,
     reason_for_pickle,
 )
 

@@ -49,6 +49,11 @@ def plain(text: str) -> str:
     return text if text.isprintable() else text.translate(_PLAIN_FORMS)
 
 
+def printable(text: str) -> str:
+    """First 200 letters of a name that others chose; no line end, no control character."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text[:200])
+
+
 def _shown(match: re.Match[str]) -> str:
     found = match.group()
     if _ALLOWED.fullmatch(found):

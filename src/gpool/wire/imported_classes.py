@@ -15,6 +15,23 @@ EXCEPTION_DICT = BaseException.__dict__["__dict__"].__get__
 _SET_ARGUMENTS = BaseException.__dict__["args"].__set__
 
 
+class BadValue(Exception):
+    """The bytes are not a value in this format, exceed a limit, or name a class that is not imported here."""
+
+
+class MissingClass(BadValue):
+    """The value needs a class or module that this program has not imported."""
+
+
+def imported_module(module: str, thing: str) -> Any:
+    found = sys.modules.get(module)
+    if found is None:
+        raise MissingClass(
+            f"it has a {thing}, and this program has not imported {module}; import it before you read the value"
+        )
+    return found
+
+
 def imported_class(module: str, name: str) -> type | None:
     """Look the class up among what is imported; runs neither imports nor `__getattr__` of a module."""
     found: Any = sys.modules.get(module)

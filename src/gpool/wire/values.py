@@ -17,17 +17,21 @@ import os
 import pathlib
 import re
 import struct
-import sys
 import uuid
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from gpool.core.errors import TaskFailed
-from gpool.core.terminal import plain
+from gpool.core.terminal import plain, printable
 from gpool.wire.imported_classes import (
     EXCEPTION_DICT,
     TYPE_DICT,
+    BadValue,
+    MissingClass,
     imported_class,
+    imported_module,
     is_plain_field,
     new_exception,
 )
@@ -47,6 +51,7 @@ MAX_WIDE_TEXT_BYTES = 16 * 1024 * 1024
 
 SEQUENCE_COST, OBJECT_COST = 2, 8  # of a list or tuple; of a dict, set, dataclass, array, path …
 MAX_DIMENSIONS = 32
+MAX_JSON_BYTES = 4096
 MAX_REASON_BYTES = 64 * 1024
 MANY_KEYS = 64
 MAX_EQUAL_HASHES = 32
@@ -57,6 +62,7 @@ _COMPLEX, _DATE = struct.Struct("<dd"), struct.Struct("<HBB")
 _DATETIME, _TIME = struct.Struct("<HBBBBBIB"), struct.Struct("<BBBIB")
 _TIMEDELTA = struct.Struct("<iII")
 _TEXT_AT = 6
+_STR_TAG, _INT_TAG, _FLOAT_TAG = b"sif"
 _FREQUENT: dict[bytes, tuple[struct.Struct | None, int, object]] = {
     b"i": (_INT, 10, None),
     b"f": (_FLOAT, 10, None),
@@ -77,14 +83,6 @@ TENSOR_TYPES = frozenset(
 FACTORIES = (None, int, float, str, bool, bytes, list, tuple, dict, set)
 
 
-class BadValue(Exception):
-    """The bytes are not a value in this format, exceed a limit, or name a class that is not imported here."""
-
-
-class MissingClass(BadValue):
-    """The value needs a class or module that this program has not imported."""
-
-
 def decode(content: bytes | bytearray, *, filter_errors: bool = True) -> Any:
     """Decode a value whose first byte is `DATA`; `BadValue` says what is wrong with it.
 
@@ -95,6 +93,8 @@ def decode(content: bytes | bytearray, *, filter_errors: bool = True) -> Any:
         form, size, value = frequent
         if len(content) == size:
             return value if form is None else form.unpack_from(content, 2)[0]
+    elif content[1:2] in (b"j", b"k"):
+        return _small_json(content)
     elif content[1:2] == b"s" and len(content) < _DIRECT_TEXT_BYTES:
         text = bytes(content[_TEXT_AT:])
         if _COUNT.pack(len(text)) == content[2:_TEXT_AT] and text.isascii():
@@ -113,6 +113,29 @@ def decode(content: bytes | bytearray, *, filter_errors: bool = True) -> Any:
     if decoder.at != len(content):
         raise BadValue(f"{len(content) - decoder.at} bytes follow its end")
     return value
+
+
+def _small_json(content: bytes | bytearray) -> Any:
+    """Decode a small plain dict or list (`j`) or tuple (`k`), sent as JSON.
+
+    No more levels than opening brackets; the objects of so few bytes are far below `MAX_OBJECTS`.
+    """
+    if len(content) > 2 + MAX_JSON_BYTES:
+        raise BadValue(f"it has {len(content) - 2:,} bytes of JSON; {MAX_JSON_BYTES:,} are allowed")
+    if content.count(b"[") + content.count(b"{") > MAX_DEPTH:
+        raise BadValue(f"it has JSON of more than {MAX_DEPTH} brackets")
+    try:
+        found = _from_json(content[2:])
+    except (ValueError, RecursionError) as exc:
+        raise BadValue(f"it holds JSON that is wrong ({printable(str(exc))})") from exc
+    if type(found) is list:
+        return tuple(found) if content[1] == ord("k") else found
+    if type(found) is not dict or content[1] == ord("k"):
+        raise BadValue(f"it has a {type(found).__name__} as JSON where a container must be")
+    return found
+
+
+_from_json = msgspec.json.Decoder().decode
 
 
 def reason_for_pickle(content: bytes | bytearray) -> tuple[str, memoryview]:
@@ -225,10 +248,38 @@ class Decoder:
         return found
 
     def sequence(self, cost: int, depth: int) -> list[Any]:
-        return [self.value(depth + 1) for _ in self.items(cost, depth)]
+        return self.values(len(self.items(cost, depth)), depth + 1)
+
+    def values(self, count: int, depth: int) -> list[Any]:
+        """Read so many values; the frequent ones without a call each."""
+        data, end, at, found = self.data, self.end, self.at, list[Any]()
+        add = found.append
+        for _ in range(count):
+            tag = data[at]
+            if tag == _STR_TAG and not self.in_error:
+                start = at + 5
+                at = start + _COUNT.unpack_from(data, at + 1)[0]
+                short = data[start:at] if at - start < _DIRECT_TEXT_BYTES else b"\xff"
+                if at <= end and short.isascii():
+                    add(short.decode("ascii"))
+                else:
+                    self.at = start - 4
+                    add(self.text())
+            elif tag == _INT_TAG:
+                add(_INT.unpack_from(data, at + 1)[0])
+                at += 9
+            elif tag == _FLOAT_TAG:
+                add(_FLOAT.unpack_from(data, at + 1)[0])
+                at += 9
+            else:
+                self.at = at
+                add(self.value(depth))
+                at = self.at
+        self.at = at
+        return found
 
     def keyed(self, depth: int) -> dict[Any, Any]:
-        found = [self.value(depth + 1) for _ in self.items(OBJECT_COST, depth, 2)]
+        found = self.values(len(self.items(OBJECT_COST, depth, 2)), depth + 1)
         keys = found[::2]
         refuse_collisions(keys)
         return dict(zip(keys, found[1::2], strict=True))
@@ -257,11 +308,6 @@ class Decoder:
                 f"import {printable(module)} before you read the value"
             )
         return cls, fields
-
-
-def printable(text: str) -> str:
-    """Names come from the node: no control character of them may reach a terminal."""
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text[:200])
 
 
 def refuse_collisions(keys: list[Any]) -> None:
@@ -466,18 +512,9 @@ def _bytes_of(decoder: Decoder, shape: tuple[int, ...], item_bytes: int) -> memo
     return data
 
 
-def _imported(module: str, thing: str) -> Any:
-    found = sys.modules.get(module)
-    if found is None:
-        raise MissingClass(
-            f"it has a {thing}, and this program has not imported {module}; import it before you read the value"
-        )
-    return found
-
-
 def _array(decoder: Decoder, depth: int, *, is_scalar: bool = False) -> Any:
     decoder.spend(OBJECT_COST, depth)
-    numpy = _imported("numpy", "numpy array or number")
+    numpy = imported_module("numpy", "numpy array or number")
     kind = decoder.text()
     if not _ARRAY_TYPE.fullmatch(kind):
         raise BadValue(f"it has an array of type {printable(kind)!r}")
@@ -493,7 +530,7 @@ def _array(decoder: Decoder, depth: int, *, is_scalar: bool = False) -> Any:
 
 def _tensor(decoder: Decoder, depth: int) -> Any:
     decoder.spend(OBJECT_COST, depth)
-    torch = _imported("torch", "torch tensor")
+    torch = imported_module("torch", "torch tensor")
     kind = decoder.text()
     if kind not in TENSOR_TYPES or not hasattr(torch, kind):
         raise BadValue(f"it has a tensor of type {printable(kind)!r}")
