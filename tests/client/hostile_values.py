@@ -184,6 +184,9 @@ def bombs() -> Iterator[tuple[str, bytes]]:
     yield "wide text", DATA + count("s", 4 + (17 << 20), smile + b"a" * (17 << 20))
     words = text("\u4e00" + "a" * (1 << 20))
     yield "many wide texts", DATA + count("l", 20, words * 20)
+    size = 5 << 20
+    yield "wide text in a large value", beside(count("s", size, wide_ascii(size)), 50 << 20)
+    yield "an exception of too much text", DATA + commanding(6 << 20)
     yield "floats", DATA + count("L", many + 1, bytes(8 * (many + 1)))
     prime = (1 << 61) - 1
     keys = b"".join(count("I", 16, (prime * n).to_bytes(16, "little")) for n in range(1, 50_000))
@@ -212,6 +215,27 @@ def largest() -> Iterator[tuple[str, bytes]]:
     yield "array", array("|u1", (size - 32,), bytes(size - 32))
     error = text("E", "x") + text("no") + b"N" + count("d", 1, text("a") + b"N")
     yield "exceptions", DATA + count("l", few // 4, error * (few // 4))
+    for whole, wide in ((48 << 20, 16 << 20), (MAX_VALUE_BYTES, 4 << 20)):
+        yield (
+            f"{wide} bytes of wide text in {whole}",
+            beside(count("s", wide, wide_ascii(wide)), whole),
+        )
+        yield f"control characters in {whole}", beside(commanding(wide // 3 - 64), whole)
+
+
+def wide_ascii(size: int, letter: bytes = b"a") -> bytes:
+    return "\U0001f600".encode() + letter * (size - 4)
+
+
+def commanding(size: int) -> bytes:
+    arguments = count("t", 1, count("s", size, wide_ascii(size, b"\x1b")))
+    return failure("builtins", "ValueError", arguments)[1:]
+
+
+def beside(value: bytes, whole: int) -> bytes:
+    """A list of the value and bytes, together of this size. The caller keeps no copy, which would count as memory."""
+    rest = whole - len(value) - 16
+    return DATA + count("l", 2, value + count("y", rest, bytes(rest)))
 
 
 def wrong_types() -> Iterator[tuple[str, bytes]]:

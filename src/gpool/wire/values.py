@@ -47,7 +47,8 @@ MAX_VALUE_BYTES = 64 * 1024 * 1024
 """Size of a value from a node that is not the caller's."""
 
 MAX_WIDE_TEXT_BYTES = 16 * 1024 * 1024
-"""Text that is not ASCII: it may take four times as much memory."""
+MAX_WIDE_VALUE_BYTES = 48 * 1024 * 1024
+"""Text that is not ASCII, which may take four times as much memory; a quarter of it in a value past this size."""
 
 SEQUENCE_COST, OBJECT_COST = 2, 8  # of a list or tuple; of a dict, set, dataclass, array, path …
 MAX_DIMENSIONS = 32
@@ -170,7 +171,8 @@ class Decoder:
         self.data, self.view = data, memoryview(data)
         self.at, self.end = 1, len(data)
         self.left = MAX_OBJECTS
-        self.wide_left = MAX_WIDE_TEXT_BYTES
+        is_large = self.end > MAX_WIDE_VALUE_BYTES
+        self.wide_left = MAX_WIDE_TEXT_BYTES // 4 if is_large else MAX_WIDE_TEXT_BYTES
         self.classes: list[tuple[type | None, str, tuple[str, ...]]] = []
 
     def value(self, depth: int) -> Any:
@@ -229,16 +231,14 @@ class Decoder:
         return str(data, "utf-8", "surrogatepass")
 
     def error_text(self, data: memoryview) -> str:
-        """Replace control characters; all text of exceptions counts as wide, because the result may be."""
-        self.spend_wide(len(data))
+        """Replace control characters. It counts three times as wide text: a wide copy is made beside the first."""
+        self.spend_wide(3 * len(data))
         return plain(str(data, "utf-8", "surrogatepass"))
 
     def spend_wide(self, size_bytes: int) -> None:
         self.wide_left -= size_bytes
         if self.wide_left < 0:
-            raise BadValue(
-                f"it has more than {MAX_WIDE_TEXT_BYTES >> 20} MiB of text that is not ASCII or in exceptions"
-            )
+            raise BadValue("it has too much text that is not ASCII or in exceptions for its size")
 
     def tagged(self, kind: type, depth: int) -> Any:
         """Read a value that must have this type."""

@@ -21,6 +21,7 @@ DATA, NOT_DATA = b"\x01", b"\x02"
 MAX_OBJECTS = 1 << 20
 MAX_DEPTH = 100
 MAX_WIDE_TEXT_BYTES = 16 * 1024 * 1024
+MAX_WIDE_VALUE_BYTES = 48 * 1024 * 1024
 SEQUENCE_COST, OBJECT_COST = 2, 8
 MAX_DIMENSIONS = 32
 MAX_JSON_BYTES = 4096
@@ -152,6 +153,9 @@ class Encoder:
 
     def encoded(self, value: object) -> bytes:
         self.write(value, 0)
+        used = MAX_WIDE_TEXT_BYTES - self.wide_left
+        if used > MAX_WIDE_TEXT_BYTES // 4 and sum(map(len, self.parts)) > MAX_WIDE_VALUE_BYTES:
+            raise Untransferable(f"{used >> 20} MiB of text that is not ASCII in a large value")
         return b"".join(self.parts)
 
     def write(self, value: Any, depth: int) -> None:
@@ -180,7 +184,7 @@ class Encoder:
     def write_text(self, text: str, tag: bytes = b"s") -> None:
         data = text.encode("utf-8", "surrogatepass")
         if self.in_error or not text.isascii():
-            self.wide_left -= len(data)
+            self.wide_left -= 3 * len(data) if self.in_error else len(data)
             if self.wide_left < 0:
                 raise Untransferable(
                     f"more than {MAX_WIDE_TEXT_BYTES >> 20} MiB of text that is not ASCII or in exceptions"
