@@ -2,6 +2,7 @@
 
 GPUs that could be one device under two names are verified simultaneously. A GPU is withheld until it has passed; after
 a timeout it may try again, after a wrong answer only if its node joins again or an operator admits it.
+One file because the selection excludes the verifications and measurements in progress.
 """
 
 from __future__ import annotations
