@@ -86,6 +86,19 @@ async def parts(attacker: Attacker) -> None:
         await attacker.desk.bare.put(path, content=content, headers=headers)
 
 
+async def parts_with_another_total(attacker: Attacker) -> None:
+    """A second request that names a smaller total, or starts elsewhere, must not return the room of stored bytes."""
+    for number in range(8):
+        content = RANDOM.randbytes(FILE)
+        path = f"/v1/artifacts/{hashlib.sha256(content).hexdigest()}"
+        for piece, place in (
+            (content, f"bytes 0-{FILE - 1}/{FILE + 1}"),
+            (b"x", ("bytes 0-0/1", "bytes 5-5/7")[number % 2]),
+        ):
+            headers = {**attacker.headers, "content-range": place}
+            await attacker.desk.bare.put(path, content=piece, headers=headers)
+
+
 async def parallel(attacker: Attacker) -> None:
     await asyncio.gather(*(attacker.put(RANDOM.randbytes(FILE)) for _ in range(12)))
 
@@ -184,6 +197,7 @@ async def upload_and_delete(attacker: Attacker) -> None:
 
 ATTACKS: tuple[Callable[[Attacker], Awaitable[None]], ...] = (
     parts,
+    parts_with_another_total,
     parallel,
     unmeasured,
     same_again,

@@ -151,9 +151,13 @@ def is_stored(account: Account, sha256: str) -> Operation[bool]:
 def reserve(
     upload: UploadReservation, size: int, limits: StorageLimits, at: Instant
 ) -> Operation[StorageFull | None]:
-    """Charge `size` bytes in all for an upload before its bytes are stored; return the error if they do not fit."""
+    """Charge `size` bytes in all for an upload before its bytes are stored; return the error if they do not fit.
+
+    A reservation never shrinks: an earlier request may have stored as many bytes as it reserved.
+    """
     before = yield from _reservation(upload)
     charged = 0 if before is None else before.size_bytes
+    size = max(size, charged)
     account = upload.account if before is None else _account(before)
     room = (yield from rooms([account], limits)).get(account)
     if room is not None and size - charged > max(0, room):
