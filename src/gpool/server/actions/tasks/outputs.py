@@ -55,17 +55,17 @@ async def put(
     with server.blobs.pinned(sha256):
         if upload.part is None and await server.store.read(storage.is_stored(account, sha256)):
             size = await server.blobs.verify(sha256, body)  # charged already, so not stored again
-            none = UploadReservation(_uploader(who), sha256, server.ids.next(), account)
+            none = UploadReservation(uploader_of(who), sha256, server.ids.next(), account)
             await _refer(server, charged.upload, none, size)
             return size
         server.blobs.check_free(declared)
         number = server.ids.next() if upload.part is None else 0
-        room = UploadReservation(_uploader(who), sha256, number, account)
+        room = UploadReservation(uploader_of(who), sha256, number, account)
         await _reserve(server, room, declared)
         try:
             return await _store(server, charged.upload, room, upload.part, declared, body)
         finally:
-            if upload.part is None or server.blobs.offset(sha256, _uploader(who)) is None:
+            if upload.part is None or server.blobs.offset(sha256, uploader_of(who)) is None:
                 await server.write(storage.release_upload(room))
 
 
@@ -169,7 +169,7 @@ async def size_of(
     try:
         permit(who, Action.ARTIFACT_READ, thing, f"artifact {sha256}")
     except NotFound as hidden:
-        offset = server.blobs.offset(sha256, _uploader(who))
+        offset = server.blobs.offset(sha256, uploader_of(who))
         if offset is not None:
             raise NotFound(hidden.detail, offset=offset) from None
         raise
@@ -202,7 +202,7 @@ async def _seen(
     return size, missing(ObjectKind.ARTIFACT) if size is None else Thing(ObjectKind.ARTIFACT)
 
 
-def _uploader(who: Caller | NodeCredentials) -> str:
+def uploader_of(who: Caller | NodeCredentials) -> str:
     """Name under which parts are kept; a key for one team does not see the parts of its user."""
     if isinstance(who, NodeCredentials):
         return f"n{who.node}"
