@@ -54,7 +54,8 @@ def delete_account(user: UserId, at: Instant) -> Operation[tuple[NodeId, ...]]:
         "DELETE FROM oidc_identities WHERE user_id = :user",
         "DELETE FROM invites WHERE owner_id = :user",
         "DELETE FROM user_invites WHERE made_by = :user AND used_at IS NULL",
-        "DELETE FROM gpu_bindings WHERE owner_id = :user",
+        # the claims end with the nodes (`gpus.lapse`), an operator's decision for this account too
+        "UPDATE gpu_bindings SET settled_at = NULL WHERE owner_id = :user",
         "DELETE FROM quotas WHERE kind = 'user' AND id = :user",
         "DELETE FROM usage WHERE kind = 'user' AND id = :user",
         "DELETE FROM idempotency WHERE user_id = :user",
@@ -166,6 +167,7 @@ def finish_deletion(account: Account) -> Operation[tuple[str, ...] | None]:
         ):
             yield Statement(sql, {"id": number})
     else:
+        yield Statement("DELETE FROM gpu_bindings WHERE owner_id = :id", {"id": number})
         yield Statement(
             "DELETE FROM users WHERE id = :id AND deleted_at IS NOT NULL", {"id": number}
         )
