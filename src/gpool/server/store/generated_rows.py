@@ -74,6 +74,10 @@ class TeamNamesRecord(NamedTuple):
     team_id: TeamId
 
 
+class RetiredNamesRecord(NamedTuple):
+    hashed: str
+
+
 class MembershipsRecord(NamedTuple):
     team_id: TeamId
     user_id: UserId

@@ -6,6 +6,7 @@ One file past 400 lines: registration, login methods and operators' changes shar
 
 from __future__ import annotations
 
+import hashlib
 from typing import NamedTuple
 
 from gpool.core.errors import Conflict, Forbidden, NotFound
@@ -100,6 +101,14 @@ def check_registration(name: str, invite_hash: str | None, at: Instant) -> Opera
 def _check_free_name(name: str) -> Operation[None]:
     if (yield from exists("SELECT 1 FROM users WHERE name = :name", {"name": name})):
         raise Conflict(f"there is a user {name!r} already; choose another name")
+    retired = "SELECT 1 FROM retired_names WHERE hashed = :hashed"
+    if (yield from exists(retired, {"hashed": hashed_name(name)})):
+        raise Conflict(f"a deleted account had the name {name!r}; choose another name")
+
+
+def hashed_name(name: str) -> str:
+    """Form in which the name of a deleted account is kept."""
+    return hashlib.sha256(name.encode()).hexdigest()
 
 
 @operation
