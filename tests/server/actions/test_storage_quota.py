@@ -262,6 +262,36 @@ async def test_all_attempts_one_after_another_stay_within_the_quota(data: Path) 
     assert await growth(everything, data, QUOTA) <= QUOTA * 1.1
 
 
+async def test_a_node_keeps_none_of_its_consumer_s_quota_after_the_lease(desk: Desk) -> None:
+    """A node that begins an upload of the whole quota under its lease, and never goes on."""
+    ann = await desk.person("ann", Permission.CONSUMER)
+    user = await desk.server.store.read(users.user_by_name("ann"))
+    assert user is not None
+    await set_quota(desk.server, user, ("user", user.id), GivenQuota(storage_bytes=QUOTA))
+    agent = await desk.agent()
+    task = (await desk.bare.post("/v1/tasks", json={"command": ["true"]}, headers=ann)).json()
+    await desk.schedule()
+    [lease] = agent.leases()
+    await agent.report(Started(lease.task, lease.epoch))
+    room = QUOTA - 10_000
+    path = f"/v1/artifacts/{'ab' * 32}"
+    async with desk.http_of(agent, f"{task['ids'][0]}:1") as node:
+        begun = await node.put(path, content=b"x", headers={"content-range": f"bytes 0-0/{room}"})
+        assert begun.status_code == 202, begun.text
+        offset = (await node.head(path)).headers["upload-offset"]
+        assert offset == "1", "the node can go on"
+    content = RANDOM.randbytes(MIB)
+    attacker = Attacker(desk, agent, user.id, ann)
+    prune = PruneStore(desk.server)
+    await prune.run_once(desk.server.now)
+    assert (await attacker.put(content)).status_code == 403  # the control: the lease is held
+    await agent.report(Finished(lease.task, 1, EndReason.EXITED, exit_code=0))
+    await prune.run_once(desk.server.now)
+    assert (await attacker.put(content)).status_code == 201
+    incoming = Path(desk.server.settings.data) / "artifacts" / "incoming"
+    assert list(incoming.iterdir()) == []
+
+
 async def test_a_refusal_says_what_to_delete(desk: Desk) -> None:
     user = await desk.server.store.read(users.user_by_name("operator"))
     assert user is not None
