@@ -1,7 +1,6 @@
-"""uvicorn's HTTP and WebSocket protocols with limits that apply before the application is called.
-
-Heads and bodies arrive in time, connections per network are counted, and a channel whose node has not proved its key
-sends one small frame. Input that the application never sees must neither fill memory nor keep the loop busy.
+"""uvicorn's HTTP and WebSocket protocols with limits that apply before the application is called: time for heads and
+bodies, connections per network, one small frame before a channel's proof. Input must not fill memory or block the loop.
+One file because both protocols share a connection, its counts and its buffers.
 """
 
 from __future__ import annotations
