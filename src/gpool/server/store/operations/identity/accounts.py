@@ -308,34 +308,6 @@ def payout_wallet(user: UserId) -> Operation[str | None]:
 
 
 @operation
-def link_oidc(user: UserId, issuer: str, subject: str) -> Operation[bool]:
-    yield from _locked(user)
-    owners = yield from values(
-        UserId,
-        "SELECT user_id FROM oidc_identities WHERE issuer = :issuer AND subject = :subject",
-        {"issuer": issuer, "subject": subject},
-    )
-    if owners == [user]:
-        return False
-    if owners:
-        raise Conflict("this identity belongs to another account; sign in with it, or use another")
-    yield from _put_identity(user, issuer, subject)
-    return True
-
-
-@operation
-def unlink_oidc(user: UserId, issuer: str, subject: str) -> Operation[bool]:
-    yield from _locked(user)
-    named = {"issuer": issuer, "subject": subject, "user": user}
-    mine = "issuer = :issuer AND subject = :subject AND user_id = :user"
-    if not (yield from exists(f"SELECT 1 FROM oidc_identities WHERE {mine}", named)):  # noqa: S608
-        return False
-    yield from _another_login(user)
-    yield Statement(f"DELETE FROM oidc_identities WHERE {mine}", named)  # noqa: S608
-    return True
-
-
-@operation
 def set_password(user: UserId, password_hash: str | None) -> Operation[None]:
     """Set the password; None removes it, if there is another login method. The caller may end sessions."""
     had = yield from _locked(user)
