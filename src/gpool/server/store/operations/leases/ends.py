@@ -135,8 +135,11 @@ class EndRow(NamedTuple):
     @property
     def size_bytes(self) -> int:
         """Bytes beyond those that the task's charge covers."""
-        texts = (self.error_text or "", self.outputs or "")
-        size = len(self.value or b"") + sum(len(text.encode()) for text in texts)
+        size = 0 if self.value is None else len(self.value)
+        if self.error_text:
+            size += len(self.error_text.encode())
+        if self.outputs:
+            size += len(self.outputs.encode())
         return max(0, size - END_BYTES)
 
 
@@ -207,6 +210,7 @@ class Ends:
     _requeued_rows: list[tuple[HeldTask, RequeuedRow]] = field(default_factory=list)
     _archived: list[Row] = field(default_factory=list)
     _released_rows: list[TaskId] = field(default_factory=list)
+    _may_exceed: bool = False  # an end may have more data than its task's charge covers
 
     def end(
         self,
@@ -224,6 +228,8 @@ class Ends:
         duration: int = 0,
     ) -> None:
         becomes = target(row.status, move)
+        if len(value) + 4 * (len(error_text) + len(outputs or "")) > END_BYTES:
+            self._may_exceed = True
         written = EndRow(
             row.id,
             row.epoch,
@@ -323,7 +329,7 @@ class Ends:
             )
 
     def _write_ended(self) -> Operation[None]:
-        if any(row.size_bytes for _, row in self._ended_rows):
+        if self._may_exceed:
             yield from self._charge()
         last = yield from take_sequences(each.batch for each in self.ended)
         rows: list[Row] = []
@@ -416,7 +422,8 @@ def finish(
         outputs=outputs_text(item.outputs) if item.outputs else None,
         duration=plausible_duration(item.duration_us, row.leased_at, row.started_at, at),
     )
-    named += results_of(row, item)
+    if item.value_sha256 or item.outputs:
+        named += results_of(row, item)
 
 
 def results_of(row: HeldTask, item: Finished) -> list[NamedResult]:

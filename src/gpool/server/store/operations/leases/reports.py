@@ -50,6 +50,9 @@ from gpool.wire.frames import (
 
 STARTABLE = tuple(status.value for status in sources(Move.STARTED))
 HOLDS = (("id", "int"), ("epoch", "int"))
+BIGINT = (1 << 63) - 1
+"""Largest value of an integer column."""
+
 Reports = tuple[NodeId, Sequence[ReportItem]]
 """The items of one frame, and the node that sent it."""
 
@@ -87,7 +90,9 @@ class _LeaseReports:
         match item:
             case Finished():
                 begun = self.started.pop(row.id, None) is not None or row.started_at is not None
-                fault = fault_in(item, begun=begun)
+                fault = None
+                if item.reason is EndReason.SANDBOX_FAILED:
+                    fault = fault_in(item, begun=begun)
                 if row.status == CANCELLED:
                     self.ends.release(row)
                 elif fault is not None:
@@ -168,10 +173,10 @@ def record(
     refused = [
         (node, Hold(item.task, item.epoch))
         for node, item in items
-        if (item.task | item.epoch) >> 63  # no id of a task: outside the range of the columns
+        if item.task > BIGINT or item.epoch > BIGINT  # outside the range of the columns: no task's
     ]
     if refused:
-        items = [(node, item) for node, item in items if not (item.task | item.epoch) >> 63]
+        items = [each for each in items if max(each[1].task, each[1].epoch) <= BIGINT]
     rows = yield from select(
         HeldTask,
         f"SELECT {HELD} FROM {{reported}} AS i JOIN tasks t ON t.id = i.id "  # noqa: S608
