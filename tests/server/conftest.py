@@ -47,6 +47,7 @@ async def desk(data: Path) -> AsyncIterator[Desk]:
 async def busy_desk(data: Path) -> AsyncIterator[Desk]:
     """The loops run."""
     desk = await open_desk(data, StoppedClock())
+    desk.plan_submissions()
     async with running(desk.server), desk.http:
         yield desk
 
