@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import uvicorn
 import uvloop
 
 from gpool.server.app import open_server
+from gpool.server.http import LimitedServer
 from gpool.server.main import configuration
 from gpool.server.settings import Settings
 
@@ -24,7 +24,7 @@ PASSWORD = "a long enough password"
 
 async def races(folder: Path, count: int) -> dict[str, Any]:
     settings = Settings(data=folder, port=0, password_passes=1, password_memory_kib=64)
-    runner = uvicorn.Server(configuration(await open_server(settings)))
+    runner = LimitedServer(configuration(await open_server(settings)))
     serving = asyncio.create_task(runner.serve())
     while not runner.started:  # noqa: ASYNC110 - uvicorn tells it in no other way
         await asyncio.sleep(0.01)

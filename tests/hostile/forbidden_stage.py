@@ -183,6 +183,10 @@ async def agent(mode: str, kind: str, capture: socket.socket, place: Path) -> di
     opened, other = await several.open(Egress()), await several.open(Egress())
     for each in (opened, other):  # the world's name server may have to wait for its turn
         each.resolver.names = replace(each.resolver.names, within_s=PATIENCE_S)
+    lines: list[str] = []
+    many: list[str] = []
+    other.report_to(lines.append)
+    opened.report_to(many.append)
     near = inside_targets(mode)
     with contextlib.ExitStack() as stack:
         if mode == "root":
@@ -216,6 +220,7 @@ async def agent(mode: str, kind: str, capture: socket.socket, place: Path) -> di
         }
         asked = ["good.example", "inside.example"]
         told["names from a sandbox"] = await from_sandbox(runtime, other, {"resolved": asked})
+        await from_sandbox(runtime, other, {"targets": {LISTED: OUTSIDE[LISTED], "public": PUBLIC}})
 
         listed = Only(
             (parse_target(f"{OUTSIDE[LISTED]}:{PORT}"),),
@@ -230,6 +235,7 @@ async def agent(mode: str, kind: str, capture: socket.socket, place: Path) -> di
             }
         await opened.close()
         await other.close()
+        told["lines"], told["many lines"] = lines, many
         await several.close()
 
         arrived(capture)

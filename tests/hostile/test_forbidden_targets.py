@@ -16,7 +16,9 @@ import pytest
 from gpool.agent.network.dns_resolver import BURST
 from gpool.agent.network.host import nft_program
 from gpool.agent.network.policy import EgressPolicy
+from gpool.agent.network.sandbox_network import MOST_REPORTED
 from tests.hostile.lanes_world import OF_HOST, ON_HOST, OUTSIDE, OUTSIDE_6, PUBLIC, SPOKEN
+from tests.hostile.reaching import PORT
 from tests.tools import components
 from tests.tools.engines import shared_engine
 
@@ -117,6 +119,18 @@ def test_names_give_reachable_addresses_and_nothing_else(told: dict[str, Any]) -
 def test_a_sandbox_asks_its_lane_for_names(told: dict[str, Any]) -> None:
     """By its own library, as a program does."""
     assert told["names from a sandbox"] == {"good.example": [PUBLIC], "inside.example": []}
+
+
+def test_a_task_is_told_which_names_and_destinations_were_refused(told: dict[str, Any]) -> None:
+    """The control: the public machine and name, tried beside them, have no line."""
+    private = OUTSIDE["a private machine behind the gateway"]
+    assert sorted(line.partition(";")[0] for line in told["lines"]) == [
+        f"tcp to {private} port {PORT} was refused",
+        "the name 'inside.example' has no address that may be reached, or does not exist",
+        f"udp to {private} port {PORT} was refused",
+    ]
+    assert len(told["many lines"]) == MOST_REPORTED + 1
+    assert told["many lines"][-1].endswith("further lookups or connections were refused")
 
 
 def test_a_flood_of_names_is_cut_off(told: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from gpool.agent.channel import AgentCredentials, NodeIdentity
 from gpool.core.ids import NodeId, UserId, decode
 from gpool.core.model import EndReason, Gpu, Instant, Offer, Permission, Tier
 from gpool.server.app import ensure_operator, make_app, open_server
+from gpool.server.http import LimitedServer
 from gpool.server.identity import authorization
 from gpool.server.main import configuration
 from gpool.server.nodes.connection import NodeChannel
@@ -313,7 +314,7 @@ def serving(data: Path, *, keep_alive_s: float | None = None, **settings: Any) -
         config: Any = configuration(server)
         if keep_alive_s is not None:
             config.timeout_keep_alive = keep_alive_s
-        runner = uvicorn.Server(config)
+        runner = LimitedServer(config)
         opened.put((await ensure_operator(server), runner, server))
         await runner.serve([listening])
 

@@ -1,18 +1,24 @@
-"""uvicorn's HTTP and WebSocket protocols with limits that apply before the application is called: time for heads and
-bodies, connections per network, one small frame before a channel's proof. Input must not fill memory or block the loop.
-One file because both protocols share a connection, its counts and its buffers.
+"""uvicorn's server, HTTP and WebSocket protocols with limits that apply before the application is called: connections
+and TLS handshakes per network, time for them and for heads and bodies, one small frame before a channel's proof. Input
+must not fill memory or block the loop. One file because listener and protocols share connections, counts and buffers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
-from collections.abc import Sequence
-from dataclasses import dataclass
+import logging
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple, cast
 
 import uvicorn
+from uvicorn.config import STARTUP_FAILURE
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
@@ -20,6 +26,8 @@ from websockets.http11 import Request
 
 from gpool.server.identity.throttle import network_of, site_of
 from gpool.wire.frames import MAX_PROOF_BYTES
+
+log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 * 1024
 """Limit of request line and headers over several reads; `api.callers` checks a head that came in one read."""
@@ -46,6 +54,10 @@ LATE_S = 1.0
 """A body that did not go on for this long may be given up for a new connection."""
 SITE_NETWORKS = 4
 """Connections of an IPv6 /48, in times of the limit of a network."""
+LEAST_HANDSHAKES = 8
+"""TLS handshakes under way that a network may have, however low its limit of connections."""
+ACCEPT_AGAIN_S = 1.0
+"""Pause after an accept that failed for lack of descriptors or memory."""
 
 
 def _refusal(status: str, headers: str = "") -> bytes:
@@ -68,6 +80,27 @@ class HttpLimits:
     body_bytes_per_s: int
     proxies: Sequence[str] = ()  # networks whose connections carry those of many clients
 
+    @property
+    def of_handshakes(self) -> HttpLimits:
+        """Handshakes under way, beyond the connections: they take a few round trips, so a part of the number suffices."""
+        most = max(LEAST_HANDSHAKES, self.per_network // 4)
+        return replace(self, per_network=most, total=max(LEAST_HANDSHAKES, self.total // 8))
+
+
+class TlsHandshake:
+    """Accepted connection without TLS yet, to be counted like a connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def abort(self) -> None:
+        """End the connection; the transport reads the end and closes it."""
+        with suppress(OSError):  # closed already
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+
+Countable = asyncio.Transport | TlsHandshake
+
 
 class _Counted(NamedTuple):
     network: str
@@ -84,13 +117,13 @@ class ConnectionCounts:
     def __init__(self, limits: HttpLimits) -> None:
         self._limits = limits
         self._proxies = [ipaddress.ip_network(each) for each in limits.proxies]
-        self._of: dict[asyncio.Transport, _Counted] = {}
-        self._networks: dict[str, dict[asyncio.Transport, None]] = {}  # oldest connection first
+        self._of: dict[Countable, _Counted] = {}
+        self._networks: dict[str, dict[Countable, None]] = {}  # oldest connection first
 
     def __len__(self) -> int:
         return len(self._of)
 
-    def admit(self, connection: asyncio.Transport, address: str) -> bool:
+    def admit(self, connection: Countable, address: str) -> bool:
         counted = _Counted(network_of(address), site_of(address))
         if len(self._of) >= self._limits.total and not self._make_room(self._largest()):
             return False
@@ -103,7 +136,7 @@ class ConnectionCounts:
             self._networks.setdefault(key, {})[connection] = None
         return True
 
-    def release(self, connection: asyncio.Transport) -> None:
+    def release(self, connection: Countable) -> None:
         """Stop counting a connection that was closed or belongs to a proven node; unknown ones are ignored."""
         counted = self._of.pop(connection, None)
         if counted is None:
@@ -116,7 +149,7 @@ class ConnectionCounts:
     def _make_room(self, key: str) -> bool:
         """Abort the most dispensable of the network's connections, of some of the oldest; False: those are in use."""
         members = self._networks.get(key, {})
-        spare: tuple[int, asyncio.Transport] | None = None
+        spare: tuple[int, Countable] | None = None
         for each in list(islice(members, MOST_COMPARED)):
             rank = _rank_of(each)
             if rank is None:  # compared last the next time
@@ -149,7 +182,9 @@ class ConnectionCounts:
         return any(parsed in each for each in self._proxies)
 
 
-def _rank_of(connection: asyncio.Transport) -> int | None:
+def _rank_of(connection: Countable) -> int | None:
+    if isinstance(connection, TlsHandshake):
+        return 0
     protocol = connection.get_protocol()
     return protocol.rank if isinstance(protocol, LimitedHttp | LimitedWebSocket) else None
 
@@ -161,6 +196,108 @@ class LimitedConfig(uvicorn.Config):
         super().__init__(app, http=LimitedHttp, ws=LimitedWebSocket, **options)
         self.limits = limits
         self.counts = ConnectionCounts(limits)
+        self.handshakes = ConnectionCounts(limits.of_handshakes)
+
+
+class LimitedServer(uvicorn.Server):
+    """uvicorn's server which, with TLS, accepts connections itself: uvicorn learns of one after its handshake only."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        config = cast("LimitedConfig", self.config)
+        if config.ssl is None:
+            await super().startup(sockets)
+            return
+        await super().startup([])  # the application; listens nowhere
+        try:
+            listening = sockets or await _listening(config)
+        except OSError as failure:
+            log.error("cannot listen on %s port %s: %s", config.host, config.port, failure)  # noqa: TRY400
+            await self.lifespan.shutdown()
+            sys.exit(STARTUP_FAILURE)
+        acceptor = TlsAcceptor(listening, config, self._protocol)
+        self.servers = [cast("asyncio.Server", acceptor)]
+        for each in listening:
+            log.info("listening with TLS on %s port %s", *each.getsockname()[:2])
+
+    def _protocol(self) -> asyncio.Protocol:
+        return LimitedHttp(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+
+
+async def _listening(config: uvicorn.Config) -> list[socket.socket]:
+    """One socket per address of the host."""
+    found = await asyncio.get_running_loop().getaddrinfo(
+        config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    made: list[socket.socket] = []
+    try:
+        for family, address in dict.fromkeys((family, address) for family, *_, address in found):
+            made.append(socket.create_server(address, family=family, backlog=config.backlog))
+    except OSError:
+        for each in made:
+            each.close()
+        raise
+    return made
+
+
+class TlsAcceptor:
+    """Counts a connection for its network from the accept on, and gives its handshake the time of a head."""
+
+    def __init__(
+        self,
+        listening: Sequence[socket.socket],
+        config: LimitedConfig,
+        protocol: Callable[[], asyncio.Protocol],
+    ) -> None:
+        self._config, self._protocol = config, protocol
+        self._listening = listening
+        self._handshakes: dict[asyncio.Task[None], TlsHandshake] = {}
+        for each in listening:
+            each.setblocking(False)
+        self._accepting = [asyncio.create_task(self._accept(each)) for each in listening]
+
+    def close(self) -> None:
+        for task in self._accepting:
+            task.cancel()
+        for each in self._listening:
+            each.close()
+        for handshake in self._handshakes.values():
+            handshake.abort()
+
+    async def wait_closed(self) -> None:
+        await asyncio.gather(*self._accepting, *self._handshakes, return_exceptions=True)
+
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, (address, *_) = await loop.sock_accept(listening)
+            except OSError as failure:
+                if failure.errno != errno.ECONNABORTED:  # else the peer's affair
+                    log.warning("cannot accept a connection: %s", failure)
+                    await asyncio.sleep(ACCEPT_AGAIN_S)
+                continue
+            handshake = TlsHandshake(connection)
+            if not self._config.handshakes.admit(handshake, address):
+                connection.close()
+                continue
+            task = loop.create_task(self._shake_hands(connection))
+            self._handshakes[task] = handshake
+            task.add_done_callback(self._end)
+
+    async def _shake_hands(self, connection: socket.socket) -> None:
+        config = self._config
+        with suppress(OSError):  # as of `ssl` and of the time limit: the transport has closed it
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self._protocol,
+                connection,
+                ssl=config.ssl,
+                ssl_handshake_timeout=config.limits.head_s,
+            )
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._config.handshakes.release(self._handshakes.pop(task))
 
 
 class LimitedHttp(HttpToolsProtocol):

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from gpool.core.errors import GpoolError, Unreachable
 from gpool.server.app import make_app, open_server, private_directory
-from gpool.server.http import HttpLimits, LimitedConfig
+from gpool.server.http import HttpLimits, LimitedConfig, LimitedServer
 from gpool.server.server import Server
 from gpool.server.settings import Settings
 from gpool.server.store.drivers.opening import lock_for_serving
@@ -42,7 +42,7 @@ OWN_DESCRIPTORS = 128
 Opened = Callable[[Server], Awaitable[None]]
 
 
-class _Listener(uvicorn.Server):
+class _Listener(LimitedServer):
     """Records the signal that stopped it: uvicorn raises it again, but the parent may have set it to be ignored."""
 
     signal = 0
@@ -92,12 +92,15 @@ def raise_descriptor_limit() -> None:
 
 
 def http_limits(settings: Settings) -> HttpLimits:
-    """Limits of connections. A quarter of the descriptors is reserved for channels of nodes that proved their key."""
+    """Limits of connections. A quarter of the descriptors is reserved for channels of nodes that proved their key.
+
+    TLS handshakes have an eighth more than `total`.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     descriptors = 1 << 20 if soft == resource.RLIM_INFINITY else soft
     return HttpLimits(
         per_network=settings.connections_per_network,
-        total=max(16, (descriptors - OWN_DESCRIPTORS) * 3 // 4),
+        total=max(16, (descriptors - OWN_DESCRIPTORS) * 2 // 3),
         head_s=settings.request_head_s,
         body_bytes_per_s=settings.request_bytes_per_s,
         proxies=settings.proxies,
@@ -152,6 +155,7 @@ def main() -> None:
     try:
         settings = Settings()
         logging.basicConfig(level=logging.INFO, handlers=[log_handler(settings.log_format)])
+        logging.getLogger("alembic.runtime.plugins").setLevel(logging.WARNING)  # a line per plugin
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             stopped_by = runner.run(serve(settings))
     except KeyboardInterrupt:  # uvicorn stopped in order and raised the signal again

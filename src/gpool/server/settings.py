@@ -94,7 +94,7 @@ class Settings(BaseSettings):
     request_head_s: float = Field(
         default=10.0,
         gt=0,
-        description="Time for a request's head, and of a new connection until its first one.",
+        description="Time for a TLS handshake, for a request's head, and of a new connection until its first one.",
     )
     request_bytes_per_s: int = Field(
         default=1024,

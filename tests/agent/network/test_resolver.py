@@ -23,7 +23,10 @@ from gpool.agent.network.dns_resolver import (
     Server,
     configured_servers,
 )
+from gpool.agent.network.firewall_rules import RefusedConnection
 from gpool.agent.network.policy import is_refused
+from gpool.agent.network.sandbox_network import MOST_REPORTED, OpenSandboxNetwork
+from gpool.agent.runtime.protocol import SandboxNetwork
 from tests.tools.processes import PATIENCE_S
 
 T = TypeVar("T")
@@ -131,6 +134,47 @@ def test_a_name_inside_looks_like_one_that_is_not_there() -> None:
             assert await ask(made, "a.example") == await ask(absent, "a.example")
 
     within(work)
+
+
+def test_a_task_is_told_of_five_names_that_did_not_resolve_and_of_the_number_of_others() -> None:
+    """The control: a name that resolves gives no line. Names of refused addresses and absent names give the same line."""
+
+    async def lines_of(reply: Reply, *names: str) -> list[str]:
+        said: list[str] = []
+        async with upstream(reply) as (_, server), resolver(server) as made:
+            opened = OpenSandboxNetwork(
+                SandboxNetwork((), "127.0.0.53"), made, nothing, no_connections
+            )
+            opened.report_to(said.append)
+            for name in names:
+                await ask(made, name)
+            await opened.close()
+        return said
+
+    async def work() -> None:
+        assert await lines_of(lambda m: [answer(m, PUBLIC)], "a.example") == []
+        inside = await lines_of(lambda m: [answer(m, INSIDE)], "a.example", "a.example")
+        absent = await lines_of(
+            lambda m: [answer(m, flags=dns_messages.NO_NAME)], "a.example", "a.example"
+        )
+        assert inside == absent
+        assert [line.partition(";")[0] for line in inside] == [
+            "the name 'a.example' has no address that may be reached, or does not exist"
+        ]
+        many = await lines_of(
+            lambda m: [answer(m, INSIDE)], *(f"n{number}.example" for number in range(9))
+        )
+        assert len(many) == MOST_REPORTED + 1
+        assert many[-1] == "4 further lookups or connections were refused"
+
+    within(work)
+
+
+async def nothing() -> None: ...
+
+
+async def no_connections() -> list[RefusedConnection]:
+    return []
 
 
 def test_a_silent_server_is_passed_over_and_nobody_waits_behind_it() -> None:

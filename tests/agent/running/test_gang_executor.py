@@ -47,6 +47,8 @@ class Road:
         self.open_now += 1
         return self
 
+    def report_to(self, say: Callable[[str], None], /) -> None: ...
+
     async def close(self) -> None:
         if self.dawdles is not None:
             self.closing.set()

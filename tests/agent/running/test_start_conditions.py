@@ -93,6 +93,9 @@ class Opened:
     def lane(self) -> SandboxNetwork:
         return self.road.lane
 
+    def report_to(self, say: Callable[[str], None], /) -> None:
+        say("the name 'a.example' was not resolved")
+
     async def close(self) -> None:
         self.road.open_now -= 1
 
@@ -128,6 +131,7 @@ def test_environment_and_network_are_there_for_the_sandbox_and_gone_after_it(
             (job,) = seeing.jobs
             assert (job.network, job.environment and job.environment.name) == (road.lane, "pip:1")
             assert "building pip:1" in at.printed()
+            assert "[gpool: the name 'a.example' was not resolved]" in at.printed()
             told = [e.phase for e in at.said if isinstance(e, CommandReached)]
             assert told == [Phase.BUILD, Phase.START]
             keeper.end(EndReason.CANCELLED)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import pickle
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 import gpool
+from gpool.agent.runtime.bubblewrap.launcher_client import Bind, Launcher, LaunchOrder
 from gpool.agent.runtime.protocol import ENVIRONMENT_AT, CommandJob, PreparedEnvironment
 from tests.tools.runtimes import LIMITS, caller, command, using
 
@@ -126,3 +130,26 @@ def test_the_mount_table_names_only_the_work_directory_of_the_host(
 def test_the_kernels_command_line_is_not_the_hosts(kind: str, tmp_path: Path) -> None:
     ran = using(kind, tmp_path, lambda runtime: command(runtime, "cat", "/proc/cmdline"))
     assert Path("/proc/cmdline").read_bytes() not in (ran.out, b"")
+
+
+async def warnings_for(source: Path, place: Path) -> list[str]:
+    """Folders that a launcher with this read-only bind reports as shared with the host."""
+    launcher = Launcher(place=str(place), binds=(Bind(source, "it"),), seccomp=b"")
+    with capture_logs() as logs:
+        descriptors = [os.open(os.devnull, os.O_RDWR) for _ in range(3)]
+        started = await launcher.start(LaunchOrder("process", ("/bin/true",), descriptors))
+        assert (await started.exited()).code == 0
+        await launcher.close()
+    return [folder for each in logs if each["event"] == "no_overlay" for folder in each["folders"]]
+
+
+def test_a_folder_without_overlay_is_reported(
+    tmp_path: Path, require: Callable[[str], None]
+) -> None:
+    """The control: a folder in memory, which an overlay can show."""
+    require("network namespaces")  # root, who makes namespaces
+    for place in ("a", "b"):
+        (tmp_path / place).mkdir()
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as plain:
+        assert asyncio.run(warnings_for(Path("/proc"), tmp_path / "a")) == [f"{tmp_path}/a/it"]
+        assert asyncio.run(warnings_for(Path(plain), tmp_path / "b")) == []

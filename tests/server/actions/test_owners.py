@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
@@ -134,7 +135,6 @@ async def test_names_that_mean_nothing_are_refused(desk: Desk) -> None:
     ada, eve = await desk.person("ada", *BOTH), await desk.person("eve", *BOTH)
     await desk.post("/v1/teams", {"name": "theirs"}, headers=eve)
     for on, status, words in (
-        ("user:nobody", 404, "no account"),
         ("team:none", 404, "not in a team"),
         ("team:theirs", 404, "not in a team"),
         ("everyone", 400, "write me, team, team:NAME, user:NAME or anyone"),
@@ -142,6 +142,38 @@ async def test_names_that_mean_nothing_are_refused(desk: Desk) -> None:
     ):
         answer = await desk.post("/v1/tasks", {"command": ["true"], "on": on}, headers=ada)
         assert (answer.status_code, words in answer.json()["detail"]) == (status, True), answer.text
+
+
+async def test_a_name_that_nobody_has_is_answered_like_that_of_a_user_without_nodes(
+    desk: Desk,
+) -> None:
+    ada, eve = await desk.person("ada", *BOTH), await desk.person("eve", *BOTH)
+    await desk.person("bob", *BOTH)  # lends nothing
+    hers = await lend(desk, eve, "hers")
+    said = {}
+    for name in ("bob", "nobody"):
+        task = await submitted(desk, ada, on=f"user:{name}")
+        assert await desk.schedule() == 0
+        shown = (await desk.get(f"/v1/tasks/{task}", headers=ada)).text
+        why = (await desk.get(f"/v1/tasks/{task}/explain", headers=ada)).json()
+        assert why["sentence"] == (
+            f"No node of user {name} can run it; with --on anyone it could run on hers."
+        )
+        said[name] = [
+            text.replace(task, "TASK").replace(name, "NAME") for text in (shown, str(why))
+        ]
+        ended = await desk.http.delete(f"/v1/tasks/{task}", headers=ada)
+        assert ended.is_success, ended.text
+    assert differing(*(text for text, _ in said.values())) <= {"batch", "created_at", "queued_at"}
+    assert said["bob"][1] == said["nobody"][1]
+    assert hers.leases() == []
+
+
+def differing(one: str, other: str) -> set[str]:
+    """Names of the members in which two documents differ."""
+    first, second = json.loads(one), json.loads(other)
+    assert first.keys() == second.keys()
+    return {name for name in first if first[name] != second[name]}
 
 
 async def test_the_answer_of_a_submission_says_who_may_run_it(desk: Desk) -> None:

@@ -5,9 +5,11 @@ sends one small frame.
 from __future__ import annotations
 
 import gc
+import select
 import socket
+import ssl
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx2
@@ -31,7 +33,7 @@ HALF_BODY = b"POST /v1/auth/password HTTP/1.1\r\nhost: x\r\ncontent-length: 100\
 
 @contextmanager
 def connected(live: Live) -> Iterator[socket.socket]:
-    host, port = live.url.removeprefix("http://").split(":")
+    host, port = live.url.rpartition("/")[2].split(":")
     with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as raw:
         yield raw
 
@@ -126,6 +128,58 @@ def refused(live: Live) -> bool:
             return raw.recv(12) == b"HTTP/1.1 429"
         except ConnectionResetError:
             return False
+
+
+def rest_of_handshake(raw: socket.socket) -> bytes:
+    """All that the server sends until it ends the connection."""
+    raw.settimeout(PATIENCE_S)
+    return rest_of_reset(raw)
+
+
+def ask_with_tls(live: Live) -> bytes:
+    """First bytes of the answer to one request."""
+    trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+    with connected(live) as raw, trusting.wrap_socket(raw) as channel:
+        channel.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+        return channel.recv(12)
+
+
+HALF_HELLO = bytes([22, 3, 1, 2, 0, 1, 0, 1, 252, 3, 3])  # of a longer TLS record
+
+
+def test_stalled_handshakes_of_a_network_are_replaced_and_an_honest_client_is_served(
+    data: Path,
+) -> None:
+    few = {"connections_per_network": 32, "request_head_s": 3600}
+    with serving(data, tls=True, **few) as live, ExitStack() as stack:
+        stalled = [stack.enter_context(connected(live)) for _ in range(100)]
+        for raw in stalled:
+            with suppress(ConnectionError):  # it was replaced already
+                raw.sendall(HALF_HELLO)
+        assert ask_with_tls(live) == b"HTTP/1.1 200"
+        for raw in stalled[:92]:
+            assert rest_of_handshake(raw) == b""
+        assert is_open(stalled[-1])
+
+
+def test_without_the_limit_stalled_handshakes_stay(data: Path) -> None:
+    """The control."""
+    many = {"connections_per_network": 4096, "request_head_s": 3600}
+    with serving(data, tls=True, **many) as live, ExitStack() as stack:
+        stalled = [stack.enter_context(connected(live)) for _ in range(100)]
+        for raw in stalled:
+            raw.sendall(HALF_HELLO)
+        assert ask_with_tls(live) == b"HTTP/1.1 200"
+        ended, _, _ = select.select(stalled, [], [], OPEN_S)
+        assert ended == []
+
+
+@pytest.mark.parametrize("sent", [b"", HALF_HELLO], ids=repr)
+def test_a_handshake_that_does_not_end_in_time_is_closed(data: Path, sent: bytes) -> None:
+    with serving(data, tls=True, request_head_s=SHORT_S) as live, connected(live) as raw:
+        raw.sendall(sent)
+        assert rest_of_handshake(raw) == b""
 
 
 class _Connection:

@@ -83,6 +83,7 @@ class Resolver:
     streams: socket.socket
     names: Names
     tally: Tally = field(default_factory=Tally)
+    report: Callable[[str], None] | None = None  # called with each name answered as missing
     _running: set[asyncio.Task[None]] = field(default_factory=set)
     _open_streams: int = 0
     _queries: Allowance = field(init=False)
@@ -212,6 +213,8 @@ class Resolver:
         reachable = [address for address in found if self.names.may_reach(address)]
         self.tally.answered += 1
         self.tally.stripped += len(found) - len(reachable)
+        if not reachable and self.report is not None:
+            self.report(question.name)
         code = dns_messages.NO_ERROR if reachable else dns_messages.NO_NAME
         return dns_messages.write_answer(question, code, reachable, ttl_s)
 

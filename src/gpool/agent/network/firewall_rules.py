@@ -6,10 +6,11 @@ one place for forwarded and local destinations. A rootless agent's are filtered 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, collapse_addresses
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 from gpool.agent.network.policy import (
     ANY_PORT,
@@ -31,6 +32,9 @@ KINDS: tuple[Wants, ...] = (Egress(), Only(()))
 BURST_BYTES = (
     128 * 1024
 )  # two of the largest packets, besides the second's worth that the kernel adds
+REFUSALS = "refusals"  # set of refused destinations, for the tasks' logs
+MAX_REFUSALS = 4096  # of all networks; further ones are only counted
+MAX_INNER_REFUSALS = 64
 TAG_LETTERS = 5  # interface names have 15 characters: prefix, tag, kind, four digits
 
 
@@ -82,8 +86,10 @@ table {FAMILY} {naming.table} {{
     set sending {{ type ifname; flags dynamic; size {4 * MAX_LANES}; }}
     set receiving {{ type ifname; flags dynamic; size {4 * MAX_LANES}; }}
     set flows {{ type ifname; flags dynamic; size {4 * MAX_LANES}; }}
+    set {REFUSALS} {{ type ifname . inet_proto . ipv4_addr . inet_service; flags dynamic; size {MAX_REFUSALS}; }}
     {_sets(policy, host)}
     chain refuse {{
+        iifname "{naming.interfaces}e*" ip protocol {{ tcp, udp }} add @{REFUSALS} {{ iifname . ip protocol . ip daddr . th dport }}
         counter name refused drop
     }}
     chain judge {{
@@ -146,8 +152,10 @@ table {FAMILY} {PREFIX} {{
     set sending {{ type ifname; flags dynamic; size 16; }}
     set receiving {{ type ifname; flags dynamic; size 16; }}
     set flows {{ type ifname; flags dynamic; size 16; }}
+    set {REFUSALS} {{ type inet_proto . ipv4_addr . inet_service; flags dynamic; size {MAX_INNER_REFUSALS}; }}
     {_sets(policy, host)}
     chain refuse {{
+        ip protocol {{ tcp, udp }} add @{REFUSALS} {{ ip protocol . ip daddr . th dport }}
         counter name refused drop
     }}
     chain judge {{
@@ -191,6 +199,33 @@ def refresh(table: str, host: HostFacts) -> str:
 
 def revoke(naming: Naming, interface: str, only: Only) -> str:
     return permit(naming, interface, only).replace("add element", "delete element", 1)
+
+
+class RefusedConnection(NamedTuple):
+    protocol: str
+    address: str
+    port: int
+
+
+def refused_connections(
+    objects: Iterable[Mapping[str, Any]], interface: str | None = None
+) -> list[RefusedConnection]:
+    """Elements of the set `REFUSALS` as nft lists it; of the host's set those of one interface."""
+    owner = [] if interface is None else [interface]
+    found = []
+    for each in objects:
+        for element in each.get("set", {}).get("elem", ()):
+            match element.get("elem", {}).get("val", element):  # wrapped by some versions
+                case {"concat": [*named, protocol, address, port]} if named == owner:
+                    found.append(RefusedConnection(str(protocol), str(address), int(port)))
+    return found
+
+
+def forget_refusals(naming: Naming, interface: str, refused: Iterable[RefusedConnection]) -> str:
+    elements = ", ".join(
+        f'"{interface}" . {each.protocol} . {each.address} . {each.port}' for each in refused
+    )
+    return f"delete element {FAMILY} {naming.table} {REFUSALS} {{ {elements} }}\n"
 
 
 def _permitted(targets: Iterable[Target]) -> Iterable[str]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
+from gpool.agent.network import firewall_rules
 from gpool.agent.network.policy import HostFacts
 from gpool.core import gangs
 
@@ -197,6 +198,17 @@ async def listed(*what: str) -> list[dict[str, Any]]:
 def packets(objects: list[dict[str, Any]], name: str) -> int:
     counters = (each["counter"] for each in objects if "counter" in each)
     return sum(counter["packets"] for counter in counters if counter["name"] == name)
+
+
+async def refusals(
+    naming: firewall_rules.Naming, interface: str
+) -> list[firewall_rules.RefusedConnection]:
+    """Read the refused connections of a root agent's network and remove them: its interface's name is used again."""
+    listing = await listed("set", firewall_rules.FAMILY, naming.table, firewall_rules.REFUSALS)
+    found = firewall_rules.refused_connections(listing, interface)
+    if found:
+        await load(firewall_rules.forget_refusals(naming, interface, found))
+    return found
 
 
 ROUTES = Path("/proc/net/route")

@@ -4,10 +4,10 @@ It loads the firewall before any other process knows the namespace, sends descri
 the agent. It runs only nft.
 
 Messages on the socket (one JSON document each, descriptors as ancillary data):
-  in   {"nft": path, "rules": text, "gang": {"name", "address", "netmask", "mtu"} or null}   ·   {"count": table}
+  in   {"nft": path, "rules": text, "gang": {"name", "address", "netmask", "mtu"} or null}   ·   {"list": words}
   out  {"ready": true} with user namespace, network namespace, the resolver's two sockets and, for a gang, the interface
        {"failed": text}
-       {"counters": nft's listing}
+       {"listed": nft's listing}
 """
 
 from __future__ import annotations
@@ -119,12 +119,12 @@ def main() -> int:
     for descriptor in given:
         os.close(descriptor)
     while asked := channel.recv(MESSAGE_BYTES):
-        table = json.loads(asked)["count"]
+        what = json.loads(asked)["list"]
         try:
-            listing = nft(order["nft"], "-j", "list", "counters", "table", "inet", table)
+            listing = nft(order["nft"], "-j", "list", *what)
         except OSError as failure:
             listing = json.dumps({"nftables": [], "failed": str(failure)})
-        channel.send(json.dumps({"counters": json.loads(listing)}).encode())
+        channel.send(json.dumps({"listed": json.loads(listing)}).encode())
     return 0
 
 

@@ -334,7 +334,8 @@ class RootNetworks:
         servers = self._servers if self._servers is not None else configured_servers()
         resolver = resolver_for(inside.names, self._policy, self._facts, wants, servers)
         resolver.start()
-        return OpenSandboxNetwork(SandboxNetwork((inside.namespace,), RESOLVER), resolver, undo)
+        lane = SandboxNetwork((inside.namespace,), RESOLVER)
+        return OpenSandboxNetwork(lane, resolver, undo, lambda: host.refusals(self._naming, name))
 
     def _join(self, inside: Inside, name: str, number: int) -> None:
         gateway = firewall_rules.gateway_address(self._pool)

@@ -19,6 +19,13 @@ from typing import Any
 
 from gpool.agent.network import firewall_rules, host
 from gpool.agent.network.dns_resolver import RESOLVER, Server, configured_servers
+from gpool.agent.network.firewall_rules import (
+    FAMILY,
+    PREFIX,
+    REFUSALS,
+    RefusedConnection,
+    refused_connections,
+)
 from gpool.agent.network.gang.relay_client import RELAY, Relaying, Relays, interface_of
 from gpool.agent.network.policy import Egress, EgressPolicy, Gang, HostFacts, Wants
 from gpool.agent.network.sandbox_network import (
@@ -65,10 +72,18 @@ class HeldNamespace:
     said: int = -1  # its error output
 
     async def refused(self) -> int:
+        counters = await self._listed("counters", "table", FAMILY, PREFIX)
+        return host.packets(counters, "refused")
+
+    async def refused_connections(self) -> list[RefusedConnection]:
+        return refused_connections(await self._listed("set", FAMILY, PREFIX, REFUSALS))
+
+    async def _listed(self, *what: str) -> list[dict[str, Any]]:
         loop = asyncio.get_running_loop()
-        await loop.sock_sendall(self.channel, json.dumps({"count": firewall_rules.PREFIX}).encode())
+        await loop.sock_sendall(self.channel, json.dumps({"list": what}).encode())
         said = json.loads(await loop.sock_recv(self.channel, MESSAGE_BYTES))
-        return host.packets(said["counters"]["nftables"], "refused")
+        found: list[dict[str, Any]] = said["listed"]["nftables"]
+        return found
 
     async def end(self) -> None:
         self.channel.close()
@@ -203,7 +218,13 @@ class RootlessNetworks:
         servers = self._servers if self._servers is not None else configured_servers()
         resolver = resolver_for(sockets, self._policy, self._facts, wants, servers)
         resolver.start()
-        return OpenSandboxNetwork(SandboxNetwork((user, network), RESOLVER), resolver, undo)
+
+        async def refused() -> list[RefusedConnection]:
+            async with self._counting:
+                return await held.refused_connections()
+
+        lane = SandboxNetwork((user, network), RESOLVER)
+        return OpenSandboxNetwork(lane, resolver, undo, refused)
 
     async def _hold(self) -> HeldNamespace:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -151,7 +151,7 @@ class RunnerExecutor:
         self._context.feed(RunnerReached(self._start.runner, phase))
 
     def _log_progress(self, line: str) -> None:
-        log.info("environment", runner=self._start.runner, line=line)
+        log.info("sandbox", runner=self._start.runner, line=line)
 
     def _job(
         self,

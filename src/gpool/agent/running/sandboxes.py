@@ -68,6 +68,10 @@ class OpenNetwork(Protocol):
     @property
     def lane(self) -> SandboxNetwork: ...
 
+    def report_to(self, say: Callable[[str], None], /) -> None:
+        """Send lines about refused lookups, a few at most, until `close` has returned."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -270,6 +274,7 @@ class ExecutorContext:
             if self.networks is not None and (outward or gang is not None):
                 opened = await self.networks.open(Egress() if gang is None else gang)
                 stack.push_async_callback(run_to_completion, opened.close)
+                opened.report_to(said)
                 network = opened.lane
                 if gang is not None:
                     names = rendezvous.hosts(gang.rank, len(gang.peers), HOSTNAME)

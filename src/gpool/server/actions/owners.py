@@ -22,9 +22,10 @@ from gpool.server.store.values import NodeRow
 async def accepted_owners(
     server: Server, who: Caller, on: str | None, *, has_secrets: bool
 ) -> Owners | None:
-    """Owners that a task accepts; None: anyone. `NotFound` for a name that is unknown or not the caller's team.
+    """Owners that a task accepts; None: anyone. `NotFound` for a team that is unknown or not the caller's.
 
-    Without `on`: the pool's `default_on`; with secrets at most the caller's own nodes and those of its teams.
+    A user's name that nobody has is accepted like that of a user who lends nothing: a refusal would tell which accounts
+    exist. Without `on`: the pool's `default_on`; with secrets at most the caller's own nodes and those of its teams.
     """
     if on is None:
         on = server.settings.default_on
@@ -61,11 +62,8 @@ def _resolved(words: Iterable[str], own_teams: set[TeamId]) -> Operation[tuple[s
         else:
             name = word.removeprefix(USER_PREFIX)
             user = yield from users.user_by_name(name)
-            if user is None:
-                raise NotFound(
-                    f"'on' names the user {name[:64]!r}, who has no account here; check the name"
-                )
-            found_users.add(user.id)
+            if user is not None:
+                found_users.add(user.id)
     return found_users, found_teams
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from heapq import heappop, heappush
 from random import Random
 
@@ -151,6 +152,22 @@ def test_a_greedy_user_of_many_teams_gains_nothing() -> None:
     pool.run(Instant(NOW + HOUR))
     pool.run(Instant(pool.now + HOUR))
     assert shares(pool)[1] == pytest.approx(0.5, rel=0.05)
+
+
+@pytest.mark.parametrize(("weight", "victims"), [(1000, 1 / 7), (1000 // 6, 1 / 2)])
+def test_six_accounts_of_one_person_have_six_shares_unless_their_weights_make_one(
+    weight: int, victims: float
+) -> None:
+    """The planner does not know persons; an operator who does sets `gpool admin policy --weight`."""
+    puppets = range(2, 8)
+    pool = Backlog(32, Policy(weights={("user", user): weight for user in puppets}))
+    for user in (1, *puppets):
+        for _ in range(3):
+            shape = replace(a_task(0, user, 1), team=None)
+            pool.submit((1 if user == 1 else 2, 1, 1, 4), shape)
+    pool.run(Instant(NOW + HOUR))
+    pool.run(Instant(pool.now + HOUR))
+    assert shares(pool)[1] == pytest.approx(victims, rel=0.1)
 
 
 def test_who_was_alone_is_not_made_to_pay_for_it() -> None:

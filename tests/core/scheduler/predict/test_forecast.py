@@ -117,6 +117,33 @@ def test_a_plain_queue_is_estimated_within_a_factor_of_two_after_its_tasks_becam
     assert 47 * 8 / 2 < last_start_s() < 47 * 8 * 2
 
 
+def last_start_s(state: State, times: RunTimes, ran_s: int) -> float:
+    """Forecast start of the last of 48 tasks, the first of which runs for so long already."""
+    asked = a_question(state, times.copy(), {1: NOW - ran_s * SECOND})
+    told = waits(courses(asked, FCFS), TaskId(48), 46, NOW)
+    assert told is not None
+    return told[2] / SECOND
+
+
+def test_a_queue_of_a_new_kind_is_estimated_within_a_factor_of_two() -> None:
+    """50 quick tasks of another kind of the same user have ended; the queue's tasks take 8 s each."""
+    state, shape = busy_pool(48)
+    times = known(replace(shape, group="quick"), *(1.0,) * 50)
+    assert last_start_s(state, times, 0) < 46 * 8 / 2  # control: nothing is known of the kind
+    for ran_s in (3, 5, 7):
+        assert 46 * 8 / 2 < last_start_s(state, times, ran_s) < 47 * 8 * 2
+    for _ in range(4):
+        times.observe(shape, Span(8 * SECOND))
+        assert 46 * 8 / 2 < last_start_s(state, times, 1) < 47 * 8 * 2
+
+
+def test_a_task_that_ended_at_once_does_not_hide_the_age_of_those_that_run() -> None:
+    state, shape = busy_pool(48)
+    times = known(replace(shape, group="quick"), *(1.0,) * 50)
+    times.observe(shape, Span(SECOND // 10))
+    assert 46 * 8 / 2 < last_start_s(state, times, 5) < 47 * 8 * 2
+
+
 def test_a_course_never_goes_past_its_bounds_and_the_rest_is_extrapolated() -> None:
     state, shape = busy_pool(200)
     found = courses(a_question(state, known(shape)), FCFS, bounds=Bounds(passes=20))

@@ -15,8 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import structlog
+
 from gpool.agent.runtime.descriptors import memory_file, writable
 from gpool.agent.runtime.protocol import SandboxFailed
+
+log = structlog.get_logger(__name__)
 
 SCRIPT = Path(__file__).with_name("launcher.py")
 ENCLOSE_PAST_BYTES = 64 * 1024
@@ -132,8 +136,6 @@ class Launcher:
         self._ready: asyncio.Future[None] | None = None
         self._sending = asyncio.Lock()
         self._last = 0
-        self.shared: tuple[str, ...] = ()
-        """Read-only folders that sandboxes get as bind mounts, because no overlay of them can be mounted."""
 
     async def start(self, order: LaunchOrder) -> LaunchedProcess:
         try:
@@ -245,7 +247,7 @@ class Launcher:
                         )
                 elif self._ready is not None and not self._ready.done():
                     if message["ready"]:
-                        self.shared = tuple(message["shared"])
+                        _report_shared(message["shared"])
                         self._ready.set_result(None)
                     else:
                         self._ready.set_exception(SandboxFailed(message["detail"]))
@@ -264,3 +266,10 @@ class Launcher:
             if not exit.done():
                 exit.set_result(ProcessExit(137, ran=True, killed=not lost, lost=lost))
         self._running.clear()
+
+
+def _report_shared(folders: Sequence[str]) -> None:
+    """Warn of read-only folders that sandboxes get as bind mounts, because no overlay of them can be mounted."""
+    if folders:
+        effect = "locks and file watches of tasks reach the host's files in these folders"
+        log.warning("no_overlay", folders=list(folders), effect=effect)

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import islice
 from math import ceil, exp, log
 
 from gpool.core.ids import NodeId, TaskId
@@ -24,7 +25,7 @@ from gpool.core.scheduler.order.builtin import ORDERS
 from gpool.core.scheduler.order.orders import Order, Policy
 from gpool.core.scheduler.passes.plan import plan
 from gpool.core.scheduler.place.index import PlacementIndex
-from gpool.core.scheduler.predict.run_times import RunTimes
+from gpool.core.scheduler.predict.run_times import Kind, RunTimes, own_kind
 from gpool.core.scheduler.state.events import (
     Placement,
     QueuedTask,
@@ -178,8 +179,8 @@ class _Run:
         self.ends: list[tuple[int, TaskId]] = []
         self.lines: dict[tuple[NodeId, int], deque[tuple[TaskId, Shape]]] = {}
         self.line_of: dict[TaskId, tuple[NodeId, int]] = {}
+        self.oldest: dict[Kind, Span] = {}  # age of the oldest running task of a kind
         self.starts: dict[TaskId, Instant] = {}
-        self.new: set[TaskId] = set()
         self.coming = deque(self._arrivals())
 
     def run(self, bounds: Bounds) -> SimulatedSchedule:
@@ -211,7 +212,9 @@ class _Run:
             for _, task in tasks:
                 self.line_of[task] = key
             at, task = tasks[0]
-            left = self._left(task, held.shape, Span(max(0, now - at)))
+            kind, age = own_kind(held.shape), Span(max(0, now - at))
+            self.oldest[kind] = max(age, self.oldest.get(kind, age))
+            left = self._left(task, held.shape, age)
             self._end(task, now + left)
 
     def _plan(self, now: Instant) -> None:
@@ -288,14 +291,12 @@ class _Run:
         if ended:
             self.state.fold(TasksReleased(tuple(ended)))
         while self.coming and self.coming[0][0] <= until:
-            at, shape = self.coming.popleft()
+            at, task, shape = self.coming.popleft()
             total, happened = total + at, happened + 1
-            task = TaskId(_NEW_IDS + len(self.new))
-            self.new.add(task)
             self.state.fold(TasksQueued(shape, (QueuedTask(task, 0, Instant(at)),)))
         return Instant(max(before, total // happened)) if happened else until
 
-    def _arrivals(self) -> list[tuple[int, Shape]]:
+    def _arrivals(self) -> list[tuple[int, TaskId, Shape]]:
         """The same tasks and intervals, with another offset in each schedule."""
         lately = self.asked.arrivals
         if len(lately) < 2:
@@ -305,14 +306,15 @@ class _Run:
         shift = round(self.offset * span)
         once = sorted(((at - first + shift) % span, place) for place, (at, _) in enumerate(lately))
         laps = max(1, _MAX_ARRIVALS // len(lately))
+        again = ((lap, after, place) for lap in range(laps) for after, place in once)
         return [
-            (now + lap * span + after, lately[place][1])
-            for lap in range(laps)
-            for after, place in once
-        ][:_MAX_ARRIVALS]
+            (now + lap * span + after, TaskId(_NEW_IDS + number), lately[place][1])
+            for number, (lap, after, place) in enumerate(islice(again, _MAX_ARRIVALS))
+        ]
 
     def _left(self, task: TaskId, shape: Shape, age: Span) -> Span:
-        return self.asked.times.left(shape, age, (_fraction(task) + self.offset) % 1.0)
+        oldest = self.oldest.get(own_kind(shape), 0)
+        return self.asked.times.left(shape, age, (_fraction(task) + self.offset) % 1.0, oldest)
 
 
 def _fraction(number: int) -> float:

@@ -14,6 +14,7 @@ import shlex
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from gpool.core.model import Allocation, Node, Requirements, Shape, Span
 
@@ -226,7 +227,8 @@ def _plain_word(word: str) -> str:
 
 MAX_KINDS = 10_000
 _WINDOWS = (50, 200, 500, 2000)  # durations kept, narrowest kind first
-_ENOUGH = 8  # longer durations needed to use a kind
+_OWN = 3  # longer durations needed to use the narrowest kind alone
+_ENOUGH = 8  # and to use a wider kind
 _RECENT = 10  # newest durations that replace a kind's window if they differ from it
 _CHANGED = 2.0  # times the window's median, either way: the commands of a kind may do something new
 _MOST_TIMES = 20.0  # times its age, for a task older than all known ones
@@ -266,6 +268,25 @@ class _Window:
         return self.ascending.copy()
 
 
+class _Longer(NamedTuple):
+    """Durations of a kind that exceed an age."""
+
+    ascending: Sequence[int]
+    first: int
+
+    @property
+    def size(self) -> int:
+        return len(self.ascending) - self.first
+
+    @property
+    def longest(self) -> int:
+        """Of all durations of the kind; 0 without any."""
+        return self.ascending[-1] if self.ascending else 0
+
+    def at(self, fraction: float) -> int:
+        return self.ascending[self.first + min(int(fraction * self.size), self.size - 1)]
+
+
 class RunTimes:
     def __init__(self) -> None:
         self._kinds: dict[Kind, _Window] = {}
@@ -282,22 +303,38 @@ class RunTimes:
     def is_empty(self) -> bool:
         return not self._kinds
 
-    def left(self, shape: Shape, age: Span, fraction: float) -> Span:
-        """`fraction`: quantile of the remaining run time (0 <= fraction < 1)."""
-        last: list[int] = []
-        for kind in _kinds(shape):
-            window = self._kinds.get(kind)
-            if window is None:
-                continue
-            first = bisect_right(window.ascending, age)
-            there = len(window.ascending) - first
-            if there >= _ENOUGH:
-                return Span(window.ascending[first + int(fraction * there)] - age)
-            if there:
-                last = window.ascending[first:]
-        if last:
-            return Span(last[int(fraction * len(last))] - age)
-        return Span(round(max(age, 1) * min(_MOST_TIMES, fraction / (1 - fraction))) + 1)
+    def left(self, shape: Shape, age: Span, fraction: float, oldest_running: int = 0) -> Span:
+        """Sample the remaining run time of a task of this age; `fraction` (0 <= fraction < 1) chooses the quantile.
+
+        Each ended task of a kind with fewer than `_OWN` of them has twice the weight of all wider kinds together.
+        `oldest_running`: age of the kind's oldest running task. Beyond all of its ended ones, it shows that the kind takes
+        longer than others: a task that has not started is then expected to take twice that age at least.
+        """
+        narrowest, *kinds = _kinds(shape)
+        own = self._longer(narrowest, age)
+        if own.size >= _OWN:
+            return Span(own.at(fraction) - age)
+        least = 2 * oldest_running if not age and oldest_running > own.longest else 0
+        wider = [self._longer(kind, age) for kind in kinds]
+        others = next((each for each in wider if each.size >= _ENOUGH), None)
+        others = others or next((each for each in wider if each.size), None)
+        weight = 2 * own.size
+        position = fraction * (weight + 1)
+        if own.size and others is None:
+            sampled = own.at(fraction) - age
+        elif position < weight:
+            sampled = own.at(position / weight) - age
+        elif others is not None:
+            sampled = others.at(position - weight) - age
+        else:
+            sampled = round(max(age, 1) * min(_MOST_TIMES, fraction / (1 - fraction))) + 1
+        return Span(max(sampled, least))
+
+    def _longer(self, kind: Kind, age: Span) -> _Longer:
+        window = self._kinds.get(kind)
+        if window is None:
+            return _Longer((), 0)
+        return _Longer(window.ascending, bisect_right(window.ascending, age))
 
     def copy(self) -> RunTimes:
         twin = RunTimes()
@@ -309,10 +346,14 @@ class RunTimes:
         return twin
 
 
+def own_kind(shape: Shape) -> Kind:
+    return shape.user, shape.group, shape.environment, shape.requirements
+
+
 def _kinds(shape: Shape) -> tuple[Kind, ...]:
     asked = shape.requirements.gpu
     return (
-        (shape.user, shape.group, shape.environment, shape.requirements),
+        own_kind(shape),
         (shape.user, asked),
         (asked,),
         (),
