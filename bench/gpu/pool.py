@@ -21,6 +21,14 @@ HERE = Path(__file__).resolve().parent
 BEGAN = time.perf_counter()
 
 
+def leave(*_: object) -> None:
+    """End by an exception: a time limit then stops the pool, too."""
+    raise SystemExit(143)
+
+
+signal.signal(signal.SIGTERM, leave)
+
+
 def say(**facts: object) -> None:
     text = json.dumps({"t": round(time.perf_counter() - BEGAN, 2), **facts}, default=str)
     print(text, flush=True)

@@ -43,6 +43,8 @@ def slices(made: Pool, mode: str) -> None:
     refused = over.told("refused") == 8 * GIB
     ended = any("GPU memory slice" in line for line in over.err)
     VERDICTS[f"{mode}: beyond its slice refused"] = refused or ended
+    # a neighbour that did not run at all was not disturbed in its sums: the two are told apart
+    VERDICTS[f"{mode}: neighbour ran"] = neighbour.rc == 0 or neighbour.told("wrong") is not None
     VERDICTS[f"{mode}: neighbour untouched"] = neighbour.rc == 0 and bool(neighbour.told("right"))
 
 

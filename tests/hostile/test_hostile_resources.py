@@ -187,8 +187,17 @@ def test_nothing_else_can_be_written(path: str, tmp_path: Path) -> None:
 
 
 def test_a_file_ends_at_the_disk_limit(tmp_path: Path) -> None:
-    said = ran(tmp_path, "bubblewrap", "python", "-c", FILL, "full").out
-    assert said == b"EFBIG 8\n"
+    wide = replace(SMALL, disk_bytes=64 << 20)  # more than half of the memory
+    said = ran(tmp_path, "bubblewrap", "python", "-c", FILL, "full", limits=wide).out
+    assert said == b"EFBIG 64\n"
+
+
+def test_a_file_between_the_disk_limit_and_half_the_memory_ends_the_task(tmp_path: Path) -> None:
+    """One limit of file sizes serves the disk and `/dev/shm`: the watchdog enforces the smaller one."""
+    code = f"{FILL}\nimport time\ntime.sleep(600)"
+    found = ran(tmp_path, "bubblewrap", "python", "-c", code, "full")
+    assert found.ended.reason is EndReason.BAD_OUTPUT
+    assert "disk limit" in found.ended.detail
 
 
 SPREAD = """

@@ -37,7 +37,6 @@ def test_both_ends_speak_the_same_words() -> None:
         assert getattr(serve, name) == getattr(runner_calls, name)
     for name in ("WARM", "ENDED"):
         assert getattr(forking, name) == getattr(runner_calls, name)
-    assert serve.LEAVING == forking.LEAVING
     assert serve.HEAD.format == forking.HEAD.format
     assert serve.CALL_HEAD.format == forking.CALL_HEAD.format
     assert forking.ENDED_BODY.format == runner_calls.ENDED_BODY.format

@@ -37,7 +37,9 @@ CUT = (Slice(0, 16 * GIB, 142, "1g.18gb", 6), Slice(0, 16 * GIB, 142, "1g.18gb",
 class House:
     """Seats over a fake card; the scrubber's runs are counted."""
 
-    def __init__(self, folder: Path, sharing: Sharing, run: FakeRun = CLEAN) -> None:
+    def __init__(
+        self, folder: Path, sharing: Sharing, run: FakeRun = CLEAN, free_within_s: float = 60
+    ) -> None:
         self.nvml = FakeNvml(h200())
         self.nvml.open()
         self.uuid = self.nvml.uuids()[0]
@@ -65,6 +67,7 @@ class House:
             mps=modes.MpsPrograms(str(program), "", self.launcher, folder / "pipes"),
             nodes_of=lambda *numbers: tuple(f"/dev/cap{number}" for number in numbers),
             linger_s=3600,
+            free_within_s=free_within_s,
         )
         profiles = profiles_of(H200_PROFILES)
         self.seats.use_gpus(
@@ -83,9 +86,11 @@ def walkable() -> Iterator[Path]:
 Play = Callable[[House], Awaitable[None]]
 
 
-def play(folder: Path, sharing: Sharing, what: Play, run: FakeRun = CLEAN) -> House:
+def play(
+    folder: Path, sharing: Sharing, what: Play, run: FakeRun = CLEAN, free_within_s: float = 60
+) -> House:
     async def all_of_it() -> House:
-        house = House(folder, sharing, run)
+        house = House(folder, sharing, run, free_within_s)
         before = modes.record(house.nvml, house.uuid)
         await house.seats.start()
         try:
@@ -270,6 +275,36 @@ def test_one_users_tasks_share_one_mps_daemon_with_limits_outside_their_reach(
 
     house = play(tmp_path, Sharing.MPS, two_tasks)
     assert list((house.folder / "pipes").iterdir()) == []
+
+
+def test_mps_begins_once_the_card_is_free_of_another_agents_scrubber(tmp_path: Path) -> None:
+    async def leaving(house: House) -> None:
+        card = house.nvml.cards[house.uuid]
+        card.processes = (GpuProcess(4711), GpuProcess(12, computes=False))
+        coming = asyncio.create_task(house.seats.seat(1, [PART]).__aenter__())
+        seen = house.nvml.calls
+        while house.nvml.calls < seen + 12:  # noqa: ASYNC110 - it looks again and again
+            await asyncio.sleep(0.01)
+        assert house.nvml.compute_mode(house.uuid) == "default"
+        card.processes = (GpuProcess(12, computes=False),)  # a desktop is no obstacle
+        assert await coming is not None
+        assert house.nvml.compute_mode(house.uuid) == "exclusive_process"
+
+    play(tmp_path, Sharing.MPS, leaving)
+
+
+def test_mps_on_a_card_that_another_program_keeps_is_refused_and_the_task_not_blamed(
+    tmp_path: Path,
+) -> None:
+    async def kept(house: House) -> None:
+        house.nvml.cards[house.uuid].processes = (GpuProcess(4711),)
+        with pytest.raises(PartFailed, match="process 4711 of another program"):
+            async with house.seats.seat(1, [PART]):
+                pytest.fail("the card is in use")
+        assert house.seats.unclean == {}
+        assert house.nvml.compute_mode(house.uuid) == "default"
+
+    play(tmp_path, Sharing.MPS, kept, free_within_s=0.2)
 
 
 def test_a_tenancy_that_began_for_nobody_ends_by_itself(tmp_path: Path) -> None:

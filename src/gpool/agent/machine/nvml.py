@@ -69,6 +69,7 @@ class GpuProcess:
     pid: int
     memory_bytes: int | None = None
     instance: int | None = None  # MIG instance
+    computes: bool = True  # False: graphics only
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,8 +212,10 @@ class RealNvml:
                 for one in if_supported(ask, h) or ():
                     instance = getattr(one, "gpuInstanceId", None)
                     part = instance if instance is not None and instance < 0xFFFFFFFF else None
-                    used = one.usedGpuMemory
-                    found[one.pid] = GpuProcess(one.pid, None if used is None else int(used), part)
+                    used = None if one.usedGpuMemory is None else int(one.usedGpuMemory)
+                    computes = ask is not pynvml.nvmlDeviceGetGraphicsRunningProcesses
+                    computes = computes or one.pid in found  # listed as both
+                    found[one.pid] = GpuProcess(one.pid, used, part, computes)
             return tuple(found.values())
 
     # ---- changes of a card

@@ -6,6 +6,7 @@ Loaded by `serve.py`, which it must not import. Runs no user code and opens no G
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -26,12 +27,14 @@ HEAD = struct.Struct("<IB")
 CALL_HEAD = struct.Struct("<Q32s")
 ENDED_BODY = struct.Struct("<QBQ")
 READ_BYTES = 1 << 20
-LEAVING = b"l"
+DONE, LEAVING, ROOM = b"d", b"l", b"r"  # sent by a child to its parent after each answer
 
 AHEAD_BYTES = 32 * 1024  # of calls queued in a child's pipe; less than its capacity
 MOST_CHILDREN = 4
 GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+CUDA = "libcuda.so.1"
+CUDA_NOT_INITIALIZED, COMPUTE_MODE, ANY_PROCESS = 3, 20, 0
 
 
 def warm(runner: Any, names: bytes, buffer: bytes) -> bool:
@@ -68,6 +71,37 @@ def holds_gpu() -> bool:
     return False
 
 
+def leaves_room() -> bool:
+    """True if the next process may start before this one has released the GPU, which takes 0.1 s and more: this one has not
+    opened it, or seven eighths of the only GPU's memory are free and the GPU admits several processes.
+    """
+    if not os.environ.get(VISIBLE[0]) or os.environ.get(VISIBLE[1]):
+        return False
+    try:
+        cuda = ctypes.CDLL(CUDA, mode=os.RTLD_NOLOAD)
+    except OSError:
+        return True  # never loaded
+    count, device, mode = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    code = cuda.cuDeviceGetCount(ctypes.byref(count))
+    if code == CUDA_NOT_INITIALIZED:
+        return True
+    if code or count.value != 1 or cuda.cuCtxGetDevice(ctypes.byref(device)):
+        return False
+    if cuda.cuDeviceGetAttribute(ctypes.byref(mode), COMPUTE_MODE, device):
+        return False
+    if cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)):
+        return False
+    return mode.value == ANY_PROCESS and 8 * free.value >= 7 * total.value
+
+
+def after_answer(clean: bool) -> bytes:
+    """Return the report of a child: `LEAVING` if the call left threads, `ROOM` if its successor need not wait for its end."""
+    if not clean:
+        return LEAVING
+    return ROOM if leaves_room() else DONE
+
+
 class FunctionProcess:
     def __init__(self, pid: int, calls: int, files: socket.socket, reports: int) -> None:
         self.pid = pid
@@ -77,6 +111,7 @@ class FunctionProcess:
         self.given: deque[tuple[int, bytes, int]] = deque()  # sent and not answered
         self.began = 0  # start of the oldest
         self.is_closed = False  # its report pipe has ended
+        self.leaves_room = False  # for the next one, before it has ended
 
     def close(self) -> None:
         os.close(self.calls)
@@ -222,6 +257,7 @@ class ForkServer:
                     os.close(descriptor)
                 child.began = time.perf_counter_ns()
             leaves = leaves or word == LEAVING[0]
+            child.leaves_room = word == ROOM[0]
         if leaves:
             self.forget(child)
         elif not child.given:
@@ -240,7 +276,8 @@ class ForkServer:
         self.forget(child)
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(child.pid, signal.SIGKILL)
-            os.waitpid(child.pid, 0)
+            if not child.leaves_room:  # else `reap` waits for it, while the next one starts
+                os.waitpid(child.pid, 0)
 
     def reap(self) -> None:
         with contextlib.suppress(ChildProcessError):

@@ -54,7 +54,6 @@ RESULTS_AS_DATA = b"\ngpool:results=data\n"  # after the pickle's end; as in cli
 SHORT_TEXT, INT64 = 250, 1 << 63
 INT, FLOAT = struct.Struct("<2sq"), struct.Struct("<2sd")  # frequent values; others: encoding.py
 TEXT = struct.Struct("<2sI")
-DONE, LEAVING = b"d", b"l"  # sent by a child to its parent after each answer
 MOST_FIRST_PID = 16  # the first processes of a namespace have such numbers
 
 
@@ -164,7 +163,7 @@ class FunctionRunner:
         else:
             self.write(ANSWER, head + encoded + value)
         if self.parent >= 0:
-            os.write(self.parent, DONE if clean else LEAVING)
+            os.write(self.parent, beside("forking").after_answer(clean))
             if not clean:
                 os._exit(0)
         return clean

@@ -50,10 +50,10 @@ S = TypeVar("S", CommandSandbox, RunnerSandbox, WarmRunner)
 KILLED = 137
 HOSTNAME = "sandbox"
 """Hostname of every sandbox; in a gang it resolves to the member's address."""
-OPEN_FILES_OF_GANGS = 8192
-"""A member may have several connections to each other member."""
 PROCESSES_A_CPU = 128
-"""For a gang member, threads included: Ray starts a worker of about twenty threads for each processor."""
+"""Threads included: PyTorch starts a thread for each processor in each process, Ray a worker of about twenty threads for each
+processor.
+"""
 
 log = structlog.get_logger(__name__)
 
@@ -316,9 +316,8 @@ def warm_key_of(runtime: Runtime, spec: TaskSpec, allocation: Allocation) -> War
 
 def limits_of(spec: TaskSpec, allocation: Allocation) -> SandboxLimits:
     limits = SandboxLimits(allocation.cpu_milli, allocation.memory_bytes)
-    if spec.requirements.nodes > 1:
-        processes = max(limits.processes, allocation.cpu_milli * PROCESSES_A_CPU // 1000)
-        limits = replace(limits, open_files=OPEN_FILES_OF_GANGS, processes=processes)
+    processes = max(limits.processes, allocation.cpu_milli * PROCESSES_A_CPU // 1000)
+    limits = replace(limits, processes=processes)
     disk = spec.requirements.disk_bytes
     return limits if disk is None else replace(limits, disk_bytes=disk)
 

@@ -1,9 +1,11 @@
-"""Control groups, version 1, 2 or hybrid, where the host permits them; else rlimits apply."""
+"""Limits of sandboxes: control groups, version 1, 2 or hybrid, where the host permits them, and resource limits."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import resource
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -203,6 +205,42 @@ def _second(limits: SandboxLimits, disk: str) -> dict[str, dict[str, str]]:
 
 def _quota(limits: SandboxLimits) -> int:
     return max(LEAST_CPU_US, limits.cpu_milli * CPU_PERIOD_US // 1000)
+
+
+# ---- resource limits
+
+
+def rlimits(limits: SandboxLimits) -> list[tuple[int, int]]:
+    """Return (kind, limit) for the processes of every sandbox; none is higher than this agent may set.
+
+    Locked memory is bounded by the memory of the sandbox. Core files are off; the stack is that of the host.
+    """
+    wanted = (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NOFILE, limits.open_files),
+        (resource.RLIMIT_FSIZE, limits.file_bytes),
+        (resource.RLIMIT_MEMLOCK, limits.memory_bytes),
+    )
+    return [(kind, _attainable(kind, limit)) for kind, limit in wanted]
+
+
+def _attainable(kind: int, wanted: int) -> int:
+    hard = resource.getrlimit(kind)[1]
+    if hard == resource.RLIM_INFINITY or wanted <= hard or _may_raise(kind):
+        return wanted
+    return hard
+
+
+@functools.cache
+def _may_raise(kind: int) -> bool:
+    """Try it: root lacks the right in many containers."""
+    soft, hard = resource.getrlimit(kind)
+    try:
+        resource.setrlimit(kind, (soft, hard + 1))
+        resource.setrlimit(kind, (soft, hard))
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def disk_of(directory: Path, sys: Path = Path("/sys/dev/block")) -> str:

@@ -3,7 +3,7 @@
 Ten times a second it reads the file system's free space. A sandbox's directory is counted only when the disk has filled
 by half of its remaining bytes, and once a minute, because deletions by others hide its writes; counting takes at most a
 tenth of the time. So a task can exceed its limit by the bytes it writes in 0.1 s and during the count; a single file
-ends exactly at the limit (RLIMIT_FSIZE). Every entry counts at least one block: a million empty files are 4 GB. `/tmp`
+ends exactly at the limit (RLIMIT_FSIZE), unless half of the memory is more than that. Every entry counts at least one block: a million empty files are 4 GB. `/tmp`
 and `/dev/shm` are tmpfs of a fixed size, counted as memory: exact. Unlinked files count while a process holds them open,
 except those held by a message in a socket, or mapped while the agent is not root.
 """

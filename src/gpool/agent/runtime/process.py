@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import gpool
+from gpool.agent.runtime import cgroups
 from gpool.agent.runtime.bubblewrap.launcher_client import (
     LAUNCHER_DIED,
     LaunchedProcess,
@@ -155,12 +156,7 @@ def _source() -> str:
 
 
 def _rlimits(limits: SandboxLimits) -> list[tuple[int, int]]:
-    return [
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NOFILE, limits.open_files),
-        (resource.RLIMIT_FSIZE, limits.disk_bytes),
-        (resource.RLIMIT_DATA, limits.memory_bytes),
-    ]
+    return [*cgroups.rlimits(limits), (resource.RLIMIT_DATA, limits.memory_bytes)]
 
 
 def _judge(exit: ProcessExit, head: bytes) -> SandboxExit:  # noqa: ARG001 - the signature of all judges

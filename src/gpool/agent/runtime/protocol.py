@@ -16,6 +16,8 @@ from typing import Protocol
 
 from gpool.core.model import EndReason, Fault, Gpu, Network, OutputFile, Slice, Tier
 
+LEAST_TMPFS_BYTES = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
@@ -23,8 +25,20 @@ class SandboxLimits:
     memory_bytes: int
     processes: int = 512
     disk_bytes: int = 10 * 1024**3
-    open_files: int = 1024
+    open_files: int = 65_536
     io_bytes_per_s: int | None = None  # disk reads, and disk writes; None: unlimited
+
+    @property
+    def tmpfs_bytes(self) -> int:
+        """Size of `/tmp`, and of `/dev/shm`: half of the memory, in which their files count."""
+        return max(LEAST_TMPFS_BYTES, self.memory_bytes // 2)
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the largest single file. One limit serves all file systems: files in `/dev/shm` (an object store, a shared
+        tensor) may be larger than the disk.
+        """
+        return max(self.disk_bytes, self.tmpfs_bytes)
 
 
 @dataclass(frozen=True, slots=True)

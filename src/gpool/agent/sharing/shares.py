@@ -30,6 +30,7 @@ LINGER_S = 3.0
 ONE_PROCESS = "exclusive_process"
 IN_USE = "in use"
 TRIES, AGAIN_S = 30, 0.1
+FREE_WITHIN_S = 10.0  # longer than a scrub takes
 AGAIN_AFTER_S = 30.0
 
 T = TypeVar("T")
@@ -63,6 +64,7 @@ class GpuShares:
         shared_uid: Callable[[int], int | None] = lambda _: None,
         nodes_of: modes.NodesOf = capability_nodes,
         linger_s: float = LINGER_S,
+        free_within_s: float = FREE_WITHIN_S,
     ) -> None:
         self._nvml = nvml
         self._sandboxes = sandboxes
@@ -71,6 +73,7 @@ class GpuShares:
         self._shared_uid = shared_uid
         self._nodes_of = nodes_of
         self._linger_s = linger_s
+        self._free_within_s = free_within_s
         self._gpus: dict[int, Gpu] = {}
         self._houses: dict[Tenancy, _ActiveTenancy] = {}
         self._before: dict[str, modes.CardSettings] = {}
@@ -223,8 +226,11 @@ class GpuShares:
         if self._mps is None:
             raise SandboxFailed("this node has no MPS")
         gpu = house.tenancy.gpu
+        blocking = await blocking_process(self._nvml, gpu, self._free_within_s)
         with contextlib.suppress(NotPermitted):  # the watchdog still catches evaders of MPS
             await asyncio.to_thread(self._nvml.set_compute_mode, gpu, ONE_PROCESS)
+            if blocking:
+                raise SandboxFailed(f"process {blocking} of another program uses the GPU")
         index = next((one.index for one in self._gpus.values() if one.uuid == gpu), 0)
         house.daemon = MpsDaemon(self._mps, gpu, self._shared_uid(index))
         await house.daemon.start()
@@ -351,6 +357,20 @@ async def undisturbed(work: Coroutine[object, object, T]) -> T:
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise
+
+
+async def blocking_process(nvml: Nvml, gpu: str, within_s: float) -> int:
+    """Wait for processes that compute on the card, such as the scrubber of an agent that is being stopped: beside one, the
+    server of MPS cannot open a card in exclusive mode, and the task would fail. Return the pid of one that stays, or 0.
+    """
+    pid = 0
+    for _ in range(max(1, round(within_s / AGAIN_S))):
+        there = await asyncio.to_thread(nvml.processes, gpu)
+        pid = next((one.pid for one in there if one.computes), 0)
+        if not pid:
+            break
+        await asyncio.sleep(AGAIN_S)
+    return pid
 
 
 async def patiently(call: Callable[[], T]) -> T:

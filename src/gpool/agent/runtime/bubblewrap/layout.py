@@ -259,9 +259,6 @@ def _write_venv(
     _open_to_all(venv)
 
 
-LEAST_TMPFS_BYTES = 1 << 20
-
-
 def joined(words: Sequence[str]) -> bytes:
     return b"".join(word.encode() + b"\0" for word in words)
 
@@ -365,7 +362,7 @@ class BwrapArguments:
         self, place: WorkDirectory, job: CommandJob | RunnerJob, mounts: Sequence[tuple[Bind, str]]
     ) -> list[str]:
         reach = f"{self._sources['sandboxes']}/{place.root.name}"
-        half = str(max(LEAST_TMPFS_BYTES, job.limits.memory_bytes // 2))
+        half = str(job.limits.tmpfs_bytes)
         words = ["--size", half, "--perms", "1777", "--tmpfs", "/tmp"]
         words += ["--size", half, "--perms", "1777", "--tmpfs", "/dev/shm"]
         words += ["--bind", reach + "/work", "/work"]

@@ -316,11 +316,7 @@ class BubblewrapRuntime(PlainRuntime):
         return list(dict([*plain, ("PWD", "/work"), cuda, *job.env, *share]).items())
 
     def _rlimits(self, limits: SandboxLimits) -> list[tuple[int, int]]:
-        chosen = [
-            (resource.RLIMIT_CORE, 0),
-            (resource.RLIMIT_NOFILE, limits.open_files),
-            (resource.RLIMIT_FSIZE, limits.disk_bytes),
-        ]
+        chosen = cgroups.rlimits(limits)
         controllers = self.groups.hierarchy.controllers
         if "memory" not in controllers:
             chosen.append((resource.RLIMIT_DATA, limits.memory_bytes))

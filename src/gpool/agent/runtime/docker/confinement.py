@@ -7,12 +7,14 @@ import json
 import os
 import platform
 import re
+import resource
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gpool.agent.runtime import cgroups
 from gpool.agent.runtime.bubblewrap import seccomp
 from gpool.agent.runtime.devices import device_nodes
 from gpool.agent.runtime.protocol import GpuShare, SandboxLimits, SandboxNetwork
@@ -126,7 +128,12 @@ MASKED = (
 MASKED_WITHOUT_GPU = ("/sys/bus", "/sys/class", "/sys/dev", "/sys/devices/virtual", "/proc/driver")
 READ_ONLY = ("/proc/fs", "/proc/irq", "/proc/sys")
 SANDBOX_NAME = "sandbox"
-LEAST_TMPFS_BYTES = 1 << 20
+ULIMITS = {
+    resource.RLIMIT_CORE: "core",
+    resource.RLIMIT_NOFILE: "nofile",
+    resource.RLIMIT_FSIZE: "fsize",
+    resource.RLIMIT_MEMLOCK: "memlock",
+}
 WORK_AT, VALUES_AT = "/work", "/values"
 COUNTERS = "/proc/stat"
 JOINS = "container:"  # the network, host name and name servers of another container
@@ -264,7 +271,7 @@ def request(spec: ContainerSpec, seccomp_profile: str, *, podman: bool = False) 
     options = ["no-new-privileges", f"seccomp={seccomp_profile}"]
     if podman:
         options.append("mask=" + ":".join(masked))
-    half = max(LEAST_TMPFS_BYTES, spec.limits.memory_bytes // 2)
+    half = spec.limits.tmpfs_bytes
     small = f"rw,nosuid,nodev,size={half},mode=1777"
     written = {inside for _, inside, _ in spec.binds}
     tmpfs = {path: small for path in spec.volumes if path not in written and path != "/"}
@@ -309,9 +316,7 @@ def request(spec: ContainerSpec, seccomp_profile: str, *, podman: bool = False) 
         "Ulimits": [
             {"Name": name, "Soft": most, "Hard": most}
             for name, most in (
-                ("core", 0),
-                ("nofile", spec.limits.open_files),
-                ("fsize", spec.limits.disk_bytes),
+                *((ULIMITS[kind], most) for kind, most in cgroups.rlimits(spec.limits)),
                 *((("nproc", spec.user_processes),) if spec.user_processes else ()),
             )
         ],

@@ -538,6 +538,8 @@ def become(job: dict[str, Any], given: list[int], group: int) -> NoReturn:
     open_files = job["limits"]["open_files"]
     resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, open_files))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    unlimited = resource.RLIM_INFINITY  # the guest's memory is the limit
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (unlimited, unlimited))
     if group < 0:
         processes = job["limits"]["processes"]
         resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
