@@ -27,6 +27,7 @@ from gpool.core.errors import Forbidden, Invalid, NotFound, NotSignedIn
 if TYPE_CHECKING:
     from gpool.client.client import Client
 
+_UNTESTED = "serves its owner and the owner's teams only: gpool was never run on its kind"
 _GPU_NAME = re.compile(r"(?:(?P<node>[^/]+)/)?gpu(?P<index>\d{1,4})")
 
 
@@ -77,6 +78,8 @@ def gpus(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> Non
             click.echo(plain(f"{one['id']} takes no tasks: {why}."), err=True)
         elif one.get("ails"):
             click.echo(plain(f"{one['id']} is {one['health']}: {one['ails']}."), err=True)
+        if one.get("untested"):
+            click.echo(plain(f"{one['id']} {_UNTESTED}."), err=True)
 
 
 def _proof(gpu: dict[str, Any]) -> str:
@@ -154,7 +157,9 @@ def node_ls(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> 
     for one in found:
         closed = [f"takes no new tasks: {one['closed']}"] if one.get("closed") else []
         closed += [f"cordoned: {one['cordoned']}"] if one.get("cordoned") else []
-        for message in (*closed, *(one.get("problems") or [])):
+        names = [f"gpu{gpu['index']}" for gpu in one.get("gpus") or [] if gpu.get("untested")]
+        untested = [f"{', '.join(names)} {_UNTESTED}"] if names else []
+        for message in (*closed, *untested, *(one.get("problems") or [])):
             click.echo(plain(f"{one['id']} ({one['name']}): {message}"), err=True)
 
 

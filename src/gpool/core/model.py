@@ -306,6 +306,7 @@ class Gpu:
     details: GpuDetails | None = None
     sharing: Sharing = Sharing.TIMESLICE  # how slices of it are kept apart
     profiles: tuple[SliceProfile, ...] = ()  # with `mig`: smallest first
+    untested: bool = False  # of a kind gpool never ran on: for its owner and the owner's teams only
 
 
 @dataclass(frozen=True, slots=True)

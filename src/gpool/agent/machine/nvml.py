@@ -69,6 +69,7 @@ class GpuProcess:
     pid: int
     memory_bytes: int | None = None
     instance: int | None = None  # MIG instance
+    host_bytes: int = 0  # of the host's memory, held for the GPU
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ class GpuShare:
     `exceeded`.
     """
 
-    __slots__ = ("binds", "exceeded", "kill", "nodes", "owns", "variables")
+    __slots__ = ("binds", "exceeded", "kill", "memory_bytes", "nodes", "owns", "variables")
 
     def __init__(
         self,
@@ -86,10 +86,21 @@ class GpuShare:
         self.owns: Callable[[int], bool] | None = None
         self.kill: Callable[[], Awaitable[None]] | None = None
         self.exceeded = ""
+        self.memory_bytes = 0  # limit of the sandbox's own memory; 0: not known
 
-    def watch(self, owns: Callable[[int], bool], kill: Callable[[], Awaitable[None]]) -> None:
-        """Register a started sandbox: `owns` tests a host pid, `kill` ends it."""
-        self.owns, self.kill = owns, kill
+    def add(self, nodes: Sequence[str], variables: Sequence[tuple[str, str]]) -> None:
+        """Add another vendor's GPUs; variables that are set stay."""
+        self.nodes = tuple(dict.fromkeys((*self.nodes, *nodes)))
+        self.variables = tuple(dict([*variables, *self.variables]).items())
+
+    def watch(
+        self,
+        owns: Callable[[int], bool],
+        kill: Callable[[], Awaitable[None]],
+        memory_bytes: int = 0,
+    ) -> None:
+        """Register a started sandbox: `owns` tests a host pid, `kill` ends it, `memory_bytes` is its limit."""
+        self.owns, self.kill, self.memory_bytes = owns, kill, memory_bytes
 
 
 StartProgress = Callable[[str], None]

@@ -178,7 +178,7 @@ class DockerRuntime(PlainRuntime):
             container, channel = await self._containers.start(spec)
             os.close(theirs[0])
             streams = pour(channel, {1: theirs[1], 2: theirs[2]}, partial(_explain, job.argv[0]))
-            started = self._follow(container, streams, watched, job.gpu_share)
+            started = self._follow(container, streams, watched, job)
         except BaseException:
             close_all((*theirs, *ours))
             self._slots.discard(slot, place)
@@ -208,7 +208,7 @@ class DockerRuntime(PlainRuntime):
                     raise SandboxFailed(_no_python(job)) from failure
                 raise
             streams = relay(channel, descriptors)
-            started = self._follow(container, streams, watched, job.gpu_share)
+            started = self._follow(container, streams, watched, job)
             made.append(started)
             return started
 
@@ -325,12 +325,13 @@ class DockerRuntime(PlainRuntime):
         container: str,
         streams: Coroutine[Any, Any, None],
         watched: WatchedDirectory,
-        share: GpuShare | None,
+        job: CommandJob | RunnerJob,
     ) -> RunningContainer:
+        share, memory_bytes = job.gpu_share, job.limits.memory_bytes
         started = self._containers.follow(container, streams)
         self._watchdog.begin(watched, started.kill)
         if share is not None:
-            share.watch(lambda pid: cgroups.is_in(pid, container), started.kill)
+            share.watch(lambda pid: cgroups.is_in(pid, container), started.kill, memory_bytes)
         return started
 
     def _release(self, slot: SandboxSlot, watched: WatchedDirectory) -> None:
