@@ -362,4 +362,5 @@ def gang_address(settings: AgentSettings, rules: GangRules) -> str:
 def _runtime_offer(runtime: Runtime) -> RuntimeOffer:
     images = RuntimeAbility.IMAGES in runtime.abilities
     gpus = RuntimeAbility.GPUS in runtime.abilities
-    return RuntimeOffer(runtime.name, runtime.tier, runtime.networks, images, gpus)
+    gangs = RuntimeAbility.EGRESS_ONLY not in runtime.abilities
+    return RuntimeOffer(runtime.name, runtime.tier, runtime.networks, images, gpus, gangs)

@@ -316,6 +316,7 @@ class RuntimeOffer:
     networks: frozenset[Network] = frozenset({Network.NONE})
     images: bool = False  # it runs images; otherwise environments
     gpus: bool = True
+    gangs: bool = True  # with egress, its sandboxes can also be members of gangs
 
 
 @dataclass(frozen=True, slots=True)

@@ -266,6 +266,7 @@ class RuntimeAbility(StrEnum):
     IMAGES = "images"  # runs container images; a runtime without it runs environments
     GPUS = "gpus"  # gives the sandbox the GPUs of its lease
     WARM_RUNNERS = "warm runners"  # `warm_runner` may be called
+    EGRESS_ONLY = "egress only"  # its network leads outwards: nobody reaches a sandbox, so no gang
     CANCELLABLE_START = (
         "cancellable start"  # a slow start; on cancellation it ends soon and undoes itself
     )

@@ -130,7 +130,7 @@ def _gives(runtime: RuntimeOffer, shape: Shape) -> bool:
     return (
         runtime.tier.strength >= needs.tier.strength
         and needs.network in runtime.networks
-        and (needs.nodes == 1 or Network.EGRESS in runtime.networks)
+        and (needs.nodes == 1 or (runtime.gangs and Network.EGRESS in runtime.networks))
         and runtime.images
         == (fields.environment_kind(shape.environment) == fields.IMAGE_ENVIRONMENT)
         and (runtime.gpus or not needs.gpu)
