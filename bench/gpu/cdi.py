@@ -40,7 +40,9 @@ async def tried(kind: str) -> dict[str, object]:
         return {"engine": kind, "failed": "no NVIDIA GPU"}
     share = GpuShare(device_nodes(gpus[:1]), (("CUDA_VISIBLE_DEVICES", gpus[0].uuid),))
     engine = shared_engine(kind)
-    facts = EngineClient(engine.address).facts
+    client = EngineClient(engine.address)
+    facts = client.facts
+    client.close()
     with tempfile.TemporaryDirectory() as data:
         runtime = DockerRuntime(Path(data), engine=engine.address, default_image=IMAGE)
         try:

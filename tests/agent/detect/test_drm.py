@@ -114,7 +114,7 @@ def test_rocm_memory_that_fdinfo_omits_is_read_from_the_compute_driver(tmp_path:
     assert machine.cards.processes(second) == ()
 
 
-def sampled(machine: DrmMachine, seconds: int = 0) -> GpuMonitor:
+def sampled(machine: DrmMachine) -> GpuMonitor:
     own = AgentProcesses(AGENT, machine.roots.proc)
     return GpuMonitor(FakeNvml(driver=""), own, machine.roots.proc, machine.cards)
 
@@ -172,6 +172,18 @@ def test_a_card_that_is_gone_is_lost_and_its_neighbour_is_not(tmp_path: Path) ->
         Health.QUARANTINED,
         Health.HEALTHY,
     )
+
+
+def test_a_card_whose_driver_was_never_loaded_is_closed_and_not_lost(tmp_path: Path) -> None:
+    machine = DrmMachine(tmp_path, "amd-mi210-x2")
+    listed = machine.gpus  # as a vendor's tool would list them
+    machine.lose()
+    first, second = machine.cards.described(listed)
+    assert "load its driver" in first.closed
+    assert not second.closed
+    samples = sampled(machine).sample((first, second), 0)
+    assert [one.condition.health for one in samples] == [Health.HEALTHY] * 2
+    assert [one.reading is None for one in samples] == [True, False]
 
 
 def test_the_owners_programs_on_a_card_are_strangers_and_sandboxes_are_not(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from gpool.agent.runtime.docker.cdi import (
     cdi_names,
     driver_libraries,
     gpu_mounts,
+    group_words,
     read_specs,
 )
 from gpool.agent.runtime.docker.confinement import ContainerSpec, request
@@ -149,6 +150,14 @@ def test_a_host_without_the_drivers_libraries_refuses_and_says_what_to_run(tmp_p
         gpu_mounts({}, (), share, folders=[str(tmp_path)])
     amd = GpuShare(("/dev/null",), (("ROCR_VISIBLE_DEVICES", "0"), ("CUDA_VISIBLE_DEVICES", "0")))
     assert gpu_mounts({}, (), amd, folders=[str(tmp_path)]) == GpuMounts(("/dev/null",))
+
+
+def test_a_closed_nodes_group_is_given_as_the_engine_can_take_it() -> None:
+    assert group_words((109,), podman=False, mapped=False) == ("109",)
+    assert group_words((109,), podman=True, mapped=True) == ("keep-groups",)
+    assert group_words((), podman=False, mapped=True) == ()
+    with pytest.raises(PartFailed, match="chmod 666; its group is 109"):
+        group_words((109,), podman=False, mapped=True)
 
 
 OURS, OTHERS, GROUPED = "/dev/net/tun", "/dev/fuse", "/dev/kvm"

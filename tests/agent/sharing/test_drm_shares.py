@@ -7,10 +7,12 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from gpool.agent.machine.drm import DrmCards
 from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
 from gpool.agent.runtime.devices import visible_variables
 from gpool.agent.runtime.protocol import CommandJob, GpuShare, PartFailed, SandboxLimits
@@ -101,6 +103,44 @@ def test_a_sandbox_opens_the_nodes_of_its_card_by_their_group_and_no_other_card(
     both = looked(machine, tmp_path, 0, 1)
     assert (both["renderD128"], both["renderD129"]) == ("opened", "opened")
     assert both["variables"] == dict.fromkeys(visible, "0,1")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes device nodes")
+def test_a_sandbox_that_holds_a_card_is_found_in_the_hosts_own_proc(
+    walkable: Path, tmp_path: Path
+) -> None:
+    """The sandbox has another /dev and another /proc; the kernel names its descriptors all the same."""
+    machine = DrmMachine(walkable, MI210, real_nodes=True)
+    for node in (machine.roots.dev / "kfd", *(machine.roots.dev / "dri").iterdir()):
+        os.chown(node, 0, RENDER_GID)
+    cards = DrmCards(replace(machine.roots, proc=Path("/proc")))
+
+    async def run() -> None:
+        runtime = BubblewrapRuntime(tmp_path)
+        shares = DrmShares(cards, lambda _: False)
+        shares.use_gpus(machine.gpus)
+        try:
+            async with shares.seat(slices(machine.gpus, 1)) as share:
+                node = machine.roots.dev / "dri" / "renderD129"
+                argv = ("sh", "-c", f"exec 3<>{node}; echo held; exec sleep 600")
+                job = CommandJob(argv, (), (), (), LIMITS, gpu_share=share)
+                sandbox = await runtime.start_command(job)
+                async for _ in sandbox.output():
+                    break  # it holds the card
+                assert share is not None
+                first, second = (cards.processes(gpu) for gpu in machine.gpus)
+                assert first == ()
+                assert second
+                if runtime.tells_apart:
+                    assert share.owns is not None
+                    assert all(share.owns(process.pid) for process in second)
+                await sandbox.remove()
+            assert cards.processes(machine.gpus[1]) == ()
+        finally:
+            await shares.close()
+            await runtime.close()
+
+    within(run())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes device nodes")

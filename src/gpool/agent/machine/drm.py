@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -103,15 +103,17 @@ class DrmCards:
 
     # ---- readings
 
-    def vitals(self, gpu: Gpu, now: int) -> Vitals:
-        """`now` in microseconds. Raises `GpuLost` if the kernel has no such card any more."""
+    def vitals(self, gpu: Gpu, now: int, processes: Sequence[GpuProcess] = ()) -> Vitals:
+        """`now` in microseconds; `processes`: the card's, whose memory counts where the driver reports no sum. Raises
+        `GpuLost` if the kernel has no such card any more.
+        """
         card = self.found().get(bus_of(gpu))
         if card is None:
             raise GpuLost(f"{gpu.uuid}: no render node for {bus_of(gpu)}")
         device, sensors = card.device, _sensors(card.device)
         used = _number(device / "mem_info_vram_used")
         if used is None:
-            held = [one.memory_bytes for one in self.processes(gpu)]
+            held = [one.memory_bytes for one in processes]
             known = [bytes_ for bytes_ in held if bytes_ is not None]
             used = sum(known) if len(known) == len(held) else None
         pending, failed = _bad_pages(_text(device / "ras" / "gpu_vram_bad_pages"))
@@ -142,38 +144,61 @@ class DrmCards:
 
     def processes(self, gpu: Gpu) -> tuple[GpuProcess, ...]:
         """Processes that have the card open, with their memory on the card and, for it, in the host."""
-        card = self.found().get(bus_of(gpu))
-        if card is None:
+        found = self.all_processes([gpu])
+        if gpu.uuid not in found:
             raise GpuLost(f"{gpu.uuid}: no render node for {bus_of(gpu)}")
-        usage: dict[int, _Usage] = {}
+        return found[gpu.uuid]
+
+    def all_processes(self, gpus: Sequence[Gpu]) -> dict[str, tuple[GpuProcess, ...]]:
+        """`processes` of each card that is there, by uuid, in one walk over all processes of the host."""
+        cards = self.found()
+        usage: dict[str, dict[int, _Usage]] = {}
+        nodes: dict[str, str] = {}  # how a descriptor of the card is named: its bus address
+        for gpu in gpus:
+            card = cards.get(bus_of(gpu))
+            if card is not None:
+                usage[card.bus] = {}
+                names = (f"renderD{card.minor}", *card.cards)
+                nodes |= {f"/dri/{name}": card.bus for name in names}
         clients: set[str] = set()  # a client open in several processes counts once
-        for pid in _pids(self._roots.proc):
-            self._add_descriptors(pid, card, usage, clients)
-        self._add_kfd(card, usage)
-        return tuple(
-            GpuProcess(pid, one.card_bytes if one.is_known else None, host_bytes=one.host_bytes)
-            for pid, one in sorted(usage.items())
-        )
+        for pid in _pids(self._roots.proc) if nodes else ():
+            self._add_descriptors(pid, nodes, usage, clients)
+        for bus, held in usage.items():
+            self._add_kfd(cards[bus], held)
+        return {
+            gpu.uuid: tuple(
+                GpuProcess(pid, one.card_bytes if one.is_known else None, host_bytes=one.host_bytes)
+                for pid, one in sorted(usage[bus_of(gpu)].items())
+            )
+            for gpu in gpus
+            if bus_of(gpu) in usage
+        }
 
     def _add_descriptors(
-        self, pid: int, card: DrmCard, usage: dict[int, _Usage], clients: set[str]
+        self,
+        pid: int,
+        nodes: Mapping[str, str],
+        usage: Mapping[str, dict[int, _Usage]],
+        clients: set[str],
     ) -> None:
+        """By the end of a link's path: a sandbox has its own /dev."""
         here = self._roots.proc / str(pid)
-        nodes = {str(self.node(card)), *(str(self._roots.dev / "dri" / one) for one in card.cards)}
         with contextlib.suppress(OSError):
             for name in os.listdir(here / "fd"):
                 try:
                     target = os.readlink(here / "fd" / name)
                 except OSError:
                     continue
-                if target not in nodes:
+                folder, _, last = target.rpartition("/")
+                bus = nodes.get(f"/dri/{last}") if folder.endswith("/dri") else None
+                if bus is None:
                     continue
-                found = usage.setdefault(pid, _Usage())
+                found = usage[bus].setdefault(pid, _Usage())
                 facts = fdinfo(_text(here / "fdinfo" / name))
                 client = facts.get("drm-client-id", f"{pid}/{name}")
-                if client in clients:
+                if f"{bus} {client}" in clients:
                     continue
-                clients.add(client)
+                clients.add(f"{bus} {client}")
                 on_card, in_host, is_known = memory_of(facts)
                 found.card_bytes += on_card
                 found.host_bytes += in_host

@@ -219,6 +219,8 @@ def _health(detector: Detector, survey: Survey) -> list[Finding]:
             continue
         if gpu.vendor in DRM_VENDORS:
             found.append(untested_finding(gpu))
+            if gpu.closed:
+                continue
         try:
             if gpu.vendor in DRM_VENDORS:
                 vitals, lost = detector.drm.vitals(gpu, 0), False

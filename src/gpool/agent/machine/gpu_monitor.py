@@ -70,6 +70,7 @@ class GpuMonitor:
         self._unread: set[str] = set()  # logged once
         self._killed: dict[int, int] = {}  # pid: when it was first found dying
         self._conditions: dict[str, Condition] = {}
+        self._held: dict[str, tuple[GpuProcess, ...]] = {}  # AMD's and Intel's, of this sample
         self.changed = False  # a card was lost, found or reconfigured: a survey is due
 
     def sample(self, gpus: Sequence[Gpu], now: int) -> tuple[GpuSample, ...]:
@@ -77,7 +78,11 @@ class GpuMonitor:
         self.changed = False
         real = [gpu for gpu in gpus if not gpu.simulated]
         cards = [gpu for gpu in real if gpu.vendor == "nvidia"]
-        read = [*cards, *(gpu for gpu in real if gpu.vendor in DRM_VENDORS)]
+        others = [gpu for gpu in real if gpu.vendor in DRM_VENDORS]
+        self._held = self._drm.all_processes(others) if others else {}
+        # A card that never had a render node is closed for that, not lost.
+        others = [gpu for gpu in others if gpu.uuid in self._held or gpu.uuid in self._vitals]
+        read = [*cards, *others]
         if not read:
             return tuple(GpuSample(gpu) for gpu in gpus)
         xids = self._xids() if cards else {}
@@ -122,13 +127,15 @@ class GpuMonitor:
         return GpuSample(gpu, vitals, ours, strangers, condition)
 
     def _processes(self, gpu: Gpu) -> tuple[GpuProcess, ...]:
-        if gpu.vendor in DRM_VENDORS:
-            return self._drm.processes(gpu)
-        return self._nvml.processes(gpu.uuid)
+        if gpu.vendor not in DRM_VENDORS:
+            return self._nvml.processes(gpu.uuid)
+        if gpu.uuid not in self._held:
+            raise GpuLost(f"{gpu.uuid} has no render node any more")
+        return self._held[gpu.uuid]
 
     def _read_vitals(self, gpu: Gpu, now: int) -> Vitals:
         if gpu.vendor in DRM_VENDORS:
-            return self._drm.vitals(gpu, now)
+            return self._drm.vitals(gpu, now, self._held[gpu.uuid])
         return self._nvml.vitals(gpu.uuid)
 
     def _has_open(self, gpu: Gpu, pid: int) -> bool:

@@ -20,6 +20,8 @@ from gpool.core.model import Gpu, Slice
 
 DRAINED_WITHIN_S = 10.0
 LOOK_EVERY_S = 0.1
+WATCH_EVERY_S = 1.0
+"""Each look walks over the descriptors of all processes of the host."""
 AGAIN_AFTER_S = 30.0
 
 log = structlog.get_logger(__name__)
@@ -42,7 +44,7 @@ class DrmShares:
         self._again_after_s = again_after_s
         self._gpus: dict[int, Gpu] = {}
         self._held: set[str] = set()
-        self._watchdog = Watchdog(self._processes)
+        self._watchdog = Watchdog(self._processes, WATCH_EVERY_S)
         self._draining: set[asyncio.Task[None]] = set()
         self.unclean: dict[str, str] = {}
         """By uuid: why a card takes nobody new."""

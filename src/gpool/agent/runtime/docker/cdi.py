@@ -190,6 +190,18 @@ def gpu_mounts(
     return GpuMounts(nodes, (*mounted, *binds), (), True, variables, groups=node_groups(nodes))
 
 
+def group_words(groups: Sequence[int], *, podman: bool, mapped: bool) -> tuple[str, ...]:
+    """Groups as the engine takes them. `mapped`: its containers have a user namespace. Raises `PartFailed`."""
+    if not groups or not mapped:
+        return tuple(str(group) for group in groups)
+    if podman:
+        return ("keep-groups",)  # those of the user that runs Podman
+    raise PartFailed(
+        "containers of this engine run in a user namespace, where the group of a GPU's device node does not exist: "
+        f"open the node to all (chmod 666; its group is {groups[0]})"
+    )
+
+
 def _named(spec: CdiSpec, names: Sequence[str]) -> list[CdiEdits]:
     return [spec.devices[name] for name in dict.fromkeys(names) if name in spec.devices]
 

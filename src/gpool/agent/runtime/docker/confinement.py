@@ -178,7 +178,7 @@ class ContainerSpec:
     volumes: Sequence[str] = ()  # declared by the image; mounted as tmpfs, not as host disk
     devices: Sequence[str] = ()
     cdi: Sequence[str] = ()  # device names in the engine's CDI files
-    groups: Sequence[int] = ()  # further groups, of device nodes that are not open to all
+    groups: Sequence[str] = ()  # further groups, of device nodes that are not open to all
     oci_runtime: str = ""  # "": the engine's default
     keep_id: bool = False  # rootless Podman: the agent's uid is not remapped
     user_processes: int = 0  # process limit of that uid; 0: the engine's default
@@ -211,7 +211,7 @@ def request(spec: ContainerSpec, seccomp_profile: str, *, podman: bool = False) 
             {"PathOnHost": node, "PathInContainer": node, "CgroupPermissions": "rw"}
             for node in spec.devices
         ],
-        "GroupAdd": [str(group) for group in spec.groups],
+        "GroupAdd": list(spec.groups),
         "Init": spec.has_init,
         "IpcMode": "private",
         "LogConfig": {"Type": "none", "Config": {}},

@@ -30,7 +30,7 @@ from gpool.agent.runtime.bubblewrap.launcher_client import ProcessExit, StartedP
 from gpool.agent.runtime.descriptors import close_all, command_pipes
 from gpool.agent.runtime.devices import visible_devices
 from gpool.agent.runtime.disk_watchdog import DiskWatchdog, WatchedDirectory
-from gpool.agent.runtime.docker.cdi import CDI_FOLDERS, DRIVER_AT, gpu_mounts
+from gpool.agent.runtime.docker.cdi import CDI_FOLDERS, DRIVER_AT, gpu_mounts, group_words
 from gpool.agent.runtime.docker.confinement import VALUES_AT, WORK_AT, ContainerSpec
 from gpool.agent.runtime.docker.containers import (
     AGENT_LABEL,
@@ -298,7 +298,11 @@ class DockerRuntime(PlainRuntime):
             volumes=image.volumes,
             devices=gpus.nodes,
             cdi=gpus.cdi,
-            groups=gpus.groups,
+            groups=group_words(
+                gpus.groups,
+                podman=self._containers.podman,
+                mapped=facts.rootless or facts.first_uid > 0,
+            ),
             # A uid of its own is counted alone. Podman would ask for more than the host may allow.
             user_processes=job.limits.processes if self._uids is not None else self._most_processes,
             keep_id=facts.rootless and self._containers.podman,
