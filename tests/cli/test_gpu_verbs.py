@@ -11,6 +11,7 @@ import httpx2
 import pytest
 from click.testing import CliRunner, Result
 
+from gpool.cli.listings import gpu_notes, node_notes
 from gpool.cli.main import cli
 from tests.server.server_desk import Live, serving
 from tests.tools.processes import PATIENCE_S
@@ -102,3 +103,14 @@ def test_gpus_that_passed_no_verification_are_marked(owner: Owner) -> None:
 def test_gpu_memory_is_formatted_as_in_explain(owner: Owner) -> None:
     """Not 128 GB here and 137GB there."""
     assert "128 GiB" in owner("gpus").stdout
+
+
+def test_an_untested_gpu_is_noted_beneath_both_lists_and_a_tested_one_is_not() -> None:
+    gpus = [{"index": 0, "untested": True}, {"index": 1, "untested": False}]
+    assert [len(gpu_notes(gpu)) for gpu in gpus] == [1, 0]
+    [note] = node_notes({"gpus": gpus})
+    assert note == f"gpu0 {gpu_notes(gpus[0])[0]}"
+    assert "only for its owner and the owner's teams" in note
+    sick = {"index": 2, "closed": "in quarantine", "ails": "hot", "health": "degraded"}
+    assert gpu_notes({**sick, "untested": True})[0] == "takes no tasks: in quarantine"
+    assert len(gpu_notes(sick)) == 1

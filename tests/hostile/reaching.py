@@ -30,7 +30,10 @@ def attempt(
     for name, address in targets.items():
         for kind, word in ((socket.SOCK_STREAM, "tcp"), (socket.SOCK_DGRAM, "udp")):
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            each = socket.socket(family, kind)
+            try:
+                each = socket.socket(family, kind)
+            except OSError:  # a guest's kernel has no IPv6 at all
+                continue
             each.setblocking(False)
             each.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
             waiting[each] = (name, word)

@@ -24,7 +24,11 @@ from tests.tools.engines import shared_engine
 
 STAGE = Path(__file__).with_name("forbidden_stage.py")
 BOTH = ["tcp", "udp"]
-COLUMNS = ["root bubblewrap", "rootless bubblewrap", "root docker", "root podman"]
+COLUMNS = [
+    *("root bubblewrap", "rootless bubblewrap", "root docker", "root podman"),
+    *(pytest.param(f"{mode} microvm", marks=pytest.mark.slow) for mode in ("root", "rootless")),
+]
+COMPONENTS = {"microvm": "qemu"}
 HEARD_ONLY = set(SPOKEN)  # nobody answers a multicast: that it arrived is what counts
 
 
@@ -33,7 +37,7 @@ def told(request: pytest.FixtureRequest, require: Callable[[str], None]) -> dict
     """What happened on the stage."""
     mode, kind = request.param.split()
     require("network namespaces")
-    require(kind)
+    require(COMPONENTS.get(kind, kind))
     for name in ("nft", "slirp4netns"):
         if nft_program(name) is None:
             if components.must_be_there("network namespaces"):

@@ -34,7 +34,6 @@ from gpool.agent.services import (
     sharing_for,
 )
 from gpool.agent.settings import AgentSettings
-from gpool.agent.sharing.plan import parse_modes
 from gpool.agent.state_machine.agent_state import AgentState
 from gpool.agent.state_machine.instructions import Disconnected, Event, FrameArrived
 from gpool.core.errors import Invalid
@@ -105,12 +104,13 @@ def lend() -> None:
         LateNetworks(support.networks),
         LateEnvironments(environments_of(support)),
     )
+    own = AgentProcesses(os.getpid(), groups=lambda: _containers(runtimes))
     sharing = None
     if builders and not settings.simulate_gpus:
-        sharing = sharing_for(settings.data_dir, builders[0], parse_modes(settings.sharing))
-    shares = None if sharing is None else sharing.seats
+        sharing = sharing_for(settings, builders[0], detector.drm, own.has)
+        gpus = sharing.describe(gpus)
     services = NodeServices(
-        runtimes, discovery.networks, discovery.environments, policy_file.limits, shares
+        runtimes, discovery.networks, discovery.environments, policy_file.limits, sharing
     )
     meter = LoadMeter(os.getpid())
 
@@ -124,8 +124,7 @@ def lend() -> None:
         return refreshed(first, now)
 
     first = machine_offer(settings, gpus, services, support, policy.gangs)
-    own = AgentProcesses(os.getpid(), groups=lambda: _containers(runtimes))
-    gpu_monitor = GpuMonitor(detector.nvml, own)
+    gpu_monitor = GpuMonitor(detector.nvml, own, drm=detector.drm)
     sample = sampler(policy_file, gpu_monitor, ForeignPrograms(own), wall_clock, boot_clock)
 
     def facts() -> MachineFacts:

@@ -5,10 +5,11 @@ offer made of them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from gpool.agent.environments.building import (
 from gpool.agent.environments.egress_targets import IndexLanes, asking, built_in_index
 from gpool.agent.environments.environments import Environments
 from gpool.agent.environments.interpreters import candidates, find_interpreters, own_interpreter
+from gpool.agent.machine.drm import DrmCards
 from gpool.agent.machine.host import host_capacity, site_address
 from gpool.agent.machine.nvml import NoDriver, Nvml, NvmlError
 from gpool.agent.machine.policy import GANG_PORT, GangRules, OwnerPolicy
@@ -42,15 +44,16 @@ from gpool.agent.running.sandboxes import (
     PolicyLimits,
 )
 from gpool.agent.runtime.bubblewrap.launcher_client import Launcher
-from gpool.agent.runtime.protocol import BuildRuntime, Runtime, RuntimeAbility
+from gpool.agent.runtime.protocol import BuildRuntime, GpuShare, Runtime, RuntimeAbility
 from gpool.agent.runtime.runner_calls import PYTHON
 from gpool.agent.runtime.slots import RUN
 from gpool.agent.settings import AgentSettings
 from gpool.agent.sharing import plan
+from gpool.agent.sharing.drm_shares import DrmShares
 from gpool.agent.sharing.modes import MpsPrograms, Records, find_program
 from gpool.agent.sharing.shares import GpuShares
 from gpool.core.errors import Invalid
-from gpool.core.model import GIB, Gpu, Network, Offer, RuntimeOffer, Sharing
+from gpool.core.model import GIB, Gpu, Network, Offer, RuntimeOffer, Sharing, Slice
 from gpool.core.specs import fields
 
 log = structlog.get_logger(__name__)
@@ -116,10 +119,8 @@ class GpuSharing:
         return described
 
     def _described(self, gpu: Gpu) -> Gpu:
-        if gpu.simulated:
+        if gpu.simulated or gpu.vendor != "nvidia":
             return gpu
-        if gpu.vendor != "nvidia":
-            return replace(gpu, sharing=Sharing.EXCLUSIVE)
         try:
             card = self._nvml.card(gpu.uuid)
             profiles = plan.profiles_of(self._nvml.mig_profiles(gpu.uuid))
@@ -135,7 +136,49 @@ class GpuSharing:
         return replace(gpu, sharing=mode, profiles=lent, closed=closed)
 
 
-def sharing_for(
+class NodeGpuShares:
+    """Shares of all GPUs: NVIDIA's by `nvidia` (None without its driver), AMD's and Intel's by `drm`."""
+
+    def __init__(self, nvidia: GpuSharing | None, drm: DrmShares, *, lend_untested: bool) -> None:
+        self._nvidia = nvidia
+        self._drm = drm
+        self._lend_untested = lend_untested
+
+    def describe(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+        described = [self._described(gpu) for gpu in gpus]
+        self._drm.use_gpus(described)
+        return tuple(described) if self._nvidia is None else self._nvidia.describe(described)
+
+    def _described(self, gpu: Gpu) -> Gpu:
+        if gpu.simulated or gpu.vendor == "nvidia":
+            return gpu
+        return replace(
+            gpu,
+            sharing=Sharing.EXCLUSIVE,
+            closed=gpu.closed or self._drm.unclean.get(gpu.uuid, ""),
+            untested=not self._lend_untested,
+        )
+
+    async def start(self) -> None:
+        if self._nvidia is not None:
+            await self._nvidia.seats.start()
+        await self._drm.start()
+
+    async def close(self) -> None:
+        if self._nvidia is not None:
+            await self._nvidia.seats.close()
+        await self._drm.close()
+
+    @contextlib.asynccontextmanager
+    async def seat(self, user: int, slices: Sequence[Slice], /) -> AsyncIterator[GpuShare | None]:
+        async with contextlib.AsyncExitStack() as stack:
+            share = None
+            if self._nvidia is not None:
+                share = await stack.enter_async_context(self._nvidia.seats.seat(user, slices))
+            yield await stack.enter_async_context(self._drm.seat(slices, share))
+
+
+def nvidia_sharing(
     data_dir: Path, sandboxes: BuildRuntime, modes: Sequence[Sharing] | None
 ) -> GpuSharing | None:
     """None without an NVIDIA driver."""
@@ -159,6 +202,13 @@ def sharing_for(
         shared_uid=sandboxes.shared_uid,
     )
     return GpuSharing(nvml, seats, can, modes)
+
+
+def sharing_for(
+    settings: AgentSettings, sandboxes: BuildRuntime, drm: DrmCards, is_ours: Callable[[int], bool]
+) -> NodeGpuShares:
+    nvidia = nvidia_sharing(settings.data_dir, sandboxes, plan.parse_modes(settings.sharing))
+    return NodeGpuShares(nvidia, DrmShares(drm, is_ours), lend_untested=settings.lend_untested)
 
 
 def _pipes(data_dir: Path, root: bool) -> Path:
@@ -312,4 +362,5 @@ def gang_address(settings: AgentSettings, rules: GangRules) -> str:
 def _runtime_offer(runtime: Runtime) -> RuntimeOffer:
     images = RuntimeAbility.IMAGES in runtime.abilities
     gpus = RuntimeAbility.GPUS in runtime.abilities
-    return RuntimeOffer(runtime.name, runtime.tier, runtime.networks, images, gpus)
+    gangs = RuntimeAbility.EGRESS_ONLY not in runtime.abilities
+    return RuntimeOffer(runtime.name, runtime.tier, runtime.networks, images, gpus, gangs)

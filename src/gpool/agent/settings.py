@@ -47,6 +47,11 @@ class AgentSettings(BaseSettings):
         "",
         description="Ways to share GPUs, first choice first: `mig,mps`; unset: as each card is set.",
     )
+    lend_untested: bool = Field(
+        False,
+        description="Lend AMD and Intel GPUs, on which gpool was never run, to everyone; "
+        "else to the owner and the owner's teams.",
+    )
     policy: Path | None = Field(None, description="The owner's policy, a TOML file.")
     log_format: Literal["text", "json"] = Field("text", description="Format of log lines.")
     cache_bytes: int = Field(default=10 * GIB, ge=0, description="Size of the artifact cache.")

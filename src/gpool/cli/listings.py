@@ -1,4 +1,4 @@
-"""Lists of tasks: `ps` (one line per batch), `queue`, and the tasks on a node."""
+"""Lists of tasks: `ps` (one line per batch), `queue`, the tasks on a node; notes beneath lists of nodes and GPUs."""
 
 from __future__ import annotations
 
@@ -327,3 +327,24 @@ def _resources(task: dict[str, Any]) -> str:
     parts += ["internet"] if task.get("network") else []
     parts += [f"tier {task['tier']}"] if task.get("tier") not in (None, "container") else []
     return ", ".join(part for part in parts if part)
+
+
+_UNTESTED = "only for its owner and the owner's teams: gpool was never run on its kind"
+
+
+def gpu_notes(gpu: dict[str, Any]) -> list[str]:
+    """Sentences beneath the list of GPUs, without the GPU's id."""
+    why = gpu.get("flagged") or gpu.get("quarantined") or gpu.get("closed")
+    notes = [f"takes no tasks: {why}"] if why else []
+    if not why and gpu.get("ails"):
+        notes.append(f"is {gpu['health']}: {gpu['ails']}")
+    return [*notes, *([f"is {_UNTESTED}"] if gpu.get("untested") else [])]
+
+
+def node_notes(node: dict[str, Any]) -> list[str]:
+    """Sentences beneath the list of nodes, without the node's id."""
+    notes = [f"takes no new tasks: {node['closed']}"] if node.get("closed") else []
+    notes += [f"cordoned: {node['cordoned']}"] if node.get("cordoned") else []
+    names = [f"gpu{gpu['index']}" for gpu in node.get("gpus") or [] if gpu.get("untested")]
+    notes += [f"{name} is {_UNTESTED}" for name in names]
+    return [*notes, *(node.get("problems") or [])]

@@ -19,7 +19,7 @@ from gpool.cli.command import (
     shared_names,
     shown_as,
 )
-from gpool.cli.listings import show_node_tasks
+from gpool.cli.listings import gpu_notes, node_notes, show_node_tasks
 from gpool.cli.main import FAILED
 from gpool.cli.printing import age, emit_json, fields, gib, local_time, table
 from gpool.core.errors import Forbidden, Invalid, NotFound, NotSignedIn
@@ -73,11 +73,8 @@ def gpus(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> Non
     ]
     table(columns, rows, "No GPUs in the pool yet; add this machine with: gpool join LINK")
     for one in found:
-        why = one.get("flagged") or one.get("quarantined") or one.get("closed")
-        if why:
-            click.echo(plain(f"{one['id']} takes no tasks: {why}."), err=True)
-        elif one.get("ails"):
-            click.echo(plain(f"{one['id']} is {one['health']}: {one['ails']}."), err=True)
+        for note in gpu_notes(one):
+            click.echo(plain(f"{one['id']} {note}."), err=True)
 
 
 def _proof(gpu: dict[str, Any]) -> str:
@@ -153,10 +150,8 @@ def node_ls(ctx: click.Context, as_json: bool, everything: bool, limit: int) -> 
     columns = ("id", "name", "status", "availability", "cpus free", "gpus", "running", "seen")
     table(columns, rows, "No nodes yet; create a join link with: gpool node invite")
     for one in found:
-        closed = [f"takes no new tasks: {one['closed']}"] if one.get("closed") else []
-        closed += [f"cordoned: {one['cordoned']}"] if one.get("cordoned") else []
-        for message in (*closed, *(one.get("problems") or [])):
-            click.echo(plain(f"{one['id']} ({one['name']}): {message}"), err=True)
+        for note in node_notes(one):
+            click.echo(plain(f"{one['id']} ({one['name']}): {note}"), err=True)
 
 
 def _list_here(as_json: bool) -> bool:

@@ -60,7 +60,7 @@ MEANINGS: Mapping[str, str] = {
     "cpus": "CPU cores; default 1",
     "memory": 'memory, `"4GB"`',
     "disk": 'disk space, `"20GB"`',
-    "tier": 'minimum isolation: `"container"` (default), `"vm"` (no GPU, image or network), `"none"` (own nodes)',
+    "tier": 'minimum isolation: `"container"` (default), `"vm"` (no GPU or image), `"none"` (own nodes)',
     "timeout": 'time limit in seconds or `"2h"`; default 24 h',
     "retries": "attempts after a failure, 0 to 20",
     "priority": "-100 to 100; higher starts earlier",

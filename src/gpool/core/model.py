@@ -306,6 +306,7 @@ class Gpu:
     details: GpuDetails | None = None
     sharing: Sharing = Sharing.TIMESLICE  # how slices of it are kept apart
     profiles: tuple[SliceProfile, ...] = ()  # with `mig`: smallest first
+    untested: bool = False  # of a kind gpool never ran on: for its owner and the owner's teams only
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +316,7 @@ class RuntimeOffer:
     networks: frozenset[Network] = frozenset({Network.NONE})
     images: bool = False  # it runs images; otherwise environments
     gpus: bool = True
+    gangs: bool = True  # with egress, its sandboxes can also be members of gangs
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,7 @@ class GpuDocument(Answer):
     `closed`: why it takes no new task at present. `health`: as its agent reports, `ails`: the cause.
     `quarantined`: why it is out of the pool until its owner or an operator clears it. `verified`: it passed GPU
     verification; else model, memory and existence are its owner's word, as `tiers` and `labels` always are.
+    `untested`: gpool was never run on its kind; it serves its owner and the owner's teams only.
     """
 
     id: str
@@ -92,6 +93,7 @@ class GpuDocument(Answer):
     price_microcredits: int = 0  # per hour for all of it
     labels: list[str] = []  # of its node; `certified:LABEL`: an operator's word
     verified: bool = False
+    untested: bool = False
 
 
 class GpuPage(Answer):

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpool.agent.runtime.docker.confinement import cdi_names, driver_libraries
 from gpool.agent.runtime.docker.engine import facts_from
 from gpool.agent.runtime.docker.images import (
     ContainerImage,
@@ -118,26 +117,3 @@ def test_an_engine_with_remapped_users_tells_its_first_uid() -> None:
     info = {"SecurityOptions": ["name=seccomp", "name=userns"], "DockerRootDir": "/d/165536.165536"}
     assert facts_from(info, {}).first_uid == 165536
     assert facts_from({**info, "SecurityOptions": []}, {}).first_uid == 0
-
-
-CACHE = """2 libs found in cache
-\tlibnvidia-ml.so.1 (libc6,x86-64) => /usr/lib/x/libnvidia-ml.so.1
-\tlibcuda.so.1 (libc6,x86-64) => /usr/lib/x/libcuda.so.1
-\tlibcuda.so.1 (libc6,x86-64) => /opt/old/libcuda.so.1
-\tlibcuda.so.1 (libc6) => /usr/lib/i386/libcuda.so.1
-\tlibc.so.6 (libc6,x86-64, OS ABI: Linux 3.2.0) => /lib/libc.so.6
-"""
-
-
-def test_only_the_drivers_own_libraries_are_bound_and_the_first_of_a_name() -> None:
-    assert driver_libraries(CACHE) == {
-        "libnvidia-ml.so.1": "/usr/lib/x/libnvidia-ml.so.1",
-        "libcuda.so.1": "/usr/lib/x/libcuda.so.1",
-    }
-
-
-def test_gpus_are_named_by_cdi_only_when_a_file_has_all_of_them(tmp_path: Any) -> None:
-    (tmp_path / "nvidia.yaml").write_text("kind: nvidia.com/gpu\ndevices:\n- name: GPU-1\n")
-    assert cdi_names([str(tmp_path)], ["GPU-1"]) == ("nvidia.com/gpu=GPU-1",)
-    assert cdi_names([str(tmp_path)], ["GPU-1", "GPU-2"]) == ()
-    assert cdi_names([str(tmp_path / "none")], ["GPU-1"]) == ()

@@ -6,6 +6,7 @@ import os
 import platform
 import struct
 import subprocess
+from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from hypothesis import strategies as st
 from gpool.agent.runtime.microvm.image import build
 from gpool.agent.runtime.microvm.image.kernel import NoKernel, needs, unpack_lz4, vmlinux
 from gpool.agent.runtime.microvm.image.system import closure, packages
+from gpool.agent.runtime.microvm.monitors.firecracker.monitor import Firecracker
 from gpool.agent.runtime.microvm.monitors.protocol import GuestDisk, GuestMachine
-from gpool.agent.runtime.microvm.monitors.qemu import TCG, Qemu
+from gpool.agent.runtime.microvm.monitors.qemu import GUEST_NETWORK, TCG, Qemu
 from gpool.agent.runtime.microvm.requirements import PROBE_LINE, probe_archive
+from gpool.agent.runtime.protocol import SandboxNetwork
 
 x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the program is x86-64's")
 BECOMES = build.BootPlan(
@@ -197,3 +200,19 @@ def test_qemu_gets_no_network_no_monitor_and_only_its_disks() -> None:
     assert "file=/s,format=raw,if=none,readonly=on" in text
     assert "file=/w,format=raw,if=none,readonly=off" in text
     assert "fd=3" in text
+
+
+def test_a_guest_with_a_network_gets_qemus_own_stack_and_no_interface_of_the_host() -> None:
+    machine = GuestMachine("/k", "/a", (), (), 300, 1, SandboxNetwork((7,), "127.0.0.53"))
+    argv = Qemu("/usr/bin/qemu", TCG).command(machine, 3).argv
+    (netdev,) = [argv[at + 1] for at, word in enumerate(argv) if word == "-netdev"]
+    words = netdev.split(",")
+    assert words[0] == "user"
+    assert "ipv6=off" in words
+    assert not {"hostfwd", "guestfwd", "tftp", "smb"} & {word.partition("=")[0] for word in words}
+    assert not {"-nic", "-net", "-monitor", "-qmp"} & set(argv)
+    addresses = [GUEST_NETWORK[name] for name in ("address", "gateway", "resolver")]
+    (inside,) = [IPv4Network(word[4:]) for word in words if word.startswith("net=")]
+    assert all(IPv4Address(address) in inside for address in addresses)
+    assert f"dns={GUEST_NETWORK['resolver']}" in words
+    assert not Firecracker("/usr/bin/firecracker").has_network

@@ -6,6 +6,7 @@ import os
 import secrets
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,15 @@ from typing import Any
 
 import pytest
 
-from gpool.agent.runtime.protocol import CommandJob, RunnerJob, SandboxFailed, SandboxNetwork
+from gpool.agent.runtime.protocol import (
+    CommandJob,
+    RunnerJob,
+    RuntimeAbility,
+    SandboxFailed,
+    SandboxNetwork,
+)
 from gpool.agent.runtime.runner_calls import PYTHON
+from gpool.core.model import Network
 from tests.tools import unprivileged
 from tests.tools.runtimes import LIMITS, Caller, command, using
 
@@ -228,3 +236,69 @@ def test_an_unprivileged_agents_sandbox_enters_its_lane(require: Callable[[str],
     said = unprivileged.run(ROOTLESS, f"{LOOK}{SOURCES}\n").splitlines()
     assert said[:4] == [f"nameserver {ADDRESS}", "there", "hosts: files dns", "refused"]
     assert said[4:] == ["absent", "hosts: files", "refused"]
+
+
+SERVES = """
+import socket, sys
+with socket.create_server((sys.argv[1], 0)) as server:
+    print(server.getsockname()[1], flush=True)
+    while True:
+        line, peer = server.accept()
+        line.sendall(peer[0].encode())
+        line.close()
+"""
+DIALS = """
+import os, socket, sys
+for address in sys.argv[2:]:
+    try:
+        with socket.create_connection((address, int(sys.argv[1])), 20) as line:
+            print(address, "answered", line.recv(100).decode())
+    except OSError as refused:
+        print(address, type(refused).__name__)
+print(open("/etc/resolv.conf").read().strip(), open("/etc/nsswitch.conf").read().split()[-1])
+"""
+
+
+def test_a_guest_in_a_lane_reaches_what_the_lane_reaches_and_no_more(
+    lane: SandboxNetwork, tmp_path: Path, require: Callable[[str], None]
+) -> None:
+    """The control is the same guest without a lane."""
+    require("qemu")
+    entered = f"--net=/proc/self/fd/{lane.namespaces[0]}"
+    words = ["nsenter", entered, sys.executable, "-c", SERVES, ADDRESS]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, pass_fds=lane.namespaces) as server:
+        assert server.stdout is not None
+        port = server.stdout.readline().decode().strip()
+
+        async def tried(runtime: Any) -> list[list[str]]:
+            assert Network.EGRESS in runtime.networks
+            found = []
+            for given in (lane, None):
+                argv = ("python", "-c", DIALS, port, ADDRESS, "198.51.100.8")
+                job = CommandJob(argv, (), (), (), LIMITS, network=given)
+                sandbox = await runtime.start_command(job)
+                text = b"".join([data async for _, data in sandbox.output()])
+                await sandbox.remove()
+                found.append(text.decode().splitlines())
+            return found
+
+        try:
+            inside, outside = using("microvm", tmp_path, tried)
+        finally:
+            server.kill()
+    assert inside[0] == f"{ADDRESS} answered {ADDRESS}"  # the lane's own address, as of a task
+    assert "answered" not in inside[1]
+    assert inside[2] == "nameserver 10.0.2.3 dns"
+    assert outside[0].split()[1] == "OSError"
+    assert outside[2].split()[-1] == "files"
+
+
+def test_a_guest_is_no_member_of_a_gang(lane: SandboxNetwork, tmp_path: Path) -> None:
+    async def tried(runtime: Any) -> None:
+        assert RuntimeAbility.EGRESS_ONLY in runtime.abilities
+        member = replace(lane, hosts="10.1.0.2 rank1\n")
+        job = CommandJob(("true",), (), (), (), LIMITS, network=member)
+        with pytest.raises(SandboxFailed, match="gang"):
+            await runtime.start_command(job)
+
+    using("microvm", tmp_path, tried)

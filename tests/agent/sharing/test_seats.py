@@ -409,7 +409,7 @@ def test_the_one_over_its_slice_is_ended_with_a_reason_and_never_its_neighbour()
         nvml = FakeNvml(h200())
         nvml.open()
         uuid = nvml.uuids()[0]
-        dog = Watchdog(nvml)
+        dog = Watchdog(nvml.processes)
         greedy, modest = Sandbox(11, 12), Sandbox(13)
         for each in (greedy, modest):
             dog.begin(Watched(uuid, 6 * GIB, each.seat))

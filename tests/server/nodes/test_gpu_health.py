@@ -212,3 +212,17 @@ async def test_a_quarantine_survives_a_new_hello(desk: Desk) -> None:
     again = agent.again()
     await again.connect()
     assert (await gpus(desk))[0]["quarantined"] == "XID 79"
+
+
+async def test_a_stranger_waits_beside_an_untested_gpu_and_its_owner_gets_it(desk: Desk) -> None:
+    offer = offering(vendor="amd", model="MI210", untested=True)
+    await desk.agent(offer=replace(offer, gpus=offer.gpus[:1]))
+    assert [one["untested"] for one in await gpus(desk)] == [True]
+    stranger = await desk.person("stranger", Permission.CONSUMER)
+    body = {"command": ["true"], "gpu": "MI210"}
+    made = await desk.post("/v1/tasks", body, headers=stranger)
+    assert await desk.schedule() == 0
+    told = await desk.get(f"/v1/tasks/{made.json()['ids'][0]}/explain", headers=stranger)
+    assert told.json()["code"] == "untested"
+    await desk.command(gpu="MI210")
+    assert await desk.schedule() == 1

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from gpool.agent.environments.building import environment_support, find_uv
 from gpool.agent.machine import host
+from gpool.agent.machine.drm import DRM_VENDORS
 from gpool.agent.machine.gpus import Detector, Survey, symptoms_of
 from gpool.agent.machine.host import host_capacity
 from gpool.agent.machine.nvml import NvmlError, Vitals
@@ -214,10 +215,17 @@ def gpu_findings(survey: Survey) -> list[Finding]:
 def _health(detector: Detector, survey: Survey) -> list[Finding]:
     found = []
     for gpu in survey.gpus:
-        if gpu.vendor != "nvidia" or gpu.simulated:
+        if gpu.simulated or gpu.vendor not in {"nvidia", *DRM_VENDORS}:
             continue
+        if gpu.vendor in DRM_VENDORS:
+            found.append(untested_finding(gpu))
+            if gpu.closed:
+                continue
         try:
-            vitals, lost = detector.nvml.vitals(gpu.uuid), False
+            if gpu.vendor in DRM_VENDORS:
+                vitals, lost = detector.drm.vitals(gpu, 0), False
+            else:
+                vitals, lost = detector.nvml.vitals(gpu.uuid), False
         except NvmlError:
             vitals, lost = Vitals(), True
         found.append(
@@ -226,14 +234,22 @@ def _health(detector: Detector, survey: Survey) -> list[Finding]:
     return found
 
 
+def untested_finding(gpu: Gpu) -> Finding:
+    name = f"gpu{gpu.index}"
+    if gpu.closed:
+        why, _, fix = gpu.closed.partition(": ")
+        return Finding(name, Level.WARNING, f"{gpu.model} is not lent: {why}", fix)
+    text = f"gpool was never run on {gpu.vendor.upper()} cards: {gpu.model} serves you and your teams, one task at a time"
+    return Finding(name, Level.NOTE, text, "GPOOL_AGENT_LEND_UNTESTED=true lends it to everyone")
+
+
 def health_finding(gpu: Gpu, condition: Condition) -> Finding:
     name = f"gpu{gpu.index}"
     if condition.health is Health.HEALTHY:
         return Finding(name, Level.OK, f"{gpu.model} is healthy")
     text = f"{gpu.model} is {condition.health.value}: {condition.reason}"
-    fix = (
-        f"cool it, or nvidia-smi --gpu-reset -i {gpu.index}; then gpool node resume gpu{gpu.index}"
-    )
+    reset = f"nvidia-smi --gpu-reset -i {gpu.index}" if gpu.vendor == "nvidia" else "reboot"
+    fix = f"cool it, or {reset}; then gpool node resume gpu{gpu.index}"
     level = Level.PROBLEM if condition.health is Health.QUARANTINED else Level.WARNING
     return Finding(name, level, text, fix)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import structlog
 
+from gpool.agent.machine.drm import DRM_VENDORS, DrmCards
 from gpool.agent.machine.gpus import symptoms_of
 from gpool.agent.machine.host import PROC, AgentProcesses, has_card_open, is_dying, name_of
 from gpool.agent.machine.nvml import GpuLost, GpuProcess, NoDriver, Nvml, NvmlError, Vitals
@@ -55,8 +56,10 @@ class GpuMonitor:
         nvml: Nvml,
         own: AgentProcesses | None = None,
         proc: Path = PROC,
+        drm: DrmCards | None = None,
     ) -> None:
         self._nvml = nvml
+        self._drm = drm if drm is not None else DrmCards()
         self._own = own if own is not None else AgentProcesses(os.getpid(), proc)
         self._proc = proc
         self._vitals: dict[str, Vitals] = {}
@@ -67,20 +70,28 @@ class GpuMonitor:
         self._unread: set[str] = set()  # logged once
         self._killed: dict[int, int] = {}  # pid: when it was first found dying
         self._conditions: dict[str, Condition] = {}
+        self._held: dict[str, tuple[GpuProcess, ...]] = {}  # AMD's and Intel's, of this sample
         self.changed = False  # a card was lost, found or reconfigured: a survey is due
 
     def sample(self, gpus: Sequence[Gpu], now: int) -> tuple[GpuSample, ...]:
         """`now` is boot time. Unsupported values are None."""
         self.changed = False
-        cards = [gpu for gpu in gpus if gpu.vendor == "nvidia" and not gpu.simulated]
-        if not cards:
+        real = [gpu for gpu in gpus if not gpu.simulated]
+        cards = [gpu for gpu in real if gpu.vendor == "nvidia"]
+        others = [gpu for gpu in real if gpu.vendor in DRM_VENDORS]
+        self._held = self._drm.all_processes(others) if others else {}
+        # A card that never had a render node is closed for that, not lost.
+        others = [gpu for gpu in others if gpu.uuid in self._held or gpu.uuid in self._vitals]
+        read = [*cards, *others]
+        if not read:
             return tuple(GpuSample(gpu) for gpu in gpus)
-        xids = self._xids()
+        xids = self._xids() if cards else {}
         fresh = self._vitals_at is None or now >= self._vitals_at + VITALS_EVERY_US
         if fresh:
             self._vitals_at = now
-        found = {gpu.uuid: self._sample(gpu, xids.get(gpu.uuid, ()), fresh, now) for gpu in cards}
-        self._detect_changes(cards, now)
+        found = {gpu.uuid: self._sample(gpu, xids.get(gpu.uuid, ()), fresh, now) for gpu in read}
+        if cards:
+            self._detect_changes(cards, now)
         alive = {process.pid for one in found.values() for process in one.ours}
         self._ours = dict.fromkeys(alive, True)  # the kernel reuses process ids
         self._killed = {pid: at for pid, at in self._killed.items() if pid in alive}
@@ -91,9 +102,9 @@ class GpuMonitor:
         processes: tuple[GpuProcess, ...] = ()
         vitals = self._vitals.get(uuid, UNREAD)
         try:
-            processes = self._nvml.processes(uuid)
+            processes = self._processes(gpu)
             if fresh:
-                vitals = self._vitals[uuid] = self._nvml.vitals(uuid)
+                vitals = self._vitals[uuid] = self._read_vitals(gpu, now)
         except (GpuLost, NoDriver):
             lost, vitals = True, UNREAD
         except NvmlError as error:
@@ -105,7 +116,7 @@ class GpuMonitor:
         ours = tuple(process for process in processes if self._is_ours(process.pid))
         others = [process.pid for process in processes if process not in ours]
         # A process id that has no GPU open here may be a task of ours in another process namespace.
-        there = [pid for pid in others if has_card_open(pid, self._proc)]
+        there = [pid for pid in others if self._has_open(gpu, pid)]
         strangers = tuple(sorted({name_of(pid, self._proc) or f"process {pid}" for pid in there}))
         symptoms = symptoms_of(gpu, vitals, xids, self._hung_us(ours, now), lost)
         before = self._conditions.get(uuid, HEALTHY)
@@ -114,6 +125,23 @@ class GpuMonitor:
             write = log.info if condition.health is Health.HEALTHY else log.warning
             write("gpu_health", gpu=uuid, health=condition.health.value, why=condition.reason)
         return GpuSample(gpu, vitals, ours, strangers, condition)
+
+    def _processes(self, gpu: Gpu) -> tuple[GpuProcess, ...]:
+        if gpu.vendor not in DRM_VENDORS:
+            return self._nvml.processes(gpu.uuid)
+        if gpu.uuid not in self._held:
+            raise GpuLost(f"{gpu.uuid} has no render node any more")
+        return self._held[gpu.uuid]
+
+    def _read_vitals(self, gpu: Gpu, now: int) -> Vitals:
+        if gpu.vendor in DRM_VENDORS:
+            return self._drm.vitals(gpu, now, self._held[gpu.uuid])
+        return self._nvml.vitals(gpu.uuid)
+
+    def _has_open(self, gpu: Gpu, pid: int) -> bool:
+        if gpu.vendor in DRM_VENDORS:  # found by its descriptors, or a remnant of an ended process
+            return self._drm.is_running(pid)
+        return has_card_open(pid, self._proc)
 
     def _is_ours(self, pid: int) -> bool:
         known = self._ours.get(pid)

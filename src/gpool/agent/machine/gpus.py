@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpool.agent.machine import vendors
+from gpool.agent.machine.drm import DrmCards
 from gpool.agent.machine.nvml import Card, GpuLost, NoDriver, Nvml, NvmlError, Vitals
 from gpool.agent.machine.real_nvml import RealNvml
 from gpool.agent.machine.vendors import ParsedGpus, normalised
@@ -180,10 +181,12 @@ class Detector:
         simulate: str | None = None,
         nvml: Nvml | None = None,
         others: Callable[[], ParsedGpus] = others,
+        drm: DrmCards | None = None,
     ) -> None:
         self._simulated = _simulated(simulate) if simulate else None
         self.nvml: Nvml = nvml if nvml is not None else RealNvml()
         self._others = others
+        self.drm = drm if drm is not None else DrmCards()
         self._asked = 0
         self._parsed = ParsedGpus()
         self._known: dict[str, Gpu] = {}
@@ -197,7 +200,7 @@ class Detector:
         self._asked += 1
         first = 1 + max((gpu.index for gpu in gpus), default=-1)
         placed = [replace(gpu, index=first + at) for at, gpu in enumerate(self._parsed.gpus)]
-        return Survey((*gpus, *placed), (*complaints, *self._parsed.complaints))
+        return Survey((*gpus, *self.drm.described(placed)), (*complaints, *self._parsed.complaints))
 
     def close(self) -> None:
         self.nvml.close()

@@ -70,6 +70,7 @@ class GpuProcess:
     memory_bytes: int | None = None
     instance: int | None = None  # MIG instance
     computes: bool = True  # False: graphics only
+    host_bytes: int = 0  # of the host's memory, held for the GPU
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from gpool.core.model import GIB, KIB, MIB, Gpu, GpuDetails
 
 MOST_MEMORY = 1 << 50
 AMD_ID, INTEL_ID = "0x1002", "0x8086"
-UNTRIED = "gpool does not give {} GPUs to sandboxes yet"
+NOT_LENT = "gpool does not give {} GPUs to sandboxes"
+LENT = frozenset({"amd", "intel"})
 _UNITS = {
     "B": 1,
     "KB": KIB,
@@ -283,9 +284,8 @@ def _device(at: int, uuid: str, name: str, vendor: str, memory: int, details: Gp
         raise _Unread(f"{name[:60]!r} is no name")
     if not uuid.isprintable() or len(uuid) > 128:
         raise _Unread("its uuid cannot be read")
-    return Gpu(
-        at, uuid, model[:64], vendor, memory, closed=UNTRIED.format(vendor.upper()), details=details
-    )
+    closed = "" if vendor in LENT else NOT_LENT.format(vendor.upper())
+    return Gpu(at, uuid, model[:64], vendor, memory, closed=closed, details=details)
 
 
 def _json(text: object, name: str) -> Any:

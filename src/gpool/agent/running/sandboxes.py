@@ -238,7 +238,12 @@ class ExecutorContext:
             what = f"the image {image_of(spec)!r}" if image_of(spec) else "a task without an image"
             raise PartFailed(f"no runtime of tier {floor.value!r} here runs {what}")
         if needs.nodes > 1:
-            fitting = [one for one in fitting if Network.EGRESS in one.networks]
+            fitting = [
+                one
+                for one in fitting
+                if Network.EGRESS in one.networks
+                and RuntimeAbility.EGRESS_ONLY not in one.abilities
+            ]
             if not fitting or not self.allowed().gangs:
                 raise PartFailed("this node takes no members of gangs")
         fitting = [one for one in fitting if needs.network in one.networks]

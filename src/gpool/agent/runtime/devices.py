@@ -1,4 +1,4 @@
-"""Device nodes and CUDA variables of a lease's real GPUs. Simulated GPUs have none."""
+"""Device nodes and visibility variables of a lease's real GPUs. Simulated GPUs have none."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from gpool.agent.machine.drm import AMD, DRM_VENDORS, bus_of
 from gpool.core.model import Gpu, Slice
 
 CONTROL_NODES = (
@@ -18,6 +19,13 @@ CONTROL_NODES = (
 SYSTEM = Path("/sys")
 SYSTEM_FOLDERS = ("bus/pci", "devices/pci*", "devices/system", "module/nvidia*")
 """Read by CUDA and its libraries: PCI addresses of GPUs, nearby processors and memory, the driver."""
+DRM_FOLDERS = (
+    *("class/drm", "dev/char", "class/kfd", "devices/virtual/kfd/kfd/topology"),
+    *("module/amdgpu", "module/i915", "module/xe"),
+)
+"""Read by ROCm and Level Zero besides: render nodes by device number, the compute topology, the driver. ROCm skips a GPU of
+the topology whose render node is not in the sandbox."""
+DRM_NODES = ("/dri/renderD", "/kfd")
 DRIVER = Path("/proc/driver/nvidia/gpus")
 CAPABILITIES = Path("/proc/driver/nvidia-caps/mig-minors")
 CAPABILITY_NODES = Path("/dev/nvidia-caps")
@@ -33,6 +41,7 @@ def device_arguments(gpus: Mapping[int, Gpu], slices: Sequence[Slice]) -> list[s
 
 
 def device_nodes(gpus: Sequence[Gpu]) -> tuple[str, ...]:
+    gpus = [gpu for gpu in gpus if gpu.vendor not in DRM_VENDORS]  # those come with a `GpuShare`
     if not gpus:
         return ()
     minors = _minors(DRIVER)
@@ -47,19 +56,49 @@ def node_arguments(nodes: Sequence[str]) -> list[str]:
         if os.path.exists(node):
             words += ["--dev-bind", node, node]
     words += ["--tmpfs", str(SYSTEM)]
-    for folder in SYSTEM_FOLDERS:
+    is_drm = any(word in node for node in nodes for word in DRM_NODES)
+    for folder in (*SYSTEM_FOLDERS, *(DRM_FOLDERS if is_drm else ())):
         for found in sorted(SYSTEM.glob(folder)):
             words += ["--ro-bind", str(found), str(found)]
     return [*words, "--remount-ro", str(SYSTEM)]
 
 
 def visible_devices(gpus: Mapping[int, Gpu], slices: Sequence[Slice]) -> str:
-    """CUDA_VISIBLE_DEVICES: uuids of real GPUs, numbers of simulated ones, "" for CPU tasks."""
+    """CUDA_VISIBLE_DEVICES: uuids of real NVIDIA GPUs, numbers of simulated ones, "" for CPU tasks."""
     names = []
     for s in slices:
         gpu = gpus.get(s.gpu_index)
+        if gpu is not None and gpu.vendor in DRM_VENDORS and not gpu.simulated:
+            continue
         names.append(str(s.gpu_index) if gpu is None or gpu.simulated else gpu.uuid)
     return ",".join(names)
+
+
+def drm_variables(vendor: str, numbers: Sequence[int]) -> tuple[tuple[str, str], ...]:
+    """Variables of the AMD or Intel GPUs with these numbers, counted over the cards that the process can open."""
+    listed = ",".join(str(number) for number in numbers)
+    if vendor != AMD:
+        return (("ZE_AFFINITY_MASK", listed), ("ONEAPI_DEVICE_SELECTOR", "level_zero:gpu"))
+    renumbered = ",".join(
+        str(number) for number in range(len(numbers))
+    )  # HIP counts what ROCr shows
+    return (
+        ("ROCR_VISIBLE_DEVICES", listed),
+        ("HIP_VISIBLE_DEVICES", renumbered),
+        ("CUDA_VISIBLE_DEVICES", renumbered),  # read by programs for either vendor
+    )
+
+
+def visible_variables(gpus: Mapping[int, Gpu], slices: Sequence[Slice]) -> dict[str, str]:
+    """Visibility variables of a process that can open every card of the host."""
+    found = {"CUDA_VISIBLE_DEVICES": visible_devices(gpus, slices)}
+    leased = {part.gpu_index for part in slices}
+    for vendor in sorted(DRM_VENDORS):
+        cards = sorted((gpu for gpu in gpus.values() if gpu.vendor == vendor), key=bus_of)
+        numbers = [at for at, gpu in enumerate(cards) if gpu.index in leased]
+        for name, value in drm_variables(vendor, numbers) if numbers else ():
+            found[name] = found.get(name) or value
+    return found
 
 
 def capability_minors(text: str, gpu: int, instance: int, compute: int) -> tuple[int, ...]:

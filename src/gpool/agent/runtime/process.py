@@ -23,7 +23,7 @@ from gpool.agent.runtime.bubblewrap.launcher_client import (
     StartedProcess,
 )
 from gpool.agent.runtime.descriptors import close_all, command_pipes
-from gpool.agent.runtime.devices import visible_devices
+from gpool.agent.runtime.devices import visible_variables
 from gpool.agent.runtime.protocol import (
     TASK_VARIABLES,
     CommandJob,
@@ -129,7 +129,7 @@ class ProcessRuntime(PlainRuntime):
             **dict(TASK_VARIABLES),
             "TMPDIR": str(place.root / "tmp"),
             "PYTHONPATH": _source(),
-            "CUDA_VISIBLE_DEVICES": visible_devices(self._gpus, job.slices),
+            **visible_variables(self._gpus, job.slices),
         }
         return await self._launcher.start(
             LaunchOrder(

@@ -86,7 +86,7 @@ class GpuShare:
     `exceeded`.
     """
 
-    __slots__ = ("binds", "exceeded", "kill", "nodes", "owns", "variables")
+    __slots__ = ("binds", "exceeded", "kill", "memory_bytes", "nodes", "owns", "variables")
 
     def __init__(
         self,
@@ -100,10 +100,21 @@ class GpuShare:
         self.owns: Callable[[int], bool] | None = None
         self.kill: Callable[[], Awaitable[None]] | None = None
         self.exceeded = ""
+        self.memory_bytes = 0  # limit of the sandbox's own memory; 0: not known
 
-    def watch(self, owns: Callable[[int], bool], kill: Callable[[], Awaitable[None]]) -> None:
-        """Register a started sandbox: `owns` tests a host pid, `kill` ends it."""
-        self.owns, self.kill = owns, kill
+    def add(self, nodes: Sequence[str], variables: Sequence[tuple[str, str]]) -> None:
+        """Add another vendor's GPUs; variables that are set stay."""
+        self.nodes = tuple(dict.fromkeys((*self.nodes, *nodes)))
+        self.variables = tuple(dict([*variables, *self.variables]).items())
+
+    def watch(
+        self,
+        owns: Callable[[int], bool],
+        kill: Callable[[], Awaitable[None]],
+        memory_bytes: int = 0,
+    ) -> None:
+        """Register a started sandbox: `owns` tests a host pid, `kill` ends it, `memory_bytes` is its limit."""
+        self.owns, self.kill, self.memory_bytes = owns, kill, memory_bytes
 
 
 StartProgress = Callable[[str], None]
@@ -269,6 +280,7 @@ class RuntimeAbility(StrEnum):
     IMAGES = "images"  # runs container images; a runtime without it runs environments
     GPUS = "gpus"  # gives the sandbox the GPUs of its lease
     WARM_RUNNERS = "warm runners"  # `warm_runner` may be called
+    EGRESS_ONLY = "egress only"  # its network leads outwards: nobody reaches a sandbox, so no gang
     CANCELLABLE_START = (
         "cancellable start"  # a slow start; on cancellation it ends soon and undoes itself
     )

@@ -6,14 +6,14 @@ Needed behind MPS too, whose limit is per process.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import structlog
 
-from gpool.agent.machine.nvml import Nvml, NvmlError
+from gpool.agent.machine.nvml import GpuProcess, NvmlError
 from gpool.agent.runtime.protocol import CommandJob, GpuShare, Runtime, SandboxFailed, SandboxLimits
 from gpool.agent.sharing.plan import overdrawn
 from gpool.core.model import GIB, MIB
@@ -31,10 +31,12 @@ class Watched:
 
 
 class Watchdog:
-    """Polls only while there are slices to watch."""
+    """Polls only while there are slices to watch. `processes` lists those of a GPU, by uuid, and blocks."""
 
-    def __init__(self, nvml: Nvml, every_s: float = EVERY_S) -> None:
-        self._nvml = nvml
+    def __init__(
+        self, processes: Callable[[str], Sequence[GpuProcess]], every_s: float = EVERY_S
+    ) -> None:
+        self._processes = processes
         self._every_s = every_s
         self._watched: set[Watched] = set()
         self._looking: asyncio.Task[None] | None = None
@@ -67,28 +69,34 @@ class Watchdog:
         except NvmlError as error:
             log.warning("gpu_memory_not_seen", error=str(error))
             return
-        for watched, held in found.items():
+        for watched, why in found.items():
             seat = watched.seat
             if seat.exceeded or seat.kill is None:
                 continue
-            seat.exceeded = over(held, watched.limit_bytes)
-            log.info("gpu_slice_exceeded", gpu=watched.gpu, held=held, limit=watched.limit_bytes)
+            seat.exceeded = why
+            log.info("gpu_slice_exceeded", gpu=watched.gpu, why=why)
             task = asyncio.create_task(_ended(seat.kill()))
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
 
-    def _find(self, watched: Collection[Watched]) -> dict[Watched, int]:
-        found: dict[Watched, int] = {}
+    def _find(self, watched: Collection[Watched]) -> dict[Watched, str]:
+        found: dict[Watched, str] = {}
         for gpu in {one.gpu for one in watched}:
             here = [one for one in watched if one.gpu == gpu]
-            processes = self._nvml.processes(gpu)
+            processes = self._processes(gpu)
             owner_of = {
                 process.pid: one
                 for process in processes
                 for one in here
                 if one.seat.owns is not None and one.seat.owns(process.pid)
             }
-            found |= overdrawn(processes, owner_of, {one: one.limit_bytes for one in here})
+            held = overdrawn(processes, owner_of, {one: one.limit_bytes for one in here})
+            found |= {one: over(size, one.limit_bytes) for one, size in held.items()}
+            hosted = [GpuProcess(process.pid, process.host_bytes) for process in processes]
+            limits = {one: one.seat.memory_bytes for one in here if one.seat.memory_bytes}
+            limited = {pid: one for pid, one in owner_of.items() if one in limits}
+            for one, size in overdrawn(hosted, limited, limits).items():
+                found[one] = over_host(size, limits[one])
         return found
 
 
@@ -98,6 +106,10 @@ async def _ended(killing: Awaitable[None]) -> None:
 
 def over(held: int, limit: int) -> str:
     return f"it held {size(held)} of GPU memory, more than its GPU memory slice of {size(limit)}"
+
+
+def over_host(held: int, limit: int) -> str:
+    return f"its GPU held {size(held)} of the host's memory, more than its {size(limit)} of memory"
 
 
 def size(count: int) -> str:

@@ -78,7 +78,7 @@ class GpuShares:
         self._houses: dict[Tenancy, _ActiveTenancy] = {}
         self._before: dict[str, modes.CardSettings] = {}
         self._locks: dict[str, asyncio.Lock] = {}
-        self._watchdog = Watchdog(nvml)
+        self._watchdog = Watchdog(nvml.processes)
         self._retrying: set[asyncio.Task[None]] = set()
         self.unclean: dict[str, str] = {}
         """By uuid: why a card takes nobody new."""

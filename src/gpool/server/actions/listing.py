@@ -127,6 +127,7 @@ def gpu_documents(
                 tiers=_tiers(here.offer.tiers),
                 flagged=stored.flagged or stored.unproven,
                 verified=stored.verified,
+                untested=device.untested,
                 measured=measured_document(stored.measured),
                 closed=device.closed or None,
                 health=device.health.value,

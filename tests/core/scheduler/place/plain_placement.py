@@ -59,7 +59,7 @@ def _places(
     free = free_parts(node, room)
     lent = offer.gpus[:MAX_GPUS]
     cap = needs.max_price_microcredits
-    cards = [] if request is None else [g for g in lent if usable(node, g, request, cap)]
+    cards = [] if request is None else [g for g in lent if usable(node, g, request, cap, shape)]
     afters: list[tuple[list[int], float, int, int]] = []  # free parts, worth lost, had free, GPU
     if request is None:
         afters.append((free, 0.0, 0, -1))

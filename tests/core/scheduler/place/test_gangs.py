@@ -17,10 +17,13 @@ from gpool.core.model import (
     Availability,
     GpuRequest,
     Instant,
+    Network,
     Node,
+    RuntimeOffer,
     Shape,
     Slice,
     Span,
+    Tier,
 )
 from gpool.core.scheduler.explain.waiting import explain
 from gpool.core.scheduler.order.builtin import ORDERS
@@ -463,3 +466,16 @@ def test_a_plan_for_gangs_is_the_same_from_a_copy_of_the_state(
         state.fold(NodeChanged(replace(nodes[away], availability=Availability.PAUSED)))
     assert plan(state, LATER) == plan(take(state).state(), LATER)
     assert all(NodeId(away + 1) not in nodes_of(place) for place in plan(state, LATER).places)
+
+
+def test_a_gang_is_not_placed_where_only_a_virtual_machine_gives_the_tier() -> None:
+    """A guest's network leads outwards only: its peers could not reach it."""
+    both = frozenset({Network.NONE, Network.EGRESS})
+    guest = RuntimeOffer("microvm", Tier.VM, both, gangs=False)
+    box = RuntimeOffer("bubblewrap", Tier.CONTAINER, both)
+    node = a_node(1, tiers=frozenset({Tier.CONTAINER, Tier.VM}))
+    node = replace(node, offer=replace(node.offer, runtimes=(box, guest), networks=both))
+    alone = a_shape(tier=Tier.VM, network=Network.EGRESS)
+    assert unfit(node, alone) is None
+    assert unfit(node, a_shape(tier=Tier.VM, nodes=2)) is Unfit.RUNTIME
+    assert unfit(node, a_shape(nodes=2)) is None

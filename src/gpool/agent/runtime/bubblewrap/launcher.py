@@ -6,8 +6,8 @@ sandbox that has not requested one yet.) As root it moves into its own mount nam
 and work directories are reachable for a dropped uid; each child drops to its uid before `exec`. Reads no task data.
 
 Messages on the socket (one JSON document each, descriptors beside it):
-  in   {"start": n, "argv", "uid", "groups", "limits", "mode", "namespaces", "binds", "overlays"}  ·  {"kill": n}  ·
-       {"warn": n}
+  in   {"start": n, "argv", "uid", "gids", "groups", "limits", "mode", "namespaces", "binds", "overlays"}  ·
+       {"kill": n}  ·  {"warn": n}
   out  {"ready": true, "shared": [paths]}   ·   {"ended": n, "status": s, "ran": bool, "killed": bool}
 One file because it is run by path, without imports of gpool.
 """
@@ -372,7 +372,7 @@ class LauncherProcess:
             signal.signal(each, signal.SIG_DFL)
         uid = order["uid"]
         if uid:
-            os.setgroups([])
+            os.setgroups(order["gids"])
             os.setresgid(uid, uid, uid)
             os.setresuid(uid, uid, uid)
         os.chdir(order["cwd"])

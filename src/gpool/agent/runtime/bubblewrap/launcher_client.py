@@ -49,6 +49,7 @@ class LaunchOrder:
     argv: Sequence[str]
     descriptors: Sequence[int]
     uid: int = 0  # 0: keep the agent's
+    gids: Sequence[int] = ()  # further groups of a dropped uid: those of its device nodes
     groups: Sequence[str] = ()
     limits: Sequence[tuple[int, int]] = ()
     env: Mapping[str, str] = field(default_factory=dict)
@@ -149,6 +150,7 @@ class Launcher:
                 "mode": order.mode,
                 "argv": list(order.argv),
                 "uid": order.uid,
+                "gids": list(order.gids),
                 "groups": list(order.groups),
                 "limits": list(order.limits),
                 "env": dict(order.env),

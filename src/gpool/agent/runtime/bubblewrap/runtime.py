@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from gpool.agent.machine.drm import node_groups
 from gpool.agent.runtime import cgroups
 from gpool.agent.runtime.bubblewrap import layout, seccomp
 from gpool.agent.runtime.bubblewrap.launcher_client import (
@@ -165,7 +166,7 @@ class BubblewrapRuntime(PlainRuntime):
                 await asyncio.to_thread(place.stage, job.inputs)
             pipes, ours = command_pipes()
             started = await self._start(slot, place, job.argv, job, pipes)
-            self._watch(slot, watched, job.gpu_share, started)
+            self._watch(slot, watched, job, started)
         except BaseException:
             close_all(ours)
             self._slots.discard(slot, place)
@@ -206,7 +207,7 @@ class BubblewrapRuntime(PlainRuntime):
             words = [str(number + 1) for number in numbers]  # ARGUMENTS_AT lies before them
             argv = [*program, "alone", *words]
             started = await self._start(slot, place, argv, job, descriptors, meanwhile)
-            self._watch(slot, watched, job.gpu_share, started)
+            self._watch(slot, watched, job, started)
             return started
 
         group, judge = slot.group, _judge(slot, watched, job.gpu_share)
@@ -236,13 +237,14 @@ class BubblewrapRuntime(PlainRuntime):
         self,
         slot: SandboxSlot,
         watched: WatchedDirectory,
-        share: GpuShare | None,
+        job: CommandJob | RunnerJob,
         started: StartedProcess,
     ) -> None:
+        share, memory_bytes = job.gpu_share, job.limits.memory_bytes
         self._watchdog.begin(watched, started.kill)
         if share is not None and slot.group is not None:
             name = f"{self.groups.prefix}{slot.number}"
-            share.watch(lambda pid: cgroups.is_in(pid, name), started.kill)
+            share.watch(lambda pid: cgroups.is_in(pid, name), started.kill, memory_bytes)
 
     def _release(self, slot: SandboxSlot, watched: WatchedDirectory) -> None:
         self._watchdog.end(watched)
@@ -290,6 +292,7 @@ class BubblewrapRuntime(PlainRuntime):
                 argv=[*command, *argv],
                 descriptors=given,
                 uid=slot.uid if self._root else 0,
+                gids=self._groups(job),
                 groups=slot.group.joins if slot.group is not None else (),
                 limits=self._rlimits(job.limits),
                 namespaces=job.network.namespaces if job.network is not None else (),
@@ -308,6 +311,9 @@ class BubblewrapRuntime(PlainRuntime):
         for inside, host in job.gpu_share.binds:
             words += ["--bind", str(host), inside]
         return words
+
+    def _groups(self, job: CommandJob | RunnerJob) -> tuple[int, ...]:
+        return () if job.gpu_share is None else node_groups(job.gpu_share.nodes)
 
     def _variables(self, job: CommandJob | RunnerJob) -> list[tuple[str, str]]:
         plain = self._layout.variables if job.environment is None else self._layout.bare_variables

@@ -92,7 +92,7 @@ class EngineFacts:
     runtimes: tuple[str, ...]  # configured OCI runtimes
     rootless: bool
     first_uid: int  # on the host, of a container's uid 0; 0: not remapped
-    cdi_folders: tuple[str, ...]
+    cdi_folders: tuple[str, ...]  # whose specs the engine applies to names in `DeviceRequests`
     default_runtime: str = ""
 
 
@@ -120,12 +120,14 @@ def facts_from(info: Mapping[str, Any], version: Mapping[str, Any]) -> EngineFac
     options = [str(option) for option in info.get("SecurityOptions") or ()]
     remapped = any("name=userns" in option for option in options)
     found = REMAPPED.search(str(info.get("DockerRootDir", ""))) if remapped else None
+    is_podman = "Podman Engine" in names
     return EngineFacts(
-        kind="podman" if "Podman Engine" in names else "docker",
+        kind="podman" if is_podman else "docker",
         runtimes=tuple(sorted(info.get("Runtimes") or ())),
         rootless=any("rootless" in option for option in options) or bool(info.get("Rootless")),
         first_uid=int(found.group(1)) if found else 0,
-        cdi_folders=tuple(info.get("CDISpecDirs") or ()),
+        # Podman's Docker interface ignores `DeviceRequests` without an error
+        cdi_folders=() if is_podman else tuple(info.get("CDISpecDirs") or ()),
         default_runtime=str(info.get("DefaultRuntime") or ""),
     )
 

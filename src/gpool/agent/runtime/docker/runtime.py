@@ -30,13 +30,8 @@ from gpool.agent.runtime.bubblewrap.launcher_client import ProcessExit, StartedP
 from gpool.agent.runtime.descriptors import close_all, command_pipes
 from gpool.agent.runtime.devices import visible_devices
 from gpool.agent.runtime.disk_watchdog import DiskWatchdog, WatchedDirectory
-from gpool.agent.runtime.docker.confinement import (
-    DRIVER_AT,
-    VALUES_AT,
-    WORK_AT,
-    ContainerSpec,
-    gpu_mounts,
-)
+from gpool.agent.runtime.docker.cdi import CDI_FOLDERS, DRIVER_AT, gpu_mounts, group_words
+from gpool.agent.runtime.docker.confinement import VALUES_AT, WORK_AT, ContainerSpec
 from gpool.agent.runtime.docker.containers import (
     AGENT_LABEL,
     BOOT_LABEL,
@@ -113,12 +108,14 @@ class DockerRuntime(PlainRuntime):
         default_image: str = "",
         gvisor: Gvisor = Gvisor.AUTO,
         registries: Sequence[str] = (),
+        cdi_folders: Sequence[str] = CDI_FOLDERS,
         environ: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         data = data_dir.resolve()
         self._engine = EngineClient(engine or usual_socket(environ))
         self._default_image = default_image
+        self._cdi_folders = cdi_folders
         self.use_gpus(gpus)
         facts = self._engine.facts
         self._root = os.geteuid() == 0 and not facts.rootless
@@ -180,7 +177,7 @@ class DockerRuntime(PlainRuntime):
             container, channel = await self._containers.start(spec)
             os.close(theirs[0])
             streams = pour(channel, {1: theirs[1], 2: theirs[2]}, partial(_explain, job.argv[0]))
-            started = self._follow(container, streams, watched, job.gpu_share)
+            started = self._follow(container, streams, watched, job)
         except BaseException:
             close_all((*theirs, *ours))
             self._slots.discard(slot, place)
@@ -210,7 +207,7 @@ class DockerRuntime(PlainRuntime):
                     raise SandboxFailed(_no_python(job)) from failure
                 raise
             streams = relay(channel, descriptors)
-            started = self._follow(container, streams, watched, job.gpu_share)
+            started = self._follow(container, streams, watched, job)
             made.append(started)
             return started
 
@@ -274,15 +271,22 @@ class DockerRuntime(PlainRuntime):
         argv: Sequence[str],
     ) -> ContainerSpec:
         facts, share = self._engine.facts, job.gpu_share
-        gpus = gpu_mounts(self._gpus, job.slices, facts.cdi_folders, share)
+        gpus = gpu_mounts(
+            self._gpus,
+            job.slices,
+            share,
+            engine_folders=facts.cdi_folders,
+            folders=self._cdi_folders,
+        )
         variables = {
+            **dict(gpus.variables),
             "HOME": WORK_AT,
             **dict(TASK_VARIABLES),
             "TMPDIR": "/tmp",
             "CUDA_VISIBLE_DEVICES": visible_devices(self._gpus, job.slices),
         }
         overriding = dict(share.variables) if share is not None else {}
-        if gpus.binds:
+        if gpus.libraries:
             before = dict(image.env).get("LD_LIBRARY_PATH", "")
             variables["LD_LIBRARY_PATH"] = f"{DRIVER_AT}:{before}" if before else DRIVER_AT
         return ContainerSpec(
@@ -296,6 +300,11 @@ class DockerRuntime(PlainRuntime):
             volumes=image.volumes,
             devices=gpus.nodes,
             cdi=gpus.cdi,
+            groups=group_words(
+                gpus.groups,
+                podman=self._containers.podman,
+                mapped=facts.rootless or facts.first_uid > 0,
+            ),
             # A uid of its own is counted alone. Podman would ask for more than the host may allow.
             user_processes=job.limits.processes if self._uids is not None else self._most_processes,
             keep_id=facts.rootless and self._containers.podman,
@@ -328,12 +337,13 @@ class DockerRuntime(PlainRuntime):
         container: str,
         streams: Coroutine[Any, Any, None],
         watched: WatchedDirectory,
-        share: GpuShare | None,
+        job: CommandJob | RunnerJob,
     ) -> RunningContainer:
+        share, memory_bytes = job.gpu_share, job.limits.memory_bytes
         started = self._containers.follow(container, streams)
         self._watchdog.begin(watched, started.kill)
         if share is not None:
-            share.watch(lambda pid: cgroups.is_in(pid, container), started.kill)
+            share.watch(lambda pid: cgroups.is_in(pid, container), started.kill, memory_bytes)
         return started
 
     def _release(self, slot: SandboxSlot, watched: WatchedDirectory) -> None:

@@ -8,7 +8,7 @@ length (u32, of the body), stream (u8), body; little-endian.
   4           a runner's answers                             out, by credit
   5, 6        bytes of a file announced by a message         in, out
   7 credit    stream (u8), bytes (u32): the peer may send so many more on it; both directions
-Messages in:  begin {argv, env, limits, runner, inputs …} · file {path, size, executable} · go · arguments {size} · warn
+Messages in:  begin {argv, env, limits, runner, network, inputs …} · file {path, size, executable} · go · arguments {size} · warn
               collect {number, wanted, most} · take {number, name, most} · stop
 Messages out: hello {version} · started · ended {code, oom} · output {number, path, size, executable} ·
               collected {number} · refused {number, text} · failed {text}
@@ -26,6 +26,7 @@ import glob
 import json
 import os
 import resource
+import runpy
 import select
 import signal
 import socket
@@ -49,7 +50,6 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND = 1, 2, 4, 8, 32,
 MS_REC, MS_PRIVATE, MS_NOATIME = 16384, 1 << 18, 1024
 CLONE_NEWNS, CLONE_NEWPID, CLONE_NEWIPC = 0x00020000, 0x20000000, 0x08000000
 PR_SET_NO_NEW_PRIVS = 38
-SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 DEVICES = {"null": 3, "zero": 5, "full": 7, "random": 8, "urandom": 9}  # minors; the major is 1
 GROUPS_AT = "/run/groups"
 READ_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -344,6 +344,8 @@ class Guest:
             given += [calls_end, answers_end, theirs.detach()]
         for outlet in self.outlets:
             os.set_blocking(outlet.descriptor, False)
+        script = os.path.join(os.path.dirname(__file__), "guest_network.py")
+        self.job["files"] = runpy.run_path(script)["configure"](self.job.get("network"))
         group = self.make_group()
         checked(libc.unshare(CLONE_NEWPID), "unshare")
         self.task = os.fork()
@@ -480,6 +482,8 @@ def supervise(job: dict[str, Any], given: list[int], group: int) -> NoReturn:
     signal.set_wakeup_fd(-1)
     checked(libc.unshare(CLONE_NEWNS | CLONE_NEWIPC), "unshare")
     mount("none", "/", "", MS_REC | MS_PRIVATE)
+    for source, target in job["files"]:
+        mount(source, target, "", MS_BIND)
     mount_view(job["limits"]["memory_bytes"])
     warned = {signal.SIGTERM, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, warned)
@@ -573,11 +577,6 @@ def prepare(work_disk: str) -> str:
         os.mkdir(f"/run/disk/{name}", 0o700)
         os.chown(f"/run/disk/{name}", TASK_UID, TASK_UID)
         mount(f"/run/disk/{name}", f"/{name}", "", MS_BIND)
-    with (
-        contextlib.suppress(OSError),
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket,
-    ):
-        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", IFF_UP))
     with open("/proc/cmdline") as line:
         words = dict(word.partition("=")[::2] for word in line.read().split())
     socket.sethostname("sandbox")

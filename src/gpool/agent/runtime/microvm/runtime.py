@@ -1,8 +1,8 @@
 """The microVM runtime: each task in a guest with its own kernel, behind a machine monitor that is itself confined.
 
 Isolation. The guest's first process confines the task, the monitor the guest, bubblewrap the monitor, under a uid of its
-own: no network, no host file but its programs and libraries, the guest's read-only disks and one writable disk, whose
-size is the task's disk limit. Inputs and outputs travel over the connection to the guest's first process; the host never
+own: no network but the task's sandbox network, no host file but its programs and libraries, the guest's read-only disks
+and one writable disk, whose size is the task's disk limit. Inputs and outputs travel over the connection to the guest's first process; the host never
 mounts or parses a file system that a task wrote. Guests have no GPU.
 """
 
@@ -12,7 +12,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,6 +38,7 @@ from gpool.agent.runtime.microvm.monitors.protocol import (
     MonitorLine,
     guest_memory_mib,
 )
+from gpool.agent.runtime.microvm.monitors.qemu import GUEST_NETWORK, find_qemu
 from gpool.agent.runtime.microvm.sandbox import Console, GuestWorkDirectory, StartedGuest
 from gpool.agent.runtime.protocol import (
     CommandJob,
@@ -84,8 +85,7 @@ class MicrovmRuntime(PlainRuntime):
 
     name = "microvm"
     tier = Tier.VM
-    networks = frozenset({Network.NONE})
-    abilities = frozenset({RuntimeAbility.CANCELLABLE_START})
+    abilities = frozenset({RuntimeAbility.CANCELLABLE_START, RuntimeAbility.EGRESS_ONLY})
 
     def __init__(
         self,
@@ -113,6 +113,13 @@ class MicrovmRuntime(PlainRuntime):
         self._images = GuestImageBuilder(self._disks, self._layout, self._kernel)
         self._monitor = monitor
         self._preparing = asyncio.Lock()
+
+    @property
+    def networks(self) -> frozenset[Network]:
+        """Egress with QEMU; Firecracker, used if only it is installed, has none."""
+        known = self._monitor
+        has = known.has_network if known is not None else bool(find_qemu())
+        return frozenset({Network.NONE, Network.EGRESS}) if has else frozenset({Network.NONE})
 
     def use_gpus(self, gpus: Sequence[Gpu]) -> None:
         """Do nothing: guests have no GPU."""
@@ -235,8 +242,8 @@ class MicrovmRuntime(PlainRuntime):
         console: Console | None = None
         line: MonitorLine | None = None
         try:
-            if job.network is not None:
-                raise SandboxFailed("a guest has no network on this node")
+            if job.network is not None and job.network.hosts:
+                raise SandboxFailed("a guest cannot be a member of a gang: others cannot reach it")
             if self._monitor is None:
                 job.progress("the first guest on this node: building its disks, once")
             monitor, image = await self._ready(job.environment)
@@ -244,7 +251,9 @@ class MicrovmRuntime(PlainRuntime):
             await _to_its_end(asyncio.to_thread(make_work_disk, disk, job.limits.disk_bytes))
             if root.uid != os.geteuid():
                 os.chown(disk, root.uid, root.uid)
-            machine = self._machine(image, monitor, job.limits)
+            if job.network is not None and not monitor.has_network:
+                raise SandboxFailed(f"guests of {monitor.name} have no network")
+            machine = replace(self._machine(image, monitor, job.limits), network=job.network)
             _limit(slot, monitor, job.limits, machine)
             line = monitor.open_line(root.root, root.uid)
             console = Console()
@@ -303,6 +312,7 @@ class MicrovmRuntime(PlainRuntime):
             "argv": list(argv),
             "env": [*variables.items(), ("CUDA_VISIBLE_DEVICES", ""), *job.env],
             "runner": isinstance(job, RunnerJob),
+            "network": None if job.network is None else GUEST_NETWORK,
             "limits": {
                 "memory_bytes": job.limits.memory_bytes,
                 "processes": job.limits.processes,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from gpool.core.ids import NodeId
-from gpool.core.model import Gpu, GpuRequest, Node, Shape, Tier
-from gpool.core.scheduler.place.fit import Unfit, possible_prices, unfit, usable
+from gpool.core.model import Gpu, Node, Shape, Tier
+from gpool.core.scheduler.place.fit import Unfit, is_lent_to, possible_prices, unfit, usable
 from gpool.core.specs import fields, owners
 from gpool.core.specs import gpu as gpuspec
 
@@ -118,7 +118,7 @@ def nothing_can(nodes: list[Node], shape: Shape) -> Explanation:
             said = f"It asks for {gpuspec.gib(needs.disk_bytes or 0)} of disk; the largest node has {gpuspec.gib(most)}."
             return Explanation("too_much_disk", said)
         case Unfit.GPU:
-            return _no_such_gpu(near, needs.gpu)
+            return _no_such_gpu(near, shape)
         case Unfit.SITE:
             said = (
                 f"It asks for {needs.nodes} nodes of one site, and {those(near)} could run a part of it, "
@@ -156,7 +156,8 @@ def _only_elsewhere(able: list[Node], shape: Shape, *, is_gpu: bool) -> Explanat
     return Explanation("no_label", said)
 
 
-def _no_such_gpu(nodes: list[Node], wanted: tuple[GpuRequest, ...]) -> Explanation:
+def _no_such_gpu(nodes: list[Node], shape: Shape) -> Explanation:
+    wanted = shape.requirements.gpu
     every = [(node, gpu) for node in nodes for gpu in node.offer.gpus]
     asked = gpuspec.format(wanted)
     if not every:
@@ -178,11 +179,23 @@ def _no_such_gpu(nodes: list[Node], wanted: tuple[GpuRequest, ...]) -> Explanati
     if shut and not any(gpuspec.matches(request, gpu) for request in wanted for gpu in lent):
         said = f"{len(shut)} GPUs would do ({asked}), but take nothing just now: {shut[0].closed}."
         return Explanation("closed", said)
+    barred = [gpu for node, gpu in every if gpu in lent and not is_lent_to(node, gpu, shape)]
+    shut = [gpu for gpu in barred if any(gpuspec.matches(request, gpu) for request in wanted)]
+    others = [gpu for gpu in lent if gpu not in barred]
+    if shut and not any(gpuspec.matches(request, gpu) for request in wanted for gpu in others):
+        said = (
+            f"{len(shut)} GPUs would do ({asked}), but gpool was never run on their kind, and their owners lend them "
+            "to themselves and their teams only; GPOOL_AGENT_LEND_UNTESTED lends them to everyone."
+        )
+        return Explanation("untested", said)
     if not lent:
         return Explanation("closed", f"No GPU takes anything just now: {closed[0].closed}.")
     if len(wanted) == 1:
         request = wanted[0]
-        most = max(sum(usable(node, gpu, request) for gpu in node.offer.gpus) for node in nodes)
+        most = max(
+            sum(usable(node, gpu, request, shape=shape) for gpu in node.offer.gpus)
+            for node in nodes
+        )
         if most:
             said = f"It asks for {request.count} GPUs of one node ({asked}); the most on one is {most}."
             return Explanation("too_few_gpus", said)

@@ -271,7 +271,7 @@ def _busy(
         (node, gpu)
         for node in nodes
         for gpu in node.offer.gpus
-        if any(usable(node, gpu, each, needs.max_price_microcredits) for each in needs.gpu)
+        if any(usable(node, gpu, each, needs.max_price_microcredits, shape) for each in needs.gpu)
     ]
     free = [pair for pair in matching if _has_room(state, *pair, shape)]
     then = (
@@ -331,7 +331,7 @@ def _has_room(state: State, node: Node, gpu: Gpu, shape: Shape) -> bool:
         slice_of(gpu, request).memory_bytes <= room.free_memory
         and slice_of(gpu, request).share_milli <= room.free_share
         for request in shape.requirements.gpu
-        if usable(node, gpu, request)
+        if usable(node, gpu, request, shape=shape)
     )
 
 

@@ -197,7 +197,7 @@ class _Free:
         counts = Counter(
             node.id
             for node, room in self.gpus()
-            if not room.holders and usable(node, room.gpu, request)
+            if not room.holders and usable(node, room.gpu, request, shape=self.shape)
         )
         return max(counts.values(), default=0)
 

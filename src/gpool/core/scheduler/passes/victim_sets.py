@@ -120,7 +120,8 @@ def fewest_victims(place: Clearable, shape: Shape) -> list[Victim] | None:
     if not requests or any(is_slice(request) for request in requests):
         return _until_it_fits(place, shape)
     request, gpus = requests[0], place.room.gpus.values()
-    idle = sum(1 for gpu in gpus if not gpu.holders and usable(place.node, gpu.gpu, request))
+    node = place.node
+    idle = sum(1 for g in gpus if not g.holders and usable(node, g.gpu, request, shape=shape))
     return _enough_gpus(place, request.count - idle)
 
 

@@ -110,10 +110,10 @@ def unfit_for_any_owner(node: Node, shape: Shape) -> Unfit | None:
         return Unfit.MEMORY
     if needs.disk_bytes is not None and offer.disk_bytes < needs.disk_bytes:
         return Unfit.DISK
-    if needs.gpu and not any(_enough(node, request) for request in needs.gpu):
+    if needs.gpu and not any(_enough(node, request, shape) for request in needs.gpu):
         return Unfit.GPU
     cap = needs.max_price_microcredits
-    if cap is not None and offer.price_microcredits and not _affordable(node, needs, cap):
+    if cap is not None and offer.price_microcredits and not _affordable(node, shape, cap):
         return Unfit.PRICE
     if needs.nodes > 1 and not joins_gangs(offer):
         return Unfit.SITE
@@ -130,7 +130,7 @@ def _gives(runtime: RuntimeOffer, shape: Shape) -> bool:
     return (
         runtime.tier.strength >= needs.tier.strength
         and needs.network in runtime.networks
-        and (needs.nodes == 1 or Network.EGRESS in runtime.networks)
+        and (needs.nodes == 1 or (runtime.gangs and Network.EGRESS in runtime.networks))
         and runtime.images
         == (fields.environment_kind(shape.environment) == fields.IMAGE_ENVIRONMENT)
         and (runtime.gpus or not needs.gpu)
@@ -144,18 +144,19 @@ def suits(node: Node, needs: Requirements) -> bool:
         (needs.python is None or needs.python in offer.pythons)
         and any(tier.strength >= needs.tier.strength for tier in offer.tiers)
         and needs.network in offer.networks
-        and (not needs.gpu or any(_enough(node, request) for request in needs.gpu))
+        and (not needs.gpu or any(_enough(node, request, None) for request in needs.gpu))
     )
 
 
-def _affordable(node: Node, needs: Requirements, cap: int) -> bool:
+def _affordable(node: Node, shape: Shape, cap: int) -> bool:
+    needs = shape.requirements
     if not needs.gpu:
         return cpu_price(node, needs.cpu_milli) <= cap
-    return any(_enough(node, request, cap) for request in needs.gpu)
+    return any(_enough(node, request, shape, cap) for request in needs.gpu)
 
 
-def _enough(node: Node, request: GpuRequest, cap: int | None = None) -> bool:
-    return sum(usable(node, gpu, request, cap) for gpu in node.offer.gpus) >= request.count
+def _enough(node: Node, request: GpuRequest, shape: Shape | None, cap: int | None = None) -> bool:
+    return sum(usable(node, gpu, request, cap, shape) for gpu in node.offer.gpus) >= request.count
 
 
 def _is_for(node: Node, audience: Audience, shape: Shape) -> bool:
@@ -171,8 +172,21 @@ def tier_allows(node: Node, floor: Tier, user: UserId) -> bool:
     return any(tier.strength >= floor.strength for tier in tiers)
 
 
-def usable(node: Node, gpu: Gpu, request: GpuRequest, cap: int | None = None) -> bool:
-    """`cap`: price an hour of the whole request."""
+def is_lent_to(node: Node, gpu: Gpu, shape: Shape) -> bool:
+    """Whether the owner lends this GPU to the shape's user: an untested one only to the owner and the owner's teams."""
+    return not gpu.untested or shape.user == node.owner or shape.team in node.owner_teams
+
+
+def usable(
+    node: Node,
+    gpu: Gpu,
+    request: GpuRequest,
+    cap: int | None = None,
+    shape: Shape | None = None,
+) -> bool:
+    """`cap`: price an hour of the whole request. `shape`: for whom; None: for any user."""
+    if shape is not None and not is_lent_to(node, gpu, shape):
+        return False
     if gpu.closed or gpu.index in node.gpus_withheld or not gpuspec.matches(request, gpu):
         return False
     if cap is not None and node.offer.price_microcredits and gpu_price(node, gpu, request) > cap:
@@ -240,7 +254,7 @@ def fit(node: Node, room: Room, shape: Shape) -> Fit | None:
         slices = (
             a_slice(node, room, request, shape)
             if is_slice(request)
-            else whole(node, room, request, needs.max_price_microcredits)
+            else whole(node, room, request, shape)
         )
         if slices is not None:
             return Fit(needs.cpu_milli, memory, slices, disk)
@@ -290,7 +304,7 @@ def a_slice(node: Node, room: Room, request: GpuRequest, shape: Shape) -> tuple[
     best: tuple[tuple[int, ...], Slice] | None = None
     cap = shape.requirements.max_price_microcredits
     for gpu in room.gpus.values():
-        if not may_join(gpu, shape.user) or not usable(node, gpu.gpu, request, cap):
+        if not may_join(gpu, shape.user) or not usable(node, gpu.gpu, request, cap, shape):
             continue
         part = slice_of(gpu.gpu, request)
         memory_left = gpu.free_memory - part.memory_bytes
@@ -305,10 +319,9 @@ def a_slice(node: Node, room: Room, request: GpuRequest, shape: Shape) -> tuple[
     return None if best is None else (best[1],)
 
 
-def whole(
-    node: Node, room: Room, request: GpuRequest, cap: int | None = None
-) -> tuple[Slice, ...] | None:
-    free = [g for g in room.gpus.values() if not g.holders and usable(node, g.gpu, request, cap)]
+def whole(node: Node, room: Room, request: GpuRequest, shape: Shape) -> tuple[Slice, ...] | None:
+    cap, gpus = shape.requirements.max_price_microcredits, room.gpus.values()
+    free = [g for g in gpus if not g.holders and usable(node, g.gpu, request, cap, shape)]
     if len(free) < request.count:
         return None
     free.sort(key=lambda g: (g.gpu.memory_bytes, g.gpu.model, g.gpu.index))

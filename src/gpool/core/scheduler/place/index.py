@@ -31,7 +31,7 @@ from gpool.core.scheduler.place.fit import (
     slice_of,
     whole,
 )
-from gpool.core.scheduler.place.kinds import OwnerSlots
+from gpool.core.scheduler.place.kinds import OwnerSlots, is_for_some
 from gpool.core.scheduler.place.pricing import GPU, USUAL, Bools, Floats, Ints, Pricing, Slots
 from gpool.core.scheduler.place.rows import PlacementRow, RowCache
 from gpool.core.scheduler.place.scoring import NO_ROOM, PRICE, Scorer
@@ -115,7 +115,7 @@ class PlacementIndex:
         self._read = changes.last
 
     def _put(self, node: Node) -> None:
-        if node.audience is not None or node.reserved_for is not None:
+        if is_for_some(node):
             self._rows.restrict()
         self.board.put(node)
         self._owners.put(self.board.slots[node.id], node)
@@ -371,8 +371,7 @@ class PlacementIndex:
                 return Fit(needs.cpu_milli, memory, (there,), disk)
             other = a_slice(node, self._room_and_count(node.id)[0], request, row.shape)
             return None if other is None else Fit(needs.cpu_milli, memory, other, disk)
-        cap = needs.max_price_microcredits
-        found = whole(node, self._room_and_count(node.id)[0], request, cap)
+        found = whole(node, self._room_and_count(node.id)[0], request, row.shape)
         assert found is not None, "the board says there are idle GPUs and the room has none"
         return Fit(needs.cpu_milli, memory, found, disk)
 

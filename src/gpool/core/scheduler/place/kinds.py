@@ -33,11 +33,17 @@ def merit_of(node: Node) -> int:
     return (trust << 5) + slowness
 
 
+def is_for_some(node: Node) -> bool:
+    """Whether the node, or one of its GPUs, is lent to some users only."""
+    is_whole = node.audience is None and node.reserved_for is None
+    return not is_whole or any(gpu.untested for gpu in node.offer.gpus)
+
+
 def kind_key(node: Node) -> tuple[Any, ...]:
     """Equal for nodes that can run the same shapes, if these accept their owners (`OwnerSlots`)."""
     offer = node.offer
-    is_for_some = node.audience is not None or node.reserved_for is not None
-    owner = node.owner if is_for_some or Tier.NONE in offer.tiers else None
+    owner = node.owner if is_for_some(node) or Tier.NONE in offer.tiers else None
+    has_untested = any(gpu.untested for gpu in offer.gpus)
     return (
         offer.cpu_milli,
         offer.memory_bytes,
@@ -55,6 +61,7 @@ def kind_key(node: Node) -> tuple[Any, ...]:
         node.reserved_for,
         node.gpus_withheld,
         owner,
+        node.owner_teams if has_untested else None,
         joins_gangs(offer),
     )
 
@@ -68,6 +75,7 @@ def _gpu_key(gpu: Gpu) -> tuple[object, ...]:
         bool(gpu.closed),
         gpu.sharing,
         gpu.profiles,
+        gpu.untested,
     )
 
 

@@ -149,7 +149,7 @@ class KindFacts:
         if request is not None:
             lent = node.offer.gpus[:MAX_GPUS]
             cap = needs.max_price_microcredits
-            cards = {gpu.index: gpu for gpu in lent if usable(node, gpu, request, cap)}
+            cards = {gpu.index: gpu for gpu in lent if usable(node, gpu, request, cap, self._shape)}
             if len(cards) < request.count:
                 return unable
             taken = min(gpu.memory_bytes for gpu in cards.values()) >> 20

@@ -99,11 +99,10 @@ def _check_effect(request: TaskRequest) -> None:
     for asked, what in (
         (request.gpu is not None or request.vram is not None, "a GPU"),
         (image, "an image"),
-        (request.network == "egress", "network 'egress'"),
     ):
         if asked:
             raise Invalid(
-                f"'tier' is 'vm' together with {what}; a virtual machine has no GPU, no network and no images: "
+                f"'tier' is 'vm' together with {what}; a virtual machine has no GPU and runs no images: "
                 f"leave out one of the two, or use tier 'container'"
             )
 

@@ -1,6 +1,7 @@
 """The protocol of machine monitors, and their start under bubblewrap with their own uid. Knows nothing of tasks.
 
-It sees the host's programs and libraries, its guest's disks and its devices; no network, no other file.
+It sees the host's programs and libraries, its guest's disks and its devices, and no other file. Its network is the task's
+sandbox network, if any: the monitor's sockets meet the same filter as a task's.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from gpool.agent.runtime.bubblewrap.launcher_client import (
 )
 from gpool.agent.runtime.bubblewrap.runtime import find_bwrap
 from gpool.agent.runtime.microvm.sandbox import Console
-from gpool.agent.runtime.protocol import SandboxFailed
+from gpool.agent.runtime.protocol import SandboxFailed, SandboxNetwork
 from gpool.agent.runtime.slots import RUN, SandboxSlot
 from gpool.agent.runtime.work_directory import WorkDirectory
 
@@ -62,6 +63,7 @@ class GuestMachine:
     disks: tuple[GuestDisk, ...]
     memory_mib: int
     cpus: int
+    network: SandboxNetwork | None = None  # entered by the monitor, whose sockets are the guest's
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ class MonitorLine(Protocol):
 
 class MachineMonitor(Protocol):
     name: str
+    has_network: bool  # it connects a guest to the network it runs in
     control: str  # "port" or "vsock": the guest's end of the line
     overhead_bytes: int  # memory of the monitor itself, beside the guest's
     unpacked_kernel: bool  # it boots an uncompressed kernel only
@@ -112,7 +115,7 @@ def guest_memory_mib(memory_bytes: int) -> int:
 
 
 LINE_AT = 3  # after stdin, stdout, stderr
-OPEN_FILES = 256
+OPEN_FILES, OPEN_FILES_WITH_NETWORK = 256, 8192  # the second: each connection of the guest is one
 
 
 class MonitorLauncher:
@@ -152,6 +155,12 @@ class MonitorLauncher:
         command = [self._bwrap, "--seccomp", str(len(given))]
         command += ["--json-status-fd", str(len(given) + 1)]
         command += monitor_arguments(confined, seen, reach, disk=bool(machine.disks))
+        network = machine.network
+        if network is not None:
+            place.write_aside("resolv.conf", f"nameserver {network.resolver}\n")
+            command += ["--share-net", "--ro-bind", f"{reach}/resolv.conf", "/etc/resolv.conf"]
+        command += ["--remount-ro", "/", "--chdir", "/"]
+        descriptors = OPEN_FILES if network is None else OPEN_FILES_WITH_NETWORK
         return await self._launcher.start(
             LaunchOrder(
                 mode="bubblewrap",
@@ -159,7 +168,8 @@ class MonitorLauncher:
                 descriptors=given,
                 uid=slot.uid if self._root else 0,
                 groups=slot.group.joins if slot.group is not None else (),
-                limits=[(resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, OPEN_FILES)],
+                limits=[(resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, descriptors)],
+                namespaces=network.namespaces if network is not None else (),
             )
         )
 
@@ -185,4 +195,4 @@ def monitor_arguments(
         words += ["--bind", place + FOLDER_AT, FOLDER_AT]
     for device in confined.devices:
         words += ["--dev-bind", device, device]
-    return [*words, "--remount-ro", "/", "--chdir", "/"]
+    return words

@@ -20,6 +20,14 @@ from gpool.agent.runtime.microvm.monitors.protocol import (
 PROGRAM = "qemu-system-x86_64"
 TRANSLATED_MIB = 128  # TCG's cache of translated code
 TCG, KVM = "tcg", "kvm"
+GUEST_NETWORK = {
+    "address": "10.0.2.15",
+    "mask": "255.255.255.0",
+    "gateway": "10.0.2.2",
+    "resolver": "10.0.2.3",
+}
+"""As QEMU's user network numbers it. The resolver is that of QEMU's /etc/resolv.conf; the gateway's address leads to the
+loopback of QEMU's network namespace, where only that resolver listens."""
 SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
 
 
@@ -42,6 +50,7 @@ class SocketPairLine:
 
 class Qemu:
     name = "qemu"
+    has_network = True
     control = "port"
     unpacked_kernel = False
 
@@ -95,6 +104,10 @@ def command_line(program: str, accelerator: str, machine: GuestMachine, line: in
             "-device",
             f"virtio-blk-device,drive={disk.name}",
         ]
+    if machine.network is not None:
+        # QEMU's own stack: its sockets are in the network namespace that QEMU runs in, and no host interface is made.
+        words += ["-netdev", "user,id=net,ipv6=off,restrict=off,net=10.0.2.0/24,dns=10.0.2.3"]
+        words += ["-device", "virtio-net-device,netdev=net"]
     words += ["-chardev", f"socket,id=line,fd={line}"]
     words += ["-device", "virtio-serial-device,max_ports=2"]
     words += ["-device", f"virtserialport,chardev=line,name={PORT_NAME}"]

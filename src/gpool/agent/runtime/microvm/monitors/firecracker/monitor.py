@@ -55,6 +55,7 @@ class VsockLine:
 
 class Firecracker:
     name = "firecracker"
+    has_network = False  # it needs an interface of the host, made by root
     control = "vsock"
     unpacked_kernel = True
     overhead_bytes = 64 * MIB
