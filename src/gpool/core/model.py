@@ -290,6 +290,8 @@ class GpuDetails:
     mig: bool | None = None  # None: it has no such mode
     mig_profiles: tuple[str, ...] = ()  # that can be made: "1g.18gb" …
     mig_instances: tuple[str, ...] = ()  # that are there
+    numa: int | None = None  # NUMA node of its PCIe slot
+    near: tuple[tuple[int, int], ...] = ()  # (index of a peer, `PciePath` to it)
 
 
 @dataclass(frozen=True, slots=True)

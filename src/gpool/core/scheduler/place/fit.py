@@ -26,7 +26,7 @@ from gpool.core.model import (
     Tier,
 )
 from gpool.core.scheduler.state.capacity import ANYBODY, GpuRoom, Room
-from gpool.core.specs import fields, gpu_slices
+from gpool.core.specs import fields, gpu_slices, gpu_topology
 from gpool.core.specs import gpu as gpuspec
 
 
@@ -312,8 +312,22 @@ def whole(
     if len(free) < request.count:
         return None
     free.sort(key=lambda g: (g.gpu.memory_bytes, g.gpu.model, g.gpu.index))
-    chosen = _alike(free, request.count)
-    return tuple(Slice(g.gpu.index, g.gpu.memory_bytes, 1000) for g in chosen)
+    chosen = _close(node, free, _alike(free, request.count))
+    return tuple([Slice(g.gpu.index, g.gpu.memory_bytes, 1000) for g in chosen])
+
+
+def _close(node: Node, free: list[GpuRoom], chosen: list[GpuRoom]) -> list[GpuRoom]:
+    """Of the free GPUs of the same model and memory, those closest to each other (`gpu_topology`)."""
+    known = gpu_topology.distances_of(node.offer.gpus)
+    first, last = chosen[0].gpu, chosen[-1].gpu
+    if known is None or (first.model, first.memory_bytes) != (last.model, last.memory_bytes):
+        return chosen
+    alike = {
+        g.gpu.index: g
+        for g in free
+        if (g.gpu.model, g.gpu.memory_bytes) == (first.model, first.memory_bytes)
+    }
+    return [alike[index] for index in gpu_topology.nearest(tuple(alike), len(chosen), known)]
 
 
 def _alike(free: list[GpuRoom], count: int) -> list[GpuRoom]:
