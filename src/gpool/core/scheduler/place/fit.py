@@ -25,6 +25,7 @@ from gpool.core.model import (
     Slice,
     Tier,
 )
+from gpool.core.scheduler.place.shares import granted, least_memory
 from gpool.core.scheduler.state.capacity import ANYBODY, GpuRoom, Room
 from gpool.core.specs import fields, gpu_slices, gpu_topology
 from gpool.core.specs import gpu as gpuspec
@@ -106,7 +107,7 @@ def unfit_for_any_owner(node: Node, shape: Shape) -> Unfit | None:
         return Unfit.RUNTIME
     if offer.cpu_milli < needs.cpu_milli:
         return Unfit.CPU
-    if offer.memory_bytes < memory_for(node, needs):
+    if offer.memory_bytes < least_memory(node, needs):
         return Unfit.MEMORY
     if needs.disk_bytes is not None and offer.disk_bytes < needs.disk_bytes:
         return Unfit.DISK
@@ -219,23 +220,16 @@ def _part(price: int, milli: int) -> int:
     return -(-price * milli // 1000)
 
 
-def memory_for(node: Node, needs: Requirements) -> int:
-    """Requested memory, else the node's in proportion to the CPU request."""
-    if needs.memory_bytes is not None:
-        return needs.memory_bytes
-    offer = node.offer
-    return offer.memory_bytes * needs.cpu_milli // offer.cpu_milli if offer.cpu_milli else 0
-
-
 def fit(node: Node, room: Room, shape: Shape) -> Fit | None:
     """The node must not be `unfit`."""
     needs = shape.requirements
-    memory = memory_for(node, needs)
     disk = needs.disk_bytes or 0
-    if room.free_cpu < needs.cpu_milli or room.free_memory < memory or room.free_disk < disk:
+    if room.free_cpu < needs.cpu_milli or room.free_memory < least_memory(node, needs):
+        return None
+    if room.free_disk < disk:
         return None
     if not needs.gpu:
-        return Fit(needs.cpu_milli, memory, (), disk)
+        return with_share(node, room, needs, ())
     for request in needs.gpu:
         slices = (
             a_slice(node, room, request, shape)
@@ -243,8 +237,15 @@ def fit(node: Node, room: Room, shape: Shape) -> Fit | None:
             else whole(node, room, request, needs.max_price_microcredits)
         )
         if slices is not None:
-            return Fit(needs.cpu_milli, memory, slices, disk)
+            return with_share(node, room, needs, slices)
     return None
+
+
+def with_share(node: Node, room: Room, needs: Requirements, slices: tuple[Slice, ...]) -> Fit:
+    """Complete a place on a node with room by the CPUs and memory that go with these GPUs."""
+    milli = sum([part.share_milli for part in slices])
+    cpu, memory = granted(node, needs, milli, room.free_cpu, room.free_memory)
+    return Fit(cpu, memory, slices, needs.disk_bytes or 0)
 
 
 def is_slice(request: GpuRequest) -> bool:
