@@ -51,6 +51,7 @@ class LaunchOrder:
     cwd: str = "/"
     namespaces: Sequence[int] = ()  # entered first, in this order; the caller closes them
     binds: Sequence[Bind] = ()  # beyond those of every sandbox
+    cpus: Sequence[int] = ()  # to run on; empty: all of the agent's
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,7 @@ class Launcher:
                 "cwd": order.cwd,
                 "namespaces": len(order.namespaces),
                 "binds": [_bind(bind) for bind in order.binds],
+                "cpus": list(order.cpus),
             }
             await self.send(document, (*order.descriptors, *order.namespaces))
         finally:

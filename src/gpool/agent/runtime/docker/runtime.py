@@ -62,6 +62,7 @@ from gpool.agent.runtime.protocol import (
     RuntimeAbility,
     SandboxExit,
     SandboxFailed,
+    thread_variables,
 )
 from gpool.agent.runtime.runner_calls import RunnerHooks, open_runner
 from gpool.agent.runtime.running_command import (
@@ -278,6 +279,8 @@ class DockerRuntime(PlainRuntime):
             **dict(TASK_VARIABLES),
             "TMPDIR": "/tmp",
             "CUDA_VISIBLE_DEVICES": visible_devices(self._gpus, job.slices),
+            **dict(thread_variables(job.limits, job.slices)),
+            **{name: value for name, value in image.env if name == "OMP_NUM_THREADS"},
         }
         overriding = dict(share.variables) if share is not None else {}
         if gpus.binds:
