@@ -82,11 +82,27 @@ def distances_of(gpus: tuple[Gpu, ...]) -> GpuDistances | None:
     """None if nothing is known about any two of them."""
     if not 2 <= len(gpus) <= MOST or gpus[0].details is None:
         return None
-    return _distances(gpus)
+    return _distances(_SameGpus(gpus))
+
+
+class _SameGpus:
+    """Key by identity: a hash of all details would take longer than the choice."""
+
+    __slots__ = ("gpus",)
+
+    def __init__(self, gpus: tuple[Gpu, ...]) -> None:
+        self.gpus = gpus
+
+    def __hash__(self) -> int:
+        return id(self.gpus)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _SameGpus) and other.gpus is self.gpus
 
 
 @lru_cache(maxsize=16_384)
-def _distances(gpus: tuple[Gpu, ...]) -> GpuDistances | None:
+def _distances(same: _SameGpus) -> GpuDistances | None:
+    gpus = same.gpus
     facts = [_facts(gpu) for gpu in gpus]
     pairs = []
     for (one, mine), (other, others) in combinations(zip(gpus, facts, strict=True), 2):

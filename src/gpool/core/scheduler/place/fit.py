@@ -319,7 +319,7 @@ def whole(
 
 def _close(node: Node, free: list[GpuRoom], chosen: list[GpuRoom]) -> list[GpuRoom]:
     """Of the free GPUs of the same model and memory, those closest to each other (`gpu_topology`)."""
-    known = gpu_topology.distances_of(node.offer.gpus)
+    known = gpu_topology.distances_of(node.offer.gpus) if len(chosen) < len(free) else None
     first, last = chosen[0].gpu, chosen[-1].gpu
     if known is None or (first.model, first.memory_bytes) != (last.model, last.memory_bytes):
         return chosen
