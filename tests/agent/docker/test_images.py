@@ -120,6 +120,12 @@ def test_an_engine_with_remapped_users_tells_its_first_uid() -> None:
     assert facts_from({**info, "SecurityOptions": []}, {}).first_uid == 0
 
 
+def test_only_an_engine_that_says_so_is_asked_for_certain_cpus() -> None:
+    assert facts_from({"CPUSet": True}, {}).cpusets
+    assert not facts_from({"CPUSet": False}, {}).cpusets
+    assert not facts_from({}, {}).cpusets
+
+
 CACHE = """2 libs found in cache
 \tlibnvidia-ml.so.1 (libc6,x86-64) => /usr/lib/x/libnvidia-ml.so.1
 \tlibcuda.so.1 (libc6,x86-64) => /usr/lib/x/libcuda.so.1

@@ -94,6 +94,7 @@ class EngineFacts:
     first_uid: int  # on the host, of a container's uid 0; 0: not remapped
     cdi_folders: tuple[str, ...]
     default_runtime: str = ""
+    cpusets: bool = False  # it can restrict containers to some CPUs
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,7 @@ def facts_from(info: Mapping[str, Any], version: Mapping[str, Any]) -> EngineFac
         first_uid=int(found.group(1)) if found else 0,
         cdi_folders=tuple(info.get("CDISpecDirs") or ()),
         default_runtime=str(info.get("DefaultRuntime") or ""),
+        cpusets=info.get("CPUSet") is True,
     )
 
 

@@ -25,6 +25,7 @@ import cloudpickle  # type: ignore[import-untyped]
 import structlog
 
 from gpool.agent import runner as runner_package
+from gpool.agent.machine.numa import numa_nodes, pinned_cpus
 from gpool.agent.runtime import cgroups
 from gpool.agent.runtime.bubblewrap.launcher_client import ProcessExit, StartedProcess
 from gpool.agent.runtime.descriptors import close_all, command_pipes
@@ -302,6 +303,9 @@ class DockerRuntime(PlainRuntime):
             keep_id=facts.rootless and self._containers.podman,
             disk_device=self._disk,
             sandbox_network=job.network,
+            cpus=pinned_cpus(self._gpus, job.slices, job.limits.cpu_milli, numa_nodes())
+            if facts.cpusets and job.slices
+            else (),
         )
 
     def _runner_spec(
