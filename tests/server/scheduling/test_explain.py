@@ -354,6 +354,8 @@ async def test_a_task_with_gpus_gets_and_is_told_its_share_of_the_node(desk: Des
     assert (document["granted_cpus"], document["shares"]) == (48.0, ["cpus", "memory"])
     assert (document["cpus"], document["memory_bytes"]) == (1.0, None)  # as older clients read them
     assert document["closeness"] == "same PCIe switch"
+    own = (await desk.get(f"/v1/nodes/{document['node']}/tasks")).json()
+    assert (own["running"][0]["cpus"], own["running"][0]["memory_bytes"]) == (48.0, 512 * GIB)
 
 
 async def test_requested_cpus_and_memory_win_over_the_share(desk: Desk) -> None:

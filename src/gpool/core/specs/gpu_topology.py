@@ -30,8 +30,8 @@ from typing import NamedTuple
 from gpool.core.model import Gpu
 
 EXACT = 8
-MOST = 64
-"""GPUs of a node beyond which closeness is not considered: a node may claim a thousand."""
+MOST = 32
+"""GPUs of a node beyond which closeness is not considered: a node may claim to have many, and the choice takes time."""
 _STARTS = 16
 _PCIE = 8  # unit of a link's distance: above every PCIe path
 _UNLINKED = 100  # link distance without NVLink; one NVLink is 60, eighteen are 3

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, make_dataclass, replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpool.core.model import GIB, Node, Shape
+from gpool.core.ids import TaskId
+from gpool.core.model import GIB, Node, Requirements, Shape, Sharing, SliceProfile
+from gpool.core.scheduler.explain.whatif import suggest
+from gpool.core.scheduler.passes.plan import DEFAULT
 from gpool.core.scheduler.place.fit import Fit, fit
 from gpool.core.scheduler.state.capacity import Room
+from gpool.core.scheduler.state.snapshot import take
 from gpool.core.scheduler.state.state import State
 from gpool.core.specs import gpu
 from tests.core.scheduler.state.builders import (
     NOW,
     OWNER,
+    a_gpu,
     a_node,
     a_shape,
     a_state,
@@ -130,9 +137,6 @@ def test_each_member_of_a_gang_gets_the_part_of_its_own_node() -> None:
 
 def test_eight_tasks_of_one_gpu_share_a_node_evenly() -> None:
     state = a_state(BIG)
-    for number in range(8):
-        enqueue(state, wanting("1", cpu_by_gpus=True, memory_by_gpus=True), [number + 1])
-    state = a_state(BIG)
     for user in range(1, 9):
         enqueue(state, a_shape(user, gpu=gpu.parse("1"), **BOTH), [user])
     assert granted(state) == [(24_000, 96 * GIB)] * 8
@@ -146,3 +150,62 @@ def test_the_index_and_the_plain_rule_grant_the_same() -> None:
         place = index_of(state).best(shape, 0, ())
         assert place is not None
         assert place[1] == fit(node, state.nodes[node.id].room, shape)
+
+
+def test_a_hardware_slice_gets_the_part_of_its_profile() -> None:
+    """0.25 of a GPU is rounded up to the profile with 2 of 7 compute slices."""
+    profiles = (
+        SliceProfile("1g.18gb", 18 * GIB, 1, 1, tuple(range(7))),
+        SliceProfile("2g.36gb", 36 * GIB, 2, 2, (0, 2, 4)),
+        SliceProfile("7g.140gb", 140 * GIB, 7, 8, (0,)),
+    )
+    card = a_gpu(0, "NVIDIA H200", sharing=Sharing.MIG, profiles=profiles)
+    bare = a_node(1, cpus=28, gpus=0)
+    node = replace(bare, offer=replace(bare.offer, gpus=(card,)))
+    place = found(node, wanting("0.25", **BOTH))
+    assert (place.slices[0].profile, place.cpu_milli) == ("2g.36gb", 28_000 * 285 // 1000)
+    state = a_state(node)
+    by_index = index_of(state).best(wanting("0.25", **BOTH), 0, ())
+    assert by_index is not None
+    assert by_index[1] == place
+
+
+def test_gpu_memory_counts_as_the_part_of_the_card_it_lies_on() -> None:
+    """A slice by memory is a larger part of a smaller card, so it gets more CPUs with it."""
+    half = wanting("vram=40GB", **BOTH)
+    small = a_node(1, cpus=64, gpus=("NVIDIA A100-SXM4-80GB",))
+    large = a_node(2, cpus=64, gpus=("NVIDIA H200",))
+    assert found(small, half).cpu_milli == 64_000 * found(small, half).slices[0].share_milli // 1000
+    assert found(small, half).cpu_milli > found(large, half).cpu_milli
+
+
+def test_alternatives_get_the_part_of_the_one_that_fits() -> None:
+    either = wanting("H200:2,A10G:1", **BOTH)
+    assert found(a_node(1, cpus=32, gpus=4), either).cpu_milli == 8000
+    assert found(a_node(2, cpus=32, gpus=("NVIDIA H200",) * 4), either).cpu_milli == 16_000
+
+
+def test_a_suggested_amount_of_cpus_is_no_share_any_more() -> None:
+    shape = wanting("1", **BOTH)
+    node = a_node(1, cpus=4, gpus=2)
+    state = a_state(node)
+    enqueue(state, a_shape(7, cpu_milli=3500), [1])
+    apply(state, plan(state, NOW))
+    enqueue(state, shape, [2])
+    told = {each.kind: each for each in suggest(take(state), TaskId(2), NOW, DEFAULT)}
+    assert told["cpus"].change == "--cpus 0.5"
+    assert not told["cpus"].requirements.cpu_by_gpus
+    assert told["cpus"].requirements.memory_by_gpus
+
+
+def test_older_agents_and_stored_specs_read_requirements_without_the_flags() -> None:
+    """An agent of the last release knows neither flag, and a spec of the last release has none."""
+    new = Requirements(gpu=gpu.parse("8"), **BOTH)
+    flags = set(BOTH)
+    older = make_dataclass("OlderRequirements", [("cpu_milli", int, 1000), ("nodes", int, 1)])
+    read = msgspec.msgpack.decode(msgspec.msgpack.encode(new), type=older)
+    assert asdict(read) == {"cpu_milli": 1000, "nodes": 1}
+    stored = {name: value for name, value in msgspec.to_builtins(new).items() if name not in flags}
+    assert msgspec.convert(stored, Requirements) == replace(
+        new, cpu_by_gpus=False, memory_by_gpus=False
+    )

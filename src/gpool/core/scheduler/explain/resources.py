@@ -17,7 +17,7 @@ from gpool.core.specs.gpu_topology import Closeness, closeness
 _MOST_NODES = 3
 """Different shares that are listed for a waiting task."""
 
-_MOST_COMPARED = 2000
+_MOST_COMPARED = 200
 """Nodes looked at for a waiting task."""
 
 
