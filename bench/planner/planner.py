@@ -14,7 +14,19 @@ from pathlib import Path
 from time import process_time
 
 from gpool.core.ids import NodeId, TaskId, UserId
-from gpool.core.model import GIB, Instant, Node, Offer, Requirements, Shape, Span, TaskKind
+from gpool.core.model import (
+    GIB,
+    Gpu,
+    GpuDetails,
+    GpuRequest,
+    Instant,
+    Node,
+    Offer,
+    Requirements,
+    Shape,
+    Span,
+    TaskKind,
+)
 from gpool.core.scheduler.explain.waiting import explain
 from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.passes.plan import plan
@@ -28,6 +40,7 @@ from gpool.core.scheduler.state.events import (
     TasksReleased,
 )
 from gpool.core.scheduler.state.state import State
+from gpool.core.specs.gpu_topology import PciePath
 
 NOW = Instant(10**15)
 FIRST_ID = 1 << 60
@@ -96,6 +109,67 @@ def passes() -> list[dict[str, float]]:
     return rows
 
 
+def gpus_of_a_box(*, linked: bool) -> tuple[Gpu, ...]:
+    """Eight GPUs in pairs below a switch, two pairs to a NUMA node; without `linked` nothing is known of them."""
+
+    def path(one: int, other: int) -> PciePath:
+        if one // 4 != other // 4:
+            return PciePath.SYS
+        return PciePath.PIX if one // 2 == other // 2 else PciePath.NODE
+
+    near = {i: tuple((j, int(path(i, j))) for j in range(8) if j != i) for i in range(8)}
+    return tuple(
+        Gpu(
+            index,
+            f"GPU-{index}",
+            "H100",
+            "nvidia",
+            80 * GIB,
+            details=GpuDetails(numa=index // 4, near=near[index]) if linked else None,
+        )
+        for index in range(8)
+    )
+
+
+def gpu_passes(nodes: int = 150) -> list[dict[str, object]]:
+    """A pass that starts tasks of 1, 2, 4 and 8 GPUs on every node: plain, by shares, and by shares and closeness."""
+    ways = {
+        "requested CPUs": (False, False),
+        "share of the node": (True, False),
+        "share, closeness": (True, True),
+    }
+    spent: dict[str, list[float]] = {way: [] for way in ways}
+    starts = {}
+    for _ in range(5):  # alternating
+        for way, (shared, linked) in ways.items():
+            offer = Offer(192_000, 2048 * GIB, GIB, gpus_of_a_box(linked=linked))
+            state = State()
+            for number in range(nodes):
+                state.fold(NodeChanged(Node(NodeId(number), UserId(1), f"n{number}", offer)))
+            for number in range(nodes * 4):
+                request = GpuRequest((1, 2, 4, 1)[number % 4])
+                memory = None if shared else 8 * GIB
+                needs = Requirements(
+                    (request,), 1000, memory, cpu_by_gpus=shared, memory_by_gpus=shared
+                )
+                wanted = Shape(UserId(number), needs, 0, TaskKind.COMMAND, "default", "f")
+                state.fold(TasksQueued(wanted, batch(number * 10**6, 1)))
+            index, policy = PlacementIndex(), Policy(order="fcfs")
+            start = process_time()
+            decided = plan(state, index, NOW, policy)
+            spent[way].append(process_time() - start)
+            starts[way] = len(decided.places)
+    return [
+        {
+            "gpu tasks": way,
+            "nodes": nodes,
+            "starts": starts[way],
+            "us_a_start": round(min(times) / starts[way] * 1e6),
+        }
+        for way, times in spent.items()
+    ]
+
+
 def folding(total: int = 100_000) -> dict[str, float]:
     """A backlog queued in batches of 10,000 and drained through two lines of up to 500."""
     spent = {"queue": 0.0, "plan": 0.0, "lease": 0.0, "release": 0.0}
@@ -146,12 +220,22 @@ def main() -> None:
     print("| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
     for row in rows:
         print("| " + " | ".join(f"{value}" for value in row.values()) + " |")
+    shares = gpu_passes(30 if arguments.quick else 150)
+    print("\n| " + " | ".join(shares[0]) + " |\n" + "|---" * len(shares[0]) + "|")
+    for line in shares:
+        print("| " + " | ".join(f"{value}" for value in line.values()) + " |")
     print("\n| folding | |\n|---|---|")
     for name, value in costs.items():
         print(f"| {name} | {value} |")
     print(f"| {total} waiting, MB | {megabytes} |")
     if arguments.json:
-        figures = {"passes": rows, "folding": costs, "queued": total, "queued_mb": megabytes}
+        figures = {
+            "passes": rows,
+            "gpu_passes": shares,
+            "folding": costs,
+            "queued": total,
+            "queued_mb": megabytes,
+        }
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 

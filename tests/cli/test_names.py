@@ -171,3 +171,12 @@ def test_a_name_that_looks_like_an_id_is_never_shown(name: str) -> None:
 @pytest.mark.parametrize("name", ["lab", "gpu-box", "my-lab", "r-and-d", "e-"])
 def test_other_names_are_shown(name: str) -> None:
     assert shown_as("n-0000000000001", name) == name
+
+
+def test_status_says_that_a_task_with_gpus_gets_its_share_of_the_node(two: Two) -> None:
+    task = two.ada("run", "-d", "--gpu", "8", "--", "true").strip()
+    shown = dict(line.split(maxsplit=1) for line in two.ada("status", task).splitlines())
+    assert shown["cpus"] == shown["memory"] == "its GPUs' share of the node"
+    task = two.ada("run", "-d", "--gpu", "8", "--cpus", "3", "--", "true").strip()
+    shown = dict(line.split(maxsplit=1) for line in two.ada("status", task).splitlines())
+    assert (shown["cpus"], shown["memory"]) == ("3.0", "its GPUs' share of the node")

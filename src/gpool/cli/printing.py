@@ -226,6 +226,23 @@ def gib(size_bytes: int) -> str:
     return gpu.gib(size_bytes) if size_bytes else "-"
 
 
+SHARE = "its GPUs' share of the node"
+
+
+def granted_fields(task: dict[str, Any]) -> dict[str, str]:
+    """CPUs, memory and GPUs of a task in words: its GPUs' share of the node unless it asked for an amount."""
+    shares, found = task.get("shares") or (), {}
+    granted, size = task.get("granted_cpus"), task.get("granted_memory_bytes")
+    if "cpus" in shares:
+        found["cpus"] = SHARE if granted is None else f"{granted:g} ({SHARE})"
+    if "memory" in shares:
+        found["memory"] = SHARE if size is None else f"{gib(size)} ({SHARE})"
+    if indexes := [str(part["index"]) for part in task.get("slices") or ()]:
+        near = f" ({task['closeness']})" if task.get("closeness") else ""
+        found["gpu_indexes"] = ", ".join(indexes) + near
+    return found
+
+
 T = TypeVar("T")
 
 DOING = {

@@ -62,7 +62,12 @@ def _deadline(ctx: click.Context, option: click.Parameter, text: str | None) -> 
 )
 @resources("--gpu", metavar="SPEC", help="GPUs: 1, H100:2, 24GB or 0.5 (default: none).")
 @resources("--vram", metavar="SIZE", help="GPU memory on a GPU that may be shared, e.g. 6GB.")
-@resources("--cpus", type=float, metavar="N", help="CPU cores (default: 1).")
+@resources(
+    "--cpus",
+    type=float,
+    metavar="N",
+    help="CPU cores (default: with GPUs their part of the node, else 1).",
+)
 @resources("--memory", metavar="SIZE", help="Memory, e.g. 4GB.")
 @resources("--disk", metavar="SIZE", help="Disk space, e.g. 20GB.")
 @resources("--timeout", metavar="TIME", help="Time limit, e.g. 2h (default: 24h).")

@@ -28,6 +28,7 @@ from gpool.cli.printing import (
     ProgressLine,
     emit_json,
     fields,
+    granted_fields,
     local_time,
     on_stderr,
     print_outcome,
@@ -146,6 +147,7 @@ def status(ctx: click.Context, task: str, as_json: bool) -> None:
     for name in ("memory", "disk"):
         size = document.get(f"{name}_bytes")
         document[name] = None if size is None else gpu.typed_size(size)
+    document |= granted_fields(document)
     if timeout := document.get("timeout_s"):
         document["timeout"] = f"{timeout:.12g} s"
     if not document["nodes"]:
@@ -154,7 +156,7 @@ def status(ctx: click.Context, task: str, as_json: bool) -> None:
         document["batch"] = None
     document["members"] = [_member(member) for member in document.get("members") or ()]
     names = (
-        "id name batch user team status phase reason exit_code error_text command gpu cpus memory disk on labels max_price tier "
+        "id name batch user team status phase reason exit_code error_text command gpu gpu_indexes cpus memory disk on labels max_price tier "
         "environment network timeout retries priority by preemptible nodes engine on_loss node members created_at started_at finished_at tries losses checkpoint outputs expired"
     )
     fields(document, names.split())
@@ -385,7 +387,8 @@ def explain(ctx: click.Context, task: str, as_json: bool) -> None:
     if as_json:
         emit_json(document)
         return
-    click.echo(plain(document["sentence"]))
+    for line in (document["sentence"], *(document.get("resources") or ())):
+        click.echo(plain(line))
     estimate = document.get("estimate")
     if estimate:
         about, first, last = (

@@ -57,8 +57,8 @@ class TaskOptions(TypedDict, total=False):
 MEANINGS: Mapping[str, str] = {
     "gpu": 'GPUs: `1`, `"H100:2"`, `"24GB"` or `0.5`; default: none',
     "vram": 'GPU memory on a GPU that may be shared, `"6GB"`',
-    "cpus": "CPU cores; default 1",
-    "memory": 'memory, `"4GB"`',
+    "cpus": "CPU cores; default: with GPUs their part of the node, else 1",
+    "memory": 'memory, `"4GB"`; default: the part of the node that its GPUs, or CPUs, are',
     "disk": 'disk space, `"20GB"`',
     "tier": 'minimum isolation: `"container"` (default), `"vm"` (no GPU or image), `"none"` (own nodes)',
     "timeout": 'time limit in seconds or `"2h"`; default 24 h',

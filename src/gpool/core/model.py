@@ -173,8 +173,8 @@ class Requirements:
     """Hashable: equal requirements are one shape."""
 
     gpu: tuple[GpuRequest, ...] = ()  # alternatives, tried in order; empty: CPU only
-    cpu_milli: int = 1000
-    memory_bytes: int | None = None  # None: the CPU share's part of the node's memory
+    cpu_milli: int = 1000  # at least, with `cpu_by_gpus`
+    memory_bytes: int | None = None  # None: the CPUs' part of the node's memory, at least
     disk_bytes: int | None = None
     tier: Tier = Tier.CONTAINER  # the weakest isolation the consumer accepts
     python: str | None = None  # "3.11": the minor a function was pickled with, or a recipe's
@@ -183,6 +183,8 @@ class Requirements:
     labels: tuple[str, ...] = ()  # sorted; all of them must be among a node's
     max_price_microcredits: int | None = None  # an hour, for what it gets on one node
     on: Owners | None = None  # None: nodes of anyone
+    cpu_by_gpus: bool = False  # more CPUs where they are free: the GPUs' part (`shares`) ...
+    memory_by_gpus: bool = False  # ... and memory; only if `memory_bytes` is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +292,8 @@ class GpuDetails:
     mig: bool | None = None  # None: it has no such mode
     mig_profiles: tuple[str, ...] = ()  # that can be made: "1g.18gb" …
     mig_instances: tuple[str, ...] = ()  # that are there
+    numa: int | None = None  # NUMA node of its PCIe slot
+    near: tuple[tuple[int, int], ...] = ()  # (index of a peer, `PciePath` to it)
 
 
 @dataclass(frozen=True, slots=True)

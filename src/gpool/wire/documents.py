@@ -124,8 +124,8 @@ class TaskRequest(Document):
     copies: Annotated[int, Field(ge=1, le=MAX_BATCH)] = 1
     gpu: str | int | float | None = None
     vram: str | None = None
-    cpus: Annotated[float, Field(gt=0, le=1024)] = 1.0
-    memory: str | None = None  # "4GB"
+    cpus: Annotated[float, Field(gt=0, le=1024)] | None = None  # with GPUs: their part of the node
+    memory: str | None = None  # "4GB"; with GPUs: their part of the node
     disk: str | None = None
     tier: Literal["none", "container", "vm"] = "container"
     env: Annotated[dict[str, str], Field(max_length=MAX_ENV)] = {}
@@ -207,7 +207,9 @@ class MemberDocument(Answer):
 
 class TaskDocument(Answer):
     """`phase`: of the present attempt (fetch, build, start, run, collect). `cpus` to `on_loss`: as requested;
-    `memory_bytes` and `disk_bytes` are null if not requested.
+    `memory_bytes` and `disk_bytes` are null if not requested. `shares`: of "cpus" and "memory" those that were not
+    requested by a task with GPUs, which gets its part of the node; `cpus` is then the least that it needs.
+    `granted_cpus`, `granted_memory_bytes`: of the present or last lease, of a gang on one node; null before the first.
     """
 
     id: str
@@ -255,6 +257,10 @@ class TaskDocument(Answer):
     on_loss: str = "reform"
     on: str = "anyone"  # owners whose nodes may run it, as requested or by default
     expired_at: AwareDatetime | None = None  # arguments, results, log and checkpoint were deleted
+    shares: list[str] = []
+    granted_cpus: float | None = None
+    granted_memory_bytes: int | None = None
+    closeness: str | None = None  # of its GPUs ("NVLink", "across sockets"), while it is leased
 
 
 class BatchDocument(Answer):
@@ -341,6 +347,7 @@ class ExplainDocument(Answer):
     losses: int = 0  # lost nodes
     estimate: EstimateDocument | None = None
     suggestions: list[SuggestionDocument] = []
+    resources: list[str] = []  # CPUs, memory and GPUs, one line each; of a waiting task as expected
 
 
 class QueueEntry(Answer):

@@ -8,7 +8,10 @@ from gpool.wire.documents import Answer
 
 
 class NodeTaskDocument(Answer):
-    """A task as the node's owner sees it: whose, when, with which resources; no name, command or file."""
+    """A task as the node's owner sees it: whose, when, with which resources; no name, command or file.
+
+    `cpus`, `memory_bytes`: as granted here; of a gang's member, as requested.
+    """
 
     id: str
     user: str

@@ -25,7 +25,9 @@ class MeasuredDocument(Answer):
 
 
 class GpuDetailsDocument(Answer):
-    """As the driver or tool (`source`) reports them. `links`: NVLinks to other GPUs by index."""
+    """As the driver or tool (`source`) reports them. `links`: NVLinks to other GPUs by index; `near`: PCIe paths to them,
+    as `nvidia-smi topo -m` names them; `numa`: NUMA node.
+    """
 
     source: str = ""
     driver: str = ""
@@ -38,6 +40,8 @@ class GpuDetailsDocument(Answer):
     mig: bool | None = None
     mig_profiles: list[str] = []
     mig_instances: list[str] = []
+    numa: int | None = None
+    near: dict[int, str] = {}
 
 
 class ReadingDocument(Answer):

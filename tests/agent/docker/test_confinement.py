@@ -153,6 +153,11 @@ def test_a_container_is_never_asked_for_with_rights_or_host_paths() -> None:
     assert "Binds" not in host
 
 
+def test_a_container_is_pinned_to_the_cpus_near_its_gpus() -> None:
+    assert "CpusetCpus" not in asked()["HostConfig"]
+    assert asked(cpus=(0, 1, 48))["HostConfig"]["CpusetCpus"] == "0,1,48"
+
+
 def test_a_disk_rate_is_asked_for_where_the_disk_is_known() -> None:
     assert "BlkioDeviceWriteBps" not in asked()["HostConfig"]
     host = asked(disk_device="/dev/vda")["HostConfig"]

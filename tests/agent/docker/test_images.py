@@ -117,3 +117,9 @@ def test_an_engine_with_remapped_users_tells_its_first_uid() -> None:
     info = {"SecurityOptions": ["name=seccomp", "name=userns"], "DockerRootDir": "/d/165536.165536"}
     assert facts_from(info, {}).first_uid == 165536
     assert facts_from({**info, "SecurityOptions": []}, {}).first_uid == 0
+
+
+def test_only_an_engine_that_says_so_is_asked_for_certain_cpus() -> None:
+    assert facts_from({"CPUSet": True}, {}).cpusets
+    assert not facts_from({"CPUSet": False}, {}).cpusets
+    assert not facts_from({}, {}).cpusets

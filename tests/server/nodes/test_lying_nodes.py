@@ -8,7 +8,17 @@ from dataclasses import replace
 import pytest
 
 from gpool.core.ids import TaskId
-from gpool.core.model import EndReason, Gpu, Offer, RuntimeOffer, Sharing, SliceProfile, Span, Tier
+from gpool.core.model import (
+    EndReason,
+    Gpu,
+    GpuDetails,
+    Offer,
+    RuntimeOffer,
+    Sharing,
+    SliceProfile,
+    Span,
+    Tier,
+)
 from gpool.server.nodes.reports import MAX_ERROR_LETTERS, MAX_ITEMS, offer_problem
 from gpool.server.scheduling.delivery import lines_on
 from gpool.server.store.operations.leases.ends import LATE, plausible_duration
@@ -32,6 +42,12 @@ def cut(*profiles: SliceProfile) -> Offer:
     return replace(offer, gpus=(replace(offer.gpus[0], sharing=Sharing.MIG, profiles=profiles),))
 
 
+def detailed(**lies: object) -> Offer:
+    offer = an_offer(gpus=1)
+    details = replace(GpuDetails(), **lies)  # type: ignore[arg-type]
+    return replace(offer, gpus=(replace(offer.gpus[0], details=details),))
+
+
 def profile(**lies: object) -> Offer:
     return cut(replace(H200[0], **lies))  # type: ignore[arg-type]
 
@@ -48,6 +64,8 @@ LIES: dict[str, Offer] = {
     "one without a name": profile(name=""),
     "two of one name": cut(H200[0], replace(H200[1], name=H200[0].name)),
     "too many": cut(*(replace(H200[0], name=str(number)) for number in range(33))),
+    "endless links": detailed(links=((1, 1),) * 1025),
+    "endless paths": detailed(near=((1, 0),) * 1025),
     "a hundred thousand runtimes": replace(
         an_offer(), runtimes=(RuntimeOffer("bubblewrap", Tier.CONTAINER),) * 100_000
     ),

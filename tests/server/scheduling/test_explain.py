@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from gpool.core.ids import decode
-from gpool.core.model import EndReason, Offer, Permission
+from gpool.core.model import GIB, Allocation, EndReason, Offer, Permission
 from gpool.core.scheduler.state.operator_rules import NO_RULES
 from gpool.server.actions import policy
-from gpool.wire.frames import Finished, Lease, Refused, Started
+from gpool.wire.frames import Finished, Grants, Lease, Refused, Started
+from tests.core.specs.recorded_topologies import recorded
 from tests.server.server_desk import Agent, Desk, an_offer, exited
 
 pytestmark = pytest.mark.anyio
@@ -325,3 +326,57 @@ async def test_a_reservation_for_nobody_is_refused(desk: Desk) -> None:
     times = {"first": now.isoformat(), "last": (now + timedelta(hours=1)).isoformat()}
     answer = await desk.post("/v1/admin/reservations", {"nodes": [node], **times})
     assert answer.status_code == 400
+
+
+def granted(agent: Agent) -> Allocation:
+    """The allocation of the last lease."""
+    frames = [frame for frame in agent.sent if isinstance(frame, Grants)]
+    return frames[-1].lines[-1].allocation
+
+
+async def test_a_task_with_gpus_gets_and_is_told_its_share_of_the_node(desk: Desk) -> None:
+    gpus = recorded("pcie-pairs").gpus
+    agent = await desk.agent("big", Offer(192_000, 2048 * GIB, GIB, gpus))
+    waiting = await desk.command(gpu=2)
+    assert (await told(desk, waiting))["resources"] == [
+        "CPUs: share of the node (2/8: 48)",
+        "Memory: share of the node (2/8: 512 GiB)",
+    ]
+    assert await desk.schedule() == 1
+    allocation = granted(agent)
+    assert (allocation.cpu_milli, allocation.memory_bytes) == (48_000, 512 * GIB)
+    assert (await told(desk, waiting))["resources"] == [
+        "CPUs: share of the node (2/8: 48)",
+        "Memory: share of the node (2/8: 512 GiB)",
+        "GPUs: 0, 1 (same PCIe switch)",
+    ]
+    document = (await desk.get(f"/v1/tasks/{waiting}")).json()
+    assert (document["granted_cpus"], document["shares"]) == (48.0, ["cpus", "memory"])
+    assert (document["cpus"], document["memory_bytes"]) == (1.0, None)  # as older clients read them
+    assert document["closeness"] == "same PCIe switch"
+    own = (await desk.get(f"/v1/nodes/{document['node']}/tasks")).json()
+    assert (own["running"][0]["cpus"], own["running"][0]["memory_bytes"]) == (48.0, 512 * GIB)
+
+
+async def test_requested_cpus_and_memory_win_over_the_share(desk: Desk) -> None:
+    agent = await desk.agent("big", Offer(192_000, 2048 * GIB, GIB, recorded("pcie-pairs").gpus))
+    task = await desk.command(gpu=1, cpus=4, memory="8GiB")
+    assert await desk.schedule() == 1
+    allocation = granted(agent)
+    assert (allocation.cpu_milli, allocation.memory_bytes) == (4000, 8 * GIB)
+    assert (await told(desk, task))["resources"] == ["CPUs: 4", "Memory: 8 GiB", "GPUs: 0"]
+    document = (await desk.get(f"/v1/tasks/{task}")).json()
+    assert (document["shares"], document["closeness"]) == ([], None)
+
+
+async def test_a_task_on_a_busy_node_is_told_why_it_has_less_than_its_share(desk: Desk) -> None:
+    await desk.agent("big", Offer(16_000, 64 * GIB, GIB, recorded("pcie-pairs").gpus[:1]))
+    await desk.command(cpus=12)
+    await desk.schedule()
+    task = await desk.command(gpu=1)
+    assert await desk.schedule() == 1
+    assert (await told(desk, task))["resources"] == [
+        "CPUs: 4; its share of the node (1/1: 16) was not free",
+        "Memory: 16 GiB; its share of the node (1/1: 64 GiB) was not free",
+        "GPUs: 0",
+    ]

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from gpool.agent.machine import vendors
 from gpool.agent.machine.drm import DrmCards
-from gpool.agent.machine.nvml import Card, GpuLost, NoDriver, Nvml, NvmlError, Vitals
+from gpool.agent.machine.numa import PCI, with_topology
+from gpool.agent.machine.nvml import NVSWITCH, Card, GpuLost, NoDriver, Nvml, NvmlError, Vitals
 from gpool.agent.machine.real_nvml import RealNvml
 from gpool.agent.machine.vendors import ParsedGpus, normalised
 from gpool.core.errors import Invalid
@@ -182,7 +183,9 @@ class Detector:
         nvml: Nvml | None = None,
         others: Callable[[], ParsedGpus] = others,
         drm: DrmCards | None = None,
+        pci: Path = PCI,
     ) -> None:
+        self._pci = pci
         self._simulated = _simulated(simulate) if simulate else None
         self.nvml: Nvml = nvml if nvml is not None else RealNvml()
         self._others = others
@@ -200,7 +203,8 @@ class Detector:
         self._asked += 1
         first = 1 + max((gpu.index for gpu in gpus), default=-1)
         placed = [replace(gpu, index=first + at) for at, gpu in enumerate(self._parsed.gpus)]
-        return Survey((*gpus, *self.drm.described(placed)), (*complaints, *self._parsed.complaints))
+        every = with_topology((*gpus, *self.drm.described(placed)), self._pci)
+        return Survey(every, (*complaints, *self._parsed.complaints))
 
     def close(self) -> None:
         self.nvml.close()
@@ -249,8 +253,12 @@ def _described(
     known = list(cards)
     index_of = {card.bus: card.index for card, _, _ in known if card.bus}
     found = []
+    switched = {card.index: card.nvlinks.count(NVSWITCH) for card, _, _ in known}
     for card, profiles, instances in known:
         peers = [index_of[bus] for bus in card.nvlinks if bus in index_of]
+        for other, count in switched.items():
+            if other != card.index:
+                peers += [other] * min(count, switched[card.index])
         details = GpuDetails(
             source="nvml",
             driver=driver,

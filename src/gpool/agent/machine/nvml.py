@@ -16,6 +16,8 @@ import pynvml  # type: ignore[import-untyped]
 from gpool.core.model import MIB
 
 DEFAULT_COMPUTE = "default"
+NVSWITCH = "nvswitch"
+"""Peer of a link to an NVSwitch, which connects all GPUs that have such links."""
 
 
 class NvmlError(Exception):
@@ -46,7 +48,7 @@ class Card:
     power_limit_mw: int | None = None  # set now
     power_limits_mw: tuple[int, int] | None = None  # lowest and highest allowed
     clocks_mhz: tuple[int, int] | None = None  # highest: SM, memory
-    nvlinks: tuple[str, ...] = ()  # bus of each peer, once for each active link
+    nvlinks: tuple[str, ...] = ()  # bus of each peer, or `NVSWITCH`, once for each active link
     mig: bool | None = None  # None: not supported
 
 

@@ -12,6 +12,7 @@ import pynvml  # type: ignore[import-untyped]
 from gpool.agent.machine import nvml
 from gpool.agent.machine.nvml import (
     DEFAULT_COMPUTE,
+    NVSWITCH,
     Card,
     GpuLost,
     GpuProcess,
@@ -306,7 +307,10 @@ def _links(h: Any) -> Iterator[str]:
         state = if_supported(pynvml.nvmlDeviceGetNvLinkState, h, link)
         if state is None:
             return  # it has no more
-        if state:
+        kind = if_supported(pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, h, link) if state else None
+        if kind == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
+            yield NVSWITCH
+        elif state:
             yield _bus(if_supported(pynvml.nvmlDeviceGetNvLinkRemotePciInfo, h, link))
 
 

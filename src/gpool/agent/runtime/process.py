@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import gpool
+from gpool.agent.machine.numa import NumaNode, numa_nodes, pinned_cpus
 from gpool.agent.runtime import cgroups
 from gpool.agent.runtime.bubblewrap.launcher_client import (
     LAUNCHER_DIED,
@@ -35,6 +36,7 @@ from gpool.agent.runtime.protocol import (
     SandboxExit,
     SandboxFailed,
     SandboxLimits,
+    thread_variables,
 )
 from gpool.agent.runtime.runner_calls import RunnerHooks, must_have, open_runner
 from gpool.agent.runtime.running_command import RunningCommand
@@ -53,7 +55,14 @@ class ProcessRuntime(PlainRuntime):
     networks = frozenset({Network.NONE})
     abilities = frozenset({RuntimeAbility.GPUS})
 
-    def __init__(self, data_dir: Path, *, gpus: Sequence[Gpu] = ()) -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        gpus: Sequence[Gpu] = (),
+        numa: Sequence[NumaNode] | None = None,
+    ) -> None:
+        self._numa = numa_nodes() if numa is None else numa
         self.use_gpus(gpus)
         data = data_dir.resolve()
         self._slots = SlotPool(
@@ -127,6 +136,7 @@ class ProcessRuntime(PlainRuntime):
             "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
             "HOME": str(place.work),
             **dict(TASK_VARIABLES),
+            **dict(thread_variables(job.limits, job.slices)),
             "TMPDIR": str(place.root / "tmp"),
             "PYTHONPATH": _source(),
             **visible_variables(self._gpus, job.slices),
@@ -139,6 +149,7 @@ class ProcessRuntime(PlainRuntime):
                 limits=_rlimits(job.limits),
                 env=variables | dict(job.env),
                 cwd=str(place.work),
+                cpus=pinned_cpus(self._gpus, job.slices, job.limits.cpu_milli, self._numa),
             )
         )
 

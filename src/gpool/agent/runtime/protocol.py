@@ -51,6 +51,17 @@ class StagedInput:
 TASK_VARIABLES = (("LANG", "C.UTF-8"), ("PYTHONUNBUFFERED", "1"))
 """Variables of every sandbox, which a task may override. Unbuffered: the lines printed before a kill are in the log."""
 
+
+def thread_variables(limits: SandboxLimits, slices: Sequence[Slice]) -> tuple[tuple[str, str], ...]:
+    """Number of threads of each process, which a task may override: its CPUs, divided by its GPUs if it has several.
+
+    Numerical libraries would start a thread for each CPU of the machine, and all would share the task's CPU quota. A task
+    with several GPUs usually has a process for each.
+    """
+    threads = limits.cpu_milli // 1000 // max(1, len(slices))
+    return (("OMP_NUM_THREADS", str(max(1, threads))),)
+
+
 WORK_AT = "/work"
 """Work directory of a command, as the sandbox sees it."""
 

@@ -14,6 +14,7 @@ from gpool.core.model import Availability, Gpu, GpuDetails, Health, Node, Permis
 from gpool.core.scheduler.place.fit import cpu_price
 from gpool.core.scheduler.state.waiting import NodeState
 from gpool.core.specs import fields
+from gpool.core.specs.gpu_topology import PciePath
 from gpool.server.nodes import reconciliation
 from gpool.server.nodes.telemetry import Point
 from gpool.server.server import Server
@@ -222,6 +223,9 @@ def gpu_problems(here: Node, gpus: GpuRows) -> list[str]:
     return found
 
 
+_PATHS = frozenset(PciePath)
+
+
 def gpu_details(details: GpuDetails) -> GpuDetailsDocument:
     return GpuDetailsDocument(
         source=details.source,
@@ -235,6 +239,8 @@ def gpu_details(details: GpuDetails) -> GpuDetailsDocument:
         mig=details.mig,
         mig_profiles=list(details.mig_profiles),
         mig_instances=list(details.mig_instances),
+        numa=details.numa,
+        near={peer: PciePath(path).name for peer, path in details.near if path in _PATHS},
     )
 
 

@@ -14,7 +14,7 @@ from gpool.server.server import Server
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operations import nodes
 from gpool.server.store.operations.tasks import node_history
-from gpool.server.store.rows import spec_from
+from gpool.server.store.rows import allocation_from, spec_from
 from gpool.wire.documents import instant_to_datetime
 from gpool.wire.node_documents import NodeTaskDocument, NodeTasksDocument
 
@@ -45,6 +45,7 @@ async def node_tasks(server: Server, who: Caller, id_: NodeId, limit: int) -> No
 def _document(row: node_history.NodeTask) -> NodeTaskDocument:
     spec = spec_from(row.body)
     needs = spec.requirements
+    has = None if row.allocation is None else allocation_from(0, row.allocation)
     return NodeTaskDocument(
         id=encode("task", row.id),
         user=encode("user", row.user_id),
@@ -57,8 +58,8 @@ def _document(row: node_history.NodeTask) -> NodeTaskDocument:
         finished_at=_maybe(row.finished_at),
         reason=row.reason,
         gpu=gpuspec.format(needs.gpu) if needs.gpu else None,
-        cpus=needs.cpu_milli / 1000,
-        memory_bytes=needs.memory_bytes,
+        cpus=(needs.cpu_milli if has is None else has.cpu_milli) / 1000,
+        memory_bytes=needs.memory_bytes if has is None else has.memory_bytes,
         tier=needs.tier.value,
         network=needs.network is Network.EGRESS,
         image=(spec.recipe.image or None) if spec.recipe is not None else None,

@@ -125,7 +125,7 @@ def _site_problem(offer: Offer, *, is_local: bool) -> str | None:
 def _has_valid_details(gpu: Gpu) -> bool:
     words = [gpu.closed, gpu.ails]
     if (more := gpu.details) is not None:
-        lists = (more.links, more.mig_profiles, more.mig_instances)
+        lists = (more.links, more.near, more.mig_profiles, more.mig_instances)
         if any(len(one) > 1024 for one in lists):
             return False
         words += [more.source, more.driver, more.capability, more.bus, more.pcie]

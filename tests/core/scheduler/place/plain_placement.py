@@ -16,7 +16,6 @@ from gpool.core.scheduler.place.fit import (
     is_open,
     is_slice,
     may_join,
-    memory_for,
     slice_of,
     suits,
     unfit,
@@ -25,6 +24,7 @@ from gpool.core.scheduler.place.fit import (
 from gpool.core.scheduler.place.kinds import MAX_GPUS, merit_of
 from gpool.core.scheduler.place.pricing import WEIGHT, Pricing, size_of
 from gpool.core.scheduler.place.rows import price_step
+from gpool.core.scheduler.place.shares import granted, least_memory
 from gpool.core.scheduler.state.capacity import Room
 from gpool.core.scheduler.state.state import State
 
@@ -52,17 +52,18 @@ def _places(
 ) -> Iterator[tuple[Rank, int]]:
     """At most one: how it ranks, the least first, its id last; and the GPU."""
     needs, offer = shape.requirements, node.offer
-    memory = memory_for(node, needs)
-    left = room.free_cpu - needs.cpu_milli, room.free_memory - memory
-    if min(left) < 0 or room.free_disk < (needs.disk_bytes or 0):
+    memory = least_memory(node, needs)
+    if room.free_cpu < needs.cpu_milli or room.free_memory < memory:
+        return
+    if room.free_disk < (needs.disk_bytes or 0):
         return
     free = free_parts(node, room)
     lent = offer.gpus[:MAX_GPUS]
     cap = needs.max_price_microcredits
     cards = [] if request is None else [g for g in lent if usable(node, g, request, cap, shape)]
-    afters: list[tuple[list[int], float, int, int]] = []  # free parts, worth lost, had free, GPU
+    afters: list[tuple[list[int], float, int, int, int]] = []  # free, worth lost, had, GPU, took
     if request is None:
-        afters.append((free, 0.0, 0, -1))
+        afters.append((free, 0.0, 0, -1, 0))
     elif len(cards) < request.count:
         return
     elif is_slice(request):
@@ -77,7 +78,7 @@ def _places(
             rest = max(0, free[place] - takes)
             worth = pricing.remnants[free[place]] / 1000 - pricing.remnants[rest] / 1000
             after = [*free[:place], rest, *free[place + 1 :]]
-            afters.append((after, worth, free[place], place))
+            afters.append((after, worth, free[place], place, part.share_milli))
     else:
         idle = [
             place for place, g in enumerate(lent) if g in cards and not room.gpus[g.index].holders
@@ -85,14 +86,16 @@ def _places(
         if len(idle) < request.count:
             return
         taken = idle[: request.count]
-        afters.append(([0 if place in taken else f for place, f in enumerate(free)], 0.0, 0, -1))
+        after = [0 if place in taken else f for place, f in enumerate(free)]
+        afters.append((after, 0.0, 0, -1, 1000 * request.count))
     if not afters:
         return
     now = room.free_cpu, room.free_memory
-    steps = [
-        (-_step(node, pricing, (free, *now), (after, *left), worth), had, gpu)
-        for after, worth, had, gpu in afters
-    ]
+    steps = []
+    for after, worth, had, gpu, took in afters:
+        cpu, memory = granted(node, needs, took, *now)
+        left = room.free_cpu - cpu, room.free_memory - memory
+        steps.append((-_step(node, pricing, (free, *now), (after, *left), worth), had, gpu))
     step, _, gpu = min(steps)
     if request is None:
         price, virtue = cpu_price(node, needs.cpu_milli), int(bool(offer.gpus))

@@ -49,6 +49,7 @@ def wanting(spec: str, user: int = 1, **more: Any) -> Shape:
     return a_shape(user, gpu=gpu.parse(spec), **more)
 
 
+BY_GPUS = {"cpu_by_gpus": True, "memory_by_gpus": True}
 SHAPES = [
     a_shape(),
     a_shape(2, cpu_milli=3000, memory_bytes=3 * GIB),
@@ -64,6 +65,11 @@ SHAPES = [
     wanting("vram=30GB,0.5", 2),
     wanting("H100,T4"),
     wanting("80GB,1", 3),
+    wanting("1", 3, **BY_GPUS),
+    wanting("2", cpu_by_gpus=True, memory_bytes=GIB),
+    wanting("0.3", 2, **BY_GPUS),
+    wanting("vram=6GB", **BY_GPUS),
+    wanting("H100,T4", 2, memory_by_gpus=True),
 ]
 PRICINGS = [
     USUAL,

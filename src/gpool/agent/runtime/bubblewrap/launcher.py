@@ -6,7 +6,8 @@ sandbox that has not requested one yet.) As root it moves into its own mount nam
 and work directories are reachable for a dropped uid; each child drops to its uid before `exec`. Reads no task data.
 
 Messages on the socket (one JSON document each, descriptors beside it):
-  in   {"start": n, "argv", "uid", "gids", "groups", "limits", "mode", "namespaces", "binds", "overlays"}  ·
+  in   {"start": n, "argv", "uid", "gids", "groups", "limits", "mode", "namespaces", "binds", "overlays",
+       "cpus"}  ·
        {"kill": n}  ·  {"warn": n}
   out  {"ready": true, "shared": [paths]}   ·   {"ended": n, "status": s, "ran": bool, "killed": bool}
 One file because it is run by path, without imports of gpool.
@@ -367,6 +368,9 @@ class LauncherProcess:
         os.closerange(given, 65536)
         for kind, limit in order["limits"]:
             resource.setrlimit(kind, (limit, limit))
+        if order["cpus"]:
+            with contextlib.suppress(OSError):  # they are offline by now: any CPU will do
+                os.sched_setaffinity(0, order["cpus"])
         os.umask(0o022)
         for each in CHANGED_SIGNALS:
             signal.signal(each, signal.SIG_DFL)

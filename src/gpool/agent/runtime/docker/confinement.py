@@ -192,6 +192,7 @@ class ContainerSpec:
     disk_device: str = ""  # `io_bytes_per_s` applies to it
     sandbox_network: SandboxNetwork | None = None
     network: str = "none"  # as the engine names it
+    cpus: Sequence[int] = ()  # to run on; empty: all
 
 
 def request(spec: ContainerSpec, seccomp_profile: str, *, podman: bool = False) -> Json:
@@ -265,6 +266,8 @@ def request(spec: ContainerSpec, seccomp_profile: str, *, podman: bool = False) 
         host["Runtime"] = spec.oci_runtime
     if spec.keep_id:
         host["UsernsMode"] = "keep-id"
+    if spec.cpus:
+        host["CpusetCpus"] = ",".join(str(cpu) for cpu in spec.cpus)
     if spec.limits.io_bytes_per_s is not None and spec.disk_device:
         rate = [{"Path": spec.disk_device, "Rate": spec.limits.io_bytes_per_s}]
         host["BlkioDeviceReadBps"] = host["BlkioDeviceWriteBps"] = rate

@@ -94,6 +94,7 @@ class EngineFacts:
     first_uid: int  # on the host, of a container's uid 0; 0: not remapped
     cdi_folders: tuple[str, ...]  # whose specs the engine applies to names in `DeviceRequests`
     default_runtime: str = ""
+    cpusets: bool = False  # it can restrict containers to some CPUs
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,7 @@ def facts_from(info: Mapping[str, Any], version: Mapping[str, Any]) -> EngineFac
         # Podman's Docker interface ignores `DeviceRequests` without an error
         cdi_folders=() if is_podman else tuple(info.get("CDISpecDirs") or ()),
         default_runtime=str(info.get("DefaultRuntime") or ""),
+        cpusets=info.get("CPUSet") is True,
     )
 
 

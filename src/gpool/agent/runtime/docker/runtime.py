@@ -25,6 +25,7 @@ import cloudpickle  # type: ignore[import-untyped]
 import structlog
 
 from gpool.agent import runner as runner_package
+from gpool.agent.machine.numa import numa_nodes, pinned_cpus
 from gpool.agent.runtime import cgroups
 from gpool.agent.runtime.bubblewrap.launcher_client import ProcessExit, StartedProcess
 from gpool.agent.runtime.descriptors import close_all, command_pipes
@@ -57,6 +58,7 @@ from gpool.agent.runtime.protocol import (
     RuntimeAbility,
     SandboxExit,
     SandboxFailed,
+    thread_variables,
 )
 from gpool.agent.runtime.runner_calls import RunnerHooks, open_runner
 from gpool.agent.runtime.running_command import (
@@ -284,6 +286,8 @@ class DockerRuntime(PlainRuntime):
             **dict(TASK_VARIABLES),
             "TMPDIR": "/tmp",
             "CUDA_VISIBLE_DEVICES": visible_devices(self._gpus, job.slices),
+            **dict(thread_variables(job.limits, job.slices)),
+            **{name: value for name, value in image.env if name == "OMP_NUM_THREADS"},
         }
         overriding = dict(share.variables) if share is not None else {}
         if gpus.libraries:
@@ -310,6 +314,9 @@ class DockerRuntime(PlainRuntime):
             keep_id=facts.rootless and self._containers.podman,
             disk_device=self._disk,
             sandbox_network=job.network,
+            cpus=pinned_cpus(self._gpus, job.slices, job.limits.cpu_milli, numa_nodes())
+            if facts.cpusets and job.slices
+            else (),
         )
 
     def _runner_spec(

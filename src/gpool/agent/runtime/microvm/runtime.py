@@ -51,6 +51,7 @@ from gpool.agent.runtime.protocol import (
     SandboxExit,
     SandboxFailed,
     SandboxLimits,
+    thread_variables,
 )
 from gpool.agent.runtime.runner_calls import (
     ANSWERS_AT,
@@ -310,7 +311,12 @@ class MicrovmRuntime(PlainRuntime):
             variables["PATH"] = f"{bin_folder}:{variables['PATH']}"
         return {
             "argv": list(argv),
-            "env": [*variables.items(), ("CUDA_VISIBLE_DEVICES", ""), *job.env],
+            "env": [
+                *variables.items(),
+                ("CUDA_VISIBLE_DEVICES", ""),
+                *thread_variables(job.limits, job.slices),
+                *job.env,
+            ],
             "runner": isinstance(job, RunnerJob),
             "network": None if job.network is None else GUEST_NETWORK,
             "limits": {

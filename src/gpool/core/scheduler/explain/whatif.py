@@ -346,7 +346,7 @@ def _fewer_cpus(shape: Shape, free: _Free) -> Iterator[_Change]:
     amounts = {free.state.nodes[node.id].room.free_cpu // 500 * 500 for node in free.nodes}
     for amount in sorted(amounts, reverse=True):
         if 0 < amount < asked:
-            needs = replace(shape.requirements, cpu_milli=amount)
+            needs = replace(shape.requirements, cpu_milli=amount, cpu_by_gpus=False)
             said = f"with {amount / 1000:g} CPUs instead of {asked / 1000:g}"
             yield _Change(f"--cpus {amount / 1000:g}", said, needs)
 
@@ -356,7 +356,7 @@ def _less_memory(shape: Shape, free: _Free) -> Iterator[_Change]:
     amounts = {free.state.nodes[node.id].room.free_memory // GIB * GIB for node in free.nodes}
     for amount in sorted(amounts, reverse=True):
         if amount > 0 and (asked is None or amount < asked):
-            needs = replace(shape.requirements, memory_bytes=amount)
+            needs = replace(shape.requirements, memory_bytes=amount, memory_by_gpus=False)
             said = f"with at most {amount // GIB} GiB of memory"
             yield _Change(f"--memory {amount // GIB}GiB", said, needs)
 

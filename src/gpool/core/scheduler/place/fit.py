@@ -25,8 +25,9 @@ from gpool.core.model import (
     Slice,
     Tier,
 )
+from gpool.core.scheduler.place.shares import granted, least_memory
 from gpool.core.scheduler.state.capacity import ANYBODY, GpuRoom, Room
-from gpool.core.specs import fields, gpu_slices
+from gpool.core.specs import fields, gpu_slices, gpu_topology
 from gpool.core.specs import gpu as gpuspec
 
 
@@ -106,7 +107,7 @@ def unfit_for_any_owner(node: Node, shape: Shape) -> Unfit | None:
         return Unfit.RUNTIME
     if offer.cpu_milli < needs.cpu_milli:
         return Unfit.CPU
-    if offer.memory_bytes < memory_for(node, needs):
+    if offer.memory_bytes < least_memory(node, needs):
         return Unfit.MEMORY
     if needs.disk_bytes is not None and offer.disk_bytes < needs.disk_bytes:
         return Unfit.DISK
@@ -233,23 +234,16 @@ def _part(price: int, milli: int) -> int:
     return -(-price * milli // 1000)
 
 
-def memory_for(node: Node, needs: Requirements) -> int:
-    """Requested memory, else the node's in proportion to the CPU request."""
-    if needs.memory_bytes is not None:
-        return needs.memory_bytes
-    offer = node.offer
-    return offer.memory_bytes * needs.cpu_milli // offer.cpu_milli if offer.cpu_milli else 0
-
-
 def fit(node: Node, room: Room, shape: Shape) -> Fit | None:
     """The node must not be `unfit`."""
     needs = shape.requirements
-    memory = memory_for(node, needs)
     disk = needs.disk_bytes or 0
-    if room.free_cpu < needs.cpu_milli or room.free_memory < memory or room.free_disk < disk:
+    if room.free_cpu < needs.cpu_milli or room.free_memory < least_memory(node, needs):
+        return None
+    if room.free_disk < disk:
         return None
     if not needs.gpu:
-        return Fit(needs.cpu_milli, memory, (), disk)
+        return with_share(node, room, needs, ())
     for request in needs.gpu:
         slices = (
             a_slice(node, room, request, shape)
@@ -257,8 +251,15 @@ def fit(node: Node, room: Room, shape: Shape) -> Fit | None:
             else whole(node, room, request, shape)
         )
         if slices is not None:
-            return Fit(needs.cpu_milli, memory, slices, disk)
+            return with_share(node, room, needs, slices)
     return None
+
+
+def with_share(node: Node, room: Room, needs: Requirements, slices: tuple[Slice, ...]) -> Fit:
+    """Complete a place on a node with room by the CPUs and memory that go with these GPUs."""
+    milli = sum([part.share_milli for part in slices])
+    cpu, memory = granted(node, needs, milli, room.free_cpu, room.free_memory)
+    return Fit(cpu, memory, slices, needs.disk_bytes or 0)
 
 
 def is_slice(request: GpuRequest) -> bool:
@@ -325,8 +326,22 @@ def whole(node: Node, room: Room, request: GpuRequest, shape: Shape) -> tuple[Sl
     if len(free) < request.count:
         return None
     free.sort(key=lambda g: (g.gpu.memory_bytes, g.gpu.model, g.gpu.index))
-    chosen = _alike(free, request.count)
-    return tuple(Slice(g.gpu.index, g.gpu.memory_bytes, 1000) for g in chosen)
+    chosen = _close(node, free, _alike(free, request.count))
+    return tuple([Slice(g.gpu.index, g.gpu.memory_bytes, 1000) for g in chosen])
+
+
+def _close(node: Node, free: list[GpuRoom], chosen: list[GpuRoom]) -> list[GpuRoom]:
+    """Of the free GPUs of the same model and memory, those closest to each other (`gpu_topology`)."""
+    known = gpu_topology.distances_of(node.offer.gpus) if len(chosen) < len(free) else None
+    first, last = chosen[0].gpu, chosen[-1].gpu
+    if known is None or (first.model, first.memory_bytes) != (last.model, last.memory_bytes):
+        return chosen
+    alike = {
+        g.gpu.index: g
+        for g in free
+        if (g.gpu.model, g.gpu.memory_bytes) == (first.model, first.memory_bytes)
+    }
+    return [alike[index] for index in gpu_topology.nearest(tuple(alike), len(chosen), known)]
 
 
 def _alike(free: list[GpuRoom], count: int) -> list[GpuRoom]:

@@ -26,10 +26,10 @@ from gpool.core.scheduler.place.fit import (
     a_slice,
     accepts_owner,
     is_slice,
-    memory_for,
     placed,
     slice_of,
     whole,
+    with_share,
 )
 from gpool.core.scheduler.place.kinds import OwnerSlots, is_for_some
 from gpool.core.scheduler.place.pricing import GPU, USUAL, Bools, Floats, Ints, Pricing, Slots
@@ -359,21 +359,19 @@ class PlacementIndex:
         node = self.board.nodes[slot]
         assert node is not None
         needs, request = row.shape.requirements, row.request
-        memory = memory_for(node, needs)
-        disk = needs.disk_bytes or 0
+        room = self._room_and_count(node.id)[0]
         if request is None:
-            return Fit(needs.cpu_milli, memory, (), disk)
+            return with_share(node, room, needs, ())
         if is_slice(request):
             part = slice_of(node.offer.gpus[int(row.gpu[slot])], request)
-            room = self._room_and_count(node.id)[0].gpus[part.gpu_index]
-            there = placed(room, part)
+            there = placed(room.gpus[part.gpu_index], part)
             if there is not None:
-                return Fit(needs.cpu_milli, memory, (there,), disk)
-            other = a_slice(node, self._room_and_count(node.id)[0], request, row.shape)
-            return None if other is None else Fit(needs.cpu_milli, memory, other, disk)
-        found = whole(node, self._room_and_count(node.id)[0], request, row.shape)
+                return with_share(node, room, needs, (there,))
+            other = a_slice(node, room, request, row.shape)
+            return None if other is None else with_share(node, room, needs, other)
+        found = whole(node, room, request, row.shape)
         assert found is not None, "the board says there are idle GPUs and the room has none"
-        return Fit(needs.cpu_milli, memory, found, disk)
+        return with_share(node, room, needs, found)
 
 
 def _least(slots: Slots, measure: Ints) -> Slots:

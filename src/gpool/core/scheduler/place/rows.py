@@ -21,13 +21,13 @@ from gpool.core.scheduler.place.fit import (
     cpu_price,
     gpu_price,
     is_slice,
-    memory_for,
     slice_of,
     unfit_for_any_owner,
     usable,
 )
 from gpool.core.scheduler.place.kinds import MAX_GPUS, lent_gpus
 from gpool.core.scheduler.place.pricing import GPU, Bools, Floats, Ints
+from gpool.core.scheduler.place.shares import least_memory, most_cpu, most_memory
 from gpool.core.scheduler.state.state import State
 from gpool.core.specs import fields
 
@@ -75,6 +75,7 @@ class KindFacts:
         "is_uneven",
         "least",
         "memory",
+        "more",
         "parts",
         "price",
         "seconds",
@@ -97,17 +98,19 @@ class KindFacts:
         self.is_uneven = (
             False  # of some kinds only some GPUs are usable: counting idle ones is not enough
         )
+        # By kind: CPU and memory beyond the least that it takes with each GPU, where they are free (`shares`).
+        self.more: Ints | None = None  # None: it takes the least everywhere
         # By kind: share, memory and free thousandths that a slice takes of each GPU; NEVER of an unusable one.
         self.parts: Ints = np.empty((0, 3, 0), np.int64)
 
     def learn(self, board: Board) -> None:
-        kinds = board.kinds.nodes
+        kinds, needs = board.kinds.nodes, self._shape.requirements
         if self._generation != board.generation:  # kinds are others, or nodes have more GPUs
             self._generation, self._count = board.generation, 0
         if self._count == len(kinds):
             return
         new = [self._of_kind(node, board.columns.width) for node in kinds[self._count :]]
-        able, memory, seconds, taken, parts, price = zip(*new, strict=True)
+        able, memory, seconds, taken, parts, price, more = zip(*new, strict=True)
         is_first = self._count == 0
 
         def grown(old: Ints, column: Sequence[object]) -> Ints:
@@ -122,6 +125,9 @@ class KindFacts:
         self.parts = grown(self.parts, parts)
         self.price = grown(self.price, price)
         self.is_priced = bool(self.price.any())
+        if needs.cpu_by_gpus or needs.memory_by_gpus:
+            before = np.empty((0, 2, 0), np.int64) if self.more is None else self.more
+            self.more = grown(before, more)
         self.usable = self.parts[:, 0] < NEVER
         self._count = len(kinds)
         self._bound(kinds)
@@ -140,12 +146,14 @@ class KindFacts:
     def _of_kind(self, node: Node | None, width: int) -> tuple[object, ...]:
         request = self._request
         never = [NEVER] * width
-        unable = (False, NEVER, 0, 0, (never, never, never), 0)
+        nothing = [0] * width
+        unable = (False, NEVER, 0, 0, (never, never, never), 0, (nothing, nothing))
         if node is None or unfit_for_any_owner(node, self._shape) is not None:
             return unable
         share, vram, need, taken = list(never), list(never), list(never), 0
         needs = self._shape.requirements
         costs = 0 if request is not None else cpu_price(node, needs.cpu_milli)
+        memory, more = least_memory(node, needs), (list(nothing), list(nothing))
         if request is not None:
             lent = node.offer.gpus[:MAX_GPUS]
             cap = needs.max_price_microcredits
@@ -161,8 +169,12 @@ class KindFacts:
                     share[place], vram[place] = part.share_milli, part.memory_bytes
                     by_memory = GPU * part.memory_bytes // max(1, gpu.memory_bytes)
                     need[place] = max(part.share_milli, by_memory)
+                    milli = request.count * part.share_milli
+                    more[0][place] = most_cpu(node, needs, milli) - needs.cpu_milli
+                    more[1][place] = most_memory(node, needs, milli) - memory
         seconds = 0 if self._shape.environment in node.offer.environments else PREPARATION
-        return True, memory_for(node, needs), seconds, taken, (share, vram, need), price_step(costs)
+        parts = (share, vram, need)
+        return True, memory, seconds, taken, parts, price_step(costs), more
 
 
 def price_step(price: int) -> int:

@@ -57,6 +57,8 @@ class Scorer:
         if row.request is not None and is_slice(row.request):
             self._score_slices(row, slots, kinds, there)
         else:
+            if facts.more is not None and row.request is not None:  # each GPU takes as much
+                _take_more(there, facts.more.take(kinds, 0).max(2).T)
             self._combine(row, slots, self._price_steps(row, slots, kinds, there))
 
     def score_without_gpus(self, row: PlacementRow, slot: int) -> bool:
@@ -86,9 +88,10 @@ class Scorer:
         place, gpu = np.divmod(flat, columns.width)
         before = free[place, gpu]
         after = np.maximum(before - need[place, gpu], 0)
-        price = self._price_steps(
-            row, slots.take(place), kinds.take(place), there.take(place, 1), (before, after)
-        )
+        chosen, there = kinds.take(place), there.take(place, 1)
+        if row.facts.more is not None:
+            _take_more(there, row.facts.more[chosen, :, gpu].T)
+        price = self._price_steps(row, slots.take(place), chosen, there, (before, after))
         is_first = np.ones(len(place), bool)
         np.not_equal(place[1:], place[:-1], out=is_first[1:])
         starts = is_first.nonzero()[0]
@@ -151,3 +154,10 @@ class Scorer:
             seconds += [0 if id_ in there else whole + whole * loss(id_) // 4 for id_ in ids]
         lost: Ints = np.minimum(seconds // cost.step, _MOST_LOST)
         return lost
+
+
+def _take_more(there: Floats, more: Ints) -> None:
+    """Subtract CPU and memory beyond the least, as far as they are free."""
+    both = there[CPU : MEMORY + 1]
+    both -= more
+    np.maximum(both, 0, out=both)

@@ -173,7 +173,7 @@ def _outputs(view: TaskView) -> tuple[OutputFile, ...]:
     return tuple(file for file in view.outputs if is_asked_for(file.path))
 
 
-def task(view: TaskView) -> TaskDocument:
+def task(view: TaskView, closeness: str | None = None) -> TaskDocument:
     row, spec = view.row, view.spec
     asked = spec.requirements
     return TaskDocument(
@@ -224,6 +224,10 @@ def task(view: TaskView) -> TaskDocument:
         on_loss=spec.on_loss.value,
         on=_on(view),
         expired_at=_maybe(view.record.shrunk_at),
+        shares=["cpus"] * asked.cpu_by_gpus + ["memory"] * asked.memory_by_gpus,
+        granted_cpus=None if row.allocation is None else row.allocation.cpu_milli / 1000,
+        granted_memory_bytes=None if row.allocation is None else row.allocation.memory_bytes,
+        closeness=closeness,
     )
 
 

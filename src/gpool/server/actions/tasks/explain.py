@@ -16,6 +16,7 @@ from gpool.core.ids import TaskId, UserId, encode
 from gpool.core.model import AttemptRow, EndReason, Engine, OnLoss, Phase, TaskRow, TaskStatus
 from gpool.core.permissions import TeamId
 from gpool.core.scheduler.explain.mismatch import Explanation, counted, list_of, ranked
+from gpool.core.scheduler.explain.resources import gpu_closeness, resource_lines
 from gpool.core.scheduler.explain.waiting import Story, with_story
 from gpool.core.scheduler.explain.whatif import Suggested, Suggestion
 from gpool.server.actions.tasks import documents, query
@@ -55,9 +56,8 @@ async def explain(server: Server, who: Caller, id_: TaskId) -> ExplainDocument:
     if row.status is TaskStatus.RUNNING or view.note is not None:
         audit_entry = view.note if row.status is not TaskStatus.RUNNING else None
         doing = documents.NOTED[audit_entry or documents.phase_of(view) or Phase.RUN.value]
-        return explanation_document(
-            view, Explanation("running", f"It {doing} on {_place(view) or 'a node'}.")
-        )
+        reason = Explanation("running", f"It {doing} on {_place(view) or 'a node'}.")
+        return explanation_document(view, reason, resources=_resources(server, id_))
     with server.explaining.admitted():
         return await _explain(server, view, id_)
 
@@ -66,7 +66,7 @@ async def _explain(server: Server, view: TaskView, id_: TaskId) -> ExplainDocume
     picture, explaining, now = server.picture, server.explaining, server.now
     reason = await explaining.why(picture, id_, now)
     if picture.state.queue_of(id_) is None:
-        return explanation_document(view, reason)
+        return explanation_document(view, reason, resources=_resources(server, id_))
     reason = with_story(reason, await _story(server, view.row))
     estimate = None
     if reason.position is not None and reason.code not in HOPELESS:
@@ -76,7 +76,16 @@ async def _explain(server: Server, view: TaskView, id_: TaskId) -> ExplainDocume
         tried = await explaining.suggestions(picture, id_, now)
     if not tried.is_complete and not tried.found:
         reason = replace(reason, sentence=reason.sentence + _UNTRIED)
-    return explanation_document(view, reason, estimate, tried.found)
+    return explanation_document(view, reason, estimate, tried.found, _resources(server, id_))
+
+
+def _resources(server: Server, id_: TaskId) -> tuple[str, ...]:
+    return resource_lines(server.picture.state, id_)
+
+
+def closeness(server: Server, id_: TaskId) -> str | None:
+    """Closeness of a leased task's GPUs; None if unknown, or with one GPU at most."""
+    return gpu_closeness(server.picture.state, id_)
 
 
 async def _story(server: Server, row: TaskRow) -> Story:
@@ -118,6 +127,7 @@ def explanation_document(
     reason: Explanation,
     estimate: Estimate | None = None,
     found: tuple[Suggestion, ...] = (),
+    resources: tuple[str, ...] = (),
 ) -> ExplainDocument:
     row = view.row
     return ExplainDocument(
@@ -140,6 +150,7 @@ def explanation_document(
             SuggestionDocument(kind=one.kind, change=_change(view, one), sentence=one.sentence)
             for one in found
         ],
+        resources=list(resources),
     )
 
 

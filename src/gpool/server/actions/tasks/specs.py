@@ -218,10 +218,13 @@ def _requirements(request: TaskRequest, recipe: Recipe | None) -> Requirements:
     gpu = request.gpu
     if isinstance(gpu, float):
         _finite("gpu", gpu)
+    gpus = gpuspec.parse(gpu, request.vram)
+    cpus = 1.0 if request.cpus is None else _finite("cpus", request.cpus)
+    memory = _size("memory", request.memory)
     return Requirements(
-        gpu=gpuspec.parse(gpu, request.vram),
-        cpu_milli=max(1, round(_finite("cpus", request.cpus) * 1000)),
-        memory_bytes=_size("memory", request.memory),
+        gpu=gpus,
+        cpu_milli=max(1, round(cpus * 1000)),
+        memory_bytes=memory,
         disk_bytes=_size("disk", request.disk),
         tier=Tier(request.tier),
         python=_python(request, recipe),
@@ -231,6 +234,8 @@ def _requirements(request: TaskRequest, recipe: Recipe | None) -> Requirements:
         max_price_microcredits=None
         if request.max_price is None
         else fields.parse_price(request.max_price),
+        cpu_by_gpus=bool(gpus) and request.cpus is None,
+        memory_by_gpus=bool(gpus) and memory is None,
     )
 
 

@@ -149,7 +149,7 @@ async def get_task(request: Request, id: TASK, wait: Wait = 0) -> Response:
     who = await user_of(request)
     seconds = min(wait, server.settings.max_wait_s)
     view = await query.wait_for_task(server, who, TaskId(decode("task", id)), seconds)
-    return tagged(request, documents.task(view))
+    return tagged(request, documents.task(view, explain.closeness(server, view.row.id)))
 
 
 @routes.delete("/v1/tasks/{id}", Action.TASK_CANCEL, returns=TaskDocument)

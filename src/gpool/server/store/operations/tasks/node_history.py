@@ -29,6 +29,7 @@ class NodeTask(NamedTuple):
     finished_at: Instant | None
     reason: str | None
     body: str  # of its spec
+    allocation: str | None  # of its last lease; None of a gang, whose members have theirs
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class EndedPage:
 
 _COLUMNS = (
     "SELECT t.id, t.status, t.holding, t.user_id, u.name, t.team_id, t.leased_at, t.started_at, t.finished_at, "
-    "t.reason, s.body FROM tasks t JOIN specs s ON s.id = t.spec_id JOIN users u ON u.id = t.user_id "
+    "t.reason, s.body, t.allocation FROM tasks t JOIN specs s ON s.id = t.spec_id JOIN users u ON u.id = t.user_id "
 )
 
 
