@@ -60,6 +60,11 @@ class AgentSettings(BaseSettings):
     gang_port: int = Field(
         default=0, ge=0, le=MOST_GANG_PORT, description="First UDP port of gangs; 0: the default."
     )
+    gang_trusted_link: bool = Field(
+        False,
+        description="The link between the site's nodes is trusted: gangs use it directly, unencrypted, "
+        "if all their nodes declare it. Needs a root agent and an Ethernet link that carries other MACs.",
+    )
     labels: str = Field("", description="Labels like `ssd,zone=a`, in addition to the policy's.")
     price: str = Field("", description="Price of a GPU hour, like `0.31/h`; unset: the policy's.")
 

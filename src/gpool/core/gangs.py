@@ -11,7 +11,7 @@ Each member has one address in the gang's private network, so ports are fixed. T
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from ipaddress import IPv4Address, IPv4Network
@@ -116,6 +116,21 @@ def marked(data: bytes, rank: int, *, in_line: bool) -> bytes:
     mark = b"[%d] " % rank
     body, last = data[:-1].replace(b"\n", b"\n" + mark), data[-1:]
     return (b"" if in_line else mark) + body + last
+
+
+class GangLink(StrEnum):
+    """Transport between the members of a gang, best first."""
+
+    DIRECT = "direct"  # the site's link itself, unencrypted: its owner declared it trusted
+    WIREGUARD = "wireguard"
+    RELAY = "relay"  # user space on both ends; needs no privileges
+
+
+def common_link(offered: Iterable[Collection[str]]) -> GangLink:
+    """Choose the best transport that every member's node offers (`Offer.gang_links`); every node can run a relay."""
+    nodes = [frozenset(links) for links in offered]
+    best = (link for link in GangLink if all(link.value in links for links in nodes))
+    return next(best, GangLink.RELAY) if nodes else GangLink.RELAY
 
 
 NETWORK = IPv4Network("10.211.0.0/16")

@@ -19,7 +19,8 @@ from typing import Any
 
 from gpool.agent.network import firewall_rules, host
 from gpool.agent.network.dns_resolver import RESOLVER, Server, configured_servers
-from gpool.agent.network.gang.relay_client import RELAY, Relaying, Relays, interface_of
+from gpool.agent.network.gang.links import OpenLink, OpenLinks
+from gpool.agent.network.gang.relay_client import RELAY, begin_relay, interface_of
 from gpool.agent.network.policy import Egress, EgressPolicy, Gang, HostFacts, Wants
 from gpool.agent.network.sandbox_network import (
     NetworkUnavailable,
@@ -30,6 +31,7 @@ from gpool.agent.network.sandbox_network import (
 )
 from gpool.agent.runtime.descriptors import readable
 from gpool.agent.runtime.protocol import SandboxNetwork
+from gpool.core.gangs import GangLink
 
 SCRIPT = Path(__file__).with_name("namespace_holder.py")
 TAP = "tap0"
@@ -110,7 +112,8 @@ class RootlessNetworks:
         self._filling: asyncio.Task[None] | None = None
         self._closing = False
         self._counting = asyncio.Lock()
-        self._relays = Relays(relay)
+        self._relay = relay
+        self._links = OpenLinks()
 
     async def start(self) -> None:
         """Nothing to clean up: holders and slirp4netns end with their agent."""
@@ -144,7 +147,7 @@ class RootlessNetworks:
 
     async def refused_packets(self) -> int:
         async with self._counting:
-            total = self._gone + await self._relays.refused()
+            total = self._gone + await self._links.refused()
             for held in list(self._live.values()):
                 total += await held.refused()
             return total
@@ -168,16 +171,19 @@ class RootlessNetworks:
     async def _make(self, wants: Wants) -> OpenSandboxNetwork:
         text = firewall_rules.inner_ruleset(self._policy, self._facts, wants, TAP)
         gang = wants if isinstance(wants, Gang) else None
+        if gang is not None and gang.link != GangLink.RELAY:
+            raise NetworkUnavailable(f"a gang's {gang.link} link needs an agent that runs as root")
         held = await self._hold()
         descriptors: list[int] = []
-        relay: Relaying | None = None
+        link: OpenLink | None = None
         try:
             async with asyncio.timeout(WITHIN_S):
                 descriptors = await self._prepare(held, text, gang)
                 if gang is None or gang.egress:
                     await self._attach(held)
                 if gang is not None:
-                    relay = await self._relays.begin(gang, descriptors[4])
+                    link = await begin_relay(gang, descriptors[4], self._relay)
+                    self._links.add(link)
         except BaseException as failure:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -190,8 +196,8 @@ class RootlessNetworks:
         self._live[id(held)] = held
 
         async def undo() -> None:
-            if relay is not None:
-                await self._relays.end(relay)
+            if link is not None:
+                await self._links.end(link)
             async with self._counting:
                 with contextlib.suppress(OSError, ValueError):  # the holder was killed
                     self._gone += await held.refused()

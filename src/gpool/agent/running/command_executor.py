@@ -40,7 +40,7 @@ from gpool.agent.state_machine.instructions import (
     StartCommand,
 )
 from gpool.core.errors import GpoolError, StorageFull, Unreachable
-from gpool.core.gangs import GATE_PORT, address_of, engine_words, ray_address
+from gpool.core.gangs import GATE_PORT, GangLink, address_of, engine_words, ray_address
 from gpool.core.gangs import variables as gang_variables
 from gpool.core.model import (
     Allocation,
@@ -70,7 +70,7 @@ def starter_text() -> str:
 
 def network_of(spec: TaskSpec, member: Rendezvous) -> Gang:
     egress = spec.requirements.network is Network.EGRESS
-    return Gang(member.rank, member.peers, member.secret, egress)
+    return Gang(member.rank, member.peers, member.secret, egress, member.link or GangLink.RELAY)
 
 
 def command_of(spec: TaskSpec, member: Rendezvous, part: Allocation) -> tuple[str, ...]:
