@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[4]
 BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from gpool.agent.network.gang.relay import main; sys.exit(main())"
 RELAY = ("-c", BOOT, str(ROOT))
 MTU = 15_840  # eleven equal pieces on 1500-byte links, two on 9000-byte links
-"""Long packets cost less each (bench.gang_lane: over links of 1500 bytes one core carries 1.8 Gbit/s
+"""Long packets cost less each (bench.gang_network: over links of 1500 bytes one core carries 1.8 Gbit/s
 with 9,000 bytes, 2.5 with 16,000, 3.4 with 60,000) but are lost with any of their pieces: at 1 %
 loss, 60,000 get through at a fifth of their rate and 16,000 at four fifths.
 """

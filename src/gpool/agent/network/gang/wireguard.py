@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from gpool.agent.network.gang.member_filter import MemberFilter, derived, ruleset
 from gpool.agent.network.gang.relay_client import MOST_STARTS, UID, listening, resolved
 from gpool.agent.network.host import Netlink, NftFailed, nft_program
-from gpool.agent.network.namespaces import Inside, in_namespace
+from gpool.agent.network.namespaces import Inside, in_namespace, write_sysctl
 from gpool.agent.network.policy import Gang
 from gpool.core.gangs import INTERFACE, NETWORK, address_of
 
@@ -33,8 +33,11 @@ SOCKETS = Path("/run/wireguard")
 """Control sockets of user-space WireGuard, by interface: a fixed path of `wg` and wireguard-go."""
 PROGRAM, TOOL, DROPPER = "wireguard-go", "wg", "setpriv"
 RIGHTS = "-all,+net_admin"  # wireguard-go makes its interface
-AROUND_BYTES = 60  # IPv4, UDP and WireGuard headers and tag
-LEAST_MTU, MOST_MTU = 576, 65_000
+IP_BYTES, UDP_BYTES, SEALED_BYTES = 20, 8, 32  # header; header; WireGuard's header and tag
+LEAST_MTU, MOST_MTU = 576, 16_000
+"""User space pays per packet, so wireguard-go gets packets that its host sends in several IP fragments: `bench.gang_network`
+compares it with wireguard-go at its default MTU. The kernel's WireGuard gets packets that fit the link.
+"""
 IP_MTU = 14
 WITHIN_S = 60.0
 EVERY_S = 0.02
@@ -93,10 +96,11 @@ def _text(key: bytes) -> str:
     return base64.b64encode(key).decode()
 
 
-def link_mtu(peers: Sequence[tuple[str, int]]) -> int:
-    """MTU inside, for the smallest MTU on the way to a peer."""
-    found = [_path_mtu(host) for host, _ in peers] or [1500]
-    return min(max(LEAST_MTU, min(found) - AROUND_BYTES), MOST_MTU)
+def inner_mtu(path_mtu: int, *, in_kernel: bool) -> int:
+    """MTU of a member's interface over a path: one outer packet, or as many full fragments as `MOST_MTU` allows."""
+    each = max(path_mtu, LEAST_MTU) - IP_BYTES
+    fragments = 1 if in_kernel else max(1, (MOST_MTU + UDP_BYTES + SEALED_BYTES) // each)
+    return min(each * fragments - UDP_BYTES - SEALED_BYTES, MOST_MTU)
 
 
 def _path_mtu(host: str) -> int:
@@ -106,7 +110,7 @@ def _path_mtu(host: str) -> int:
             asking.connect((host, 9))
             return int(asking.getsockopt(socket.IPPROTO_IP, IP_MTU))
         except OSError:
-            return LEAST_MTU + AROUND_BYTES
+            return LEAST_MTU
 
 
 class UserSpaceWireGuard:
@@ -267,13 +271,15 @@ class WireGuardLink:
             outside.add_link(self._name, "wireguard")
 
     def _move(self) -> None:
-        others = [peer for rank, peer in enumerate(self._peers) if rank != self._gang.rank]
+        others = [host for rank, (host, _) in enumerate(self._peers) if rank != self._gang.rank]
+        path_mtu = min(map(_path_mtu, others), default=1500)
         with Netlink() as outside:
             index = socket.if_nametoindex(self._name)
-            outside.set_mtu(index, link_mtu(others))
+            outside.set_mtu(index, inner_mtu(path_mtu, in_kernel=self._in_kernel))
             outside.move(index, self._namespace, INTERFACE)
 
     def _configure(self) -> None:
+        write_sysctl("ipv4/tcp_mtu_probing", "1")  # TCP goes on where the site drops fragments
         with Netlink() as inside:
             index = socket.if_nametoindex(INTERFACE)
             inside.add_address(index, address_of(self._gang.rank), NETWORK.prefixlen)
