@@ -299,7 +299,7 @@ def run(seconds: float, rounds: int, mtu: int, turns: int) -> dict[str, dict[str
         for way in WAYS:
             trip = measured(hosts, way, ("echo", "trips"), min(1.0, seconds))
             found[way]["round_trip_us"] = round(trip)
-        for number in range(2 if turns else 0):
+        for number in range(min(2, rounds // 2) if turns else 0):
             for way in WAYS if number % 2 == 0 else WAYS[::-1]:
                 found[way]["reduce"].append(reduced(hosts, way, turns))
     finally:

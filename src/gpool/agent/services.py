@@ -227,7 +227,7 @@ def network_support(settings: AgentSettings, policy: OwnerPolicy) -> NetworkSupp
         links, problems = asyncio.run(found)
         for problem in problems:
             log.info("gang_link_unavailable", why=problem)
-    networks = networks_for(egress_policy(policy), settings.data_dir)
+    networks = networks_for(egress_policy(policy), settings.data_dir, rdma=settings.gang_rdma)
     return NetworkSupport(networks, egress, gangs, links)
 
 

@@ -154,8 +154,8 @@ def address_of(rank: int) -> IPv4Address:
     return NETWORK.network_address + rank + 1
 
 
-def variables(rank: int, nodes: int) -> tuple[tuple[str, str], ...]:
-    """The task's own variables take precedence."""
+def variables(rank: int, nodes: int, *, rdma: bool = False) -> tuple[tuple[str, str], ...]:
+    """The task's own variables take precedence. `rdma`: the member has RDMA devices."""
     head = str(address_of(0))
     return (
         ("GPOOL_RANK", str(rank)),
@@ -168,7 +168,8 @@ def variables(rank: int, nodes: int) -> tuple[tuple[str, str], ...]:
         ("GLOO_SOCKET_IFNAME", INTERFACE),
         ("NCCL_SOCKET_IFNAME", INTERFACE),
         ("TP_SOCKET_IFNAME", INTERFACE),
-        ("NCCL_IB_DISABLE", "1"),  # no InfiniBand device in a sandbox; NCCL would wait for it
+        # NCCL would wait for an InfiniBand device where there is none
+        *(() if rdma else (("NCCL_IB_DISABLE", "1"),)),
         ("UCX_NET_DEVICES", INTERFACE),
         ("OMPI_MCA_btl_tcp_if_include", INTERFACE),
     )

@@ -69,9 +69,9 @@ kinds = pytest.mark.parametrize("mode", ["root", "rootless", "direct", "wireguar
         ("root", "1280"),
         ("root", "9000"),
         ("direct", "1500"),
-        ("direct", "9000"),
         ("wireguard", "1500"),
-        ("wireguard", "1280"),
+        pytest.param("direct", "9000", marks=pytest.mark.slow),
+        pytest.param("wireguard", "1280", marks=pytest.mark.slow),
     ],
 )
 def test_members_talk_by_any_port_and_nothing_is_left(stage: Stage, mode: str, mtu: str) -> None:
@@ -117,7 +117,12 @@ def test_a_sandbox_in_the_lane_reaches_its_peer_and_never_the_interface(
 
 @pytest.mark.parametrize(
     ("engine", "mode"),
-    [("docker", "root"), ("podman", "root"), ("docker", "direct"), ("docker", "wireguard")],
+    [
+        ("docker", "root"),
+        ("podman", "root"),
+        pytest.param("docker", "direct", marks=pytest.mark.slow),
+        pytest.param("docker", "wireguard", marks=pytest.mark.slow),
+    ],
 )
 def test_a_container_in_the_lane_reaches_its_peer_and_nothing_else(
     stage: Stage, require: Callable[[str], None], engine: str, mode: str

@@ -23,10 +23,10 @@ RESOLVE_WITHIN_S = 10.0
 TUN_FIX = "as root: modprobe tun; chmod 666 /dev/net/tun"
 
 
-def networks_for(policy: EgressPolicy, place: Path) -> Networks:
-    """`place`: directory by which leftovers of a killed agent are found."""
+def networks_for(policy: EgressPolicy, place: Path, *, rdma: bool = False) -> Networks:
+    """`place`: directory by which leftovers of a killed agent are found. `rdma`: for members with direct links."""
     if os.geteuid() == 0:
-        return RootNetworks(policy, tag_for(place))
+        return RootNetworks(policy, tag_for(place), rdma=rdma)
     return RootlessNetworks(policy)
 
 

@@ -23,7 +23,8 @@ from gpool.agent.network import firewall_rules, host
 from gpool.agent.network.dns_resolver import RESOLVER, Server, configured_servers
 from gpool.agent.network.firewall_rules import FAMILY, PREFIX, Naming
 from gpool.agent.network.gang import wireguard
-from gpool.agent.network.gang.links import OpenLink, OpenLinks, begin_link
+from gpool.agent.network.gang.direct import DirectLink
+from gpool.agent.network.gang.links import OpenLink, OpenLinks
 from gpool.agent.network.gang.relay_client import RELAY
 from gpool.agent.network.host import Netlink
 from gpool.agent.network.namespaces import (
@@ -41,6 +42,7 @@ from gpool.agent.network.sandbox_network import (
     refuse_wrong,
     resolver_for,
 )
+from gpool.agent.runtime.devices import rdma_nodes
 from gpool.agent.runtime.protocol import SandboxNetwork
 
 INSIDE = "eth0"
@@ -62,6 +64,7 @@ class RootNetworks:
         servers: tuple[Server, ...] | None = None,
         ahead: int = 2,
         relay: Sequence[str] = RELAY,
+        rdma: bool = False,
     ) -> None:
         self._policy = policy
         self._naming = Naming(tag)
@@ -72,8 +75,8 @@ class RootNetworks:
         self._mtu = 1500
         self._lent: set[str] = set()
         self._free = deque(range(firewall_rules.MAX_LANES))
-        self._relay = relay
-        self._links = OpenLinks()
+        self._rdma = rdma
+        self._links = OpenLinks(relay)
         self._prepared: list[OpenSandboxNetwork] = []
         self._filling: asyncio.Task[None] | None = None
         self._closing = False
@@ -231,8 +234,7 @@ class RootNetworks:
                 await host.load(firewall_rules.permit(self._naming, name, wants))
             if isinstance(wants, Gang):
                 outside = self._naming.gang_interface(number)
-                link = await begin_link(wants, inside, outside, self._relay)
-                self._links.add(link)
+                link = await self._links.begin(wants, inside, outside)
         except (OSError, host.NftFailed, asyncio.CancelledError):
             if inside is not None:
                 inside.discard()
@@ -253,7 +255,9 @@ class RootNetworks:
         servers = self._servers if self._servers is not None else configured_servers()
         resolver = resolver_for(inside.names, self._policy, self._facts, wants, servers)
         resolver.start()
-        return OpenSandboxNetwork(SandboxNetwork((inside.namespace,), RESOLVER), resolver, undo)
+        devices = rdma_nodes() if self._rdma and isinstance(link, DirectLink) else ()
+        lane = SandboxNetwork((inside.namespace,), RESOLVER, devices=devices)
+        return OpenSandboxNetwork(lane, resolver, undo)
 
     def _join(self, inside: Inside, name: str, number: int) -> None:
         gateway = firewall_rules.gateway_address(self._pool)

@@ -20,7 +20,7 @@ from typing import Any
 from gpool.agent.network import firewall_rules, host
 from gpool.agent.network.dns_resolver import RESOLVER, Server, configured_servers
 from gpool.agent.network.gang.links import OpenLink, OpenLinks
-from gpool.agent.network.gang.relay_client import RELAY, begin_relay, interface_of
+from gpool.agent.network.gang.relay_client import RELAY, interface_of
 from gpool.agent.network.policy import Egress, EgressPolicy, Gang, HostFacts, Wants
 from gpool.agent.network.sandbox_network import (
     NetworkUnavailable,
@@ -112,8 +112,7 @@ class RootlessNetworks:
         self._filling: asyncio.Task[None] | None = None
         self._closing = False
         self._counting = asyncio.Lock()
-        self._relay = relay
-        self._links = OpenLinks()
+        self._links = OpenLinks(relay)
 
     async def start(self) -> None:
         """Nothing to clean up: holders and slirp4netns end with their agent."""
@@ -182,8 +181,7 @@ class RootlessNetworks:
                 if gang is None or gang.egress:
                     await self._attach(held)
                 if gang is not None:
-                    link = await begin_relay(gang, descriptors[4], self._relay)
-                    self._links.add(link)
+                    link = await self._links.begin_relay(gang, descriptors[4])
         except BaseException as failure:
             for descriptor in descriptors:
                 os.close(descriptor)

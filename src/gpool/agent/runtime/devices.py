@@ -18,6 +18,9 @@ CONTROL_NODES = (
 SYSTEM = Path("/sys")
 SYSTEM_FOLDERS = ("bus/pci", "devices/pci*", "devices/system", "module/nvidia*")
 """Read by CUDA and its libraries: PCI addresses of GPUs, nearby processors and memory, the driver."""
+RDMA = Path("/dev/infiniband")
+RDMA_FOLDERS = ("class/infiniband", "class/infiniband_verbs")
+"""Read by libibverbs: links into devices/pci*."""
 DRIVER = Path("/proc/driver/nvidia/gpus")
 CAPABILITIES = Path("/proc/driver/nvidia-caps/mig-minors")
 CAPABILITY_NODES = Path("/dev/nvidia-caps")
@@ -25,11 +28,21 @@ CAPABILITY_MODE = stat.S_IFCHR | 0o444
 DEVICES = Path("/proc/devices")
 
 
-def device_arguments(gpus: Mapping[int, Gpu], slices: Sequence[Slice]) -> list[str]:
+def device_arguments(
+    gpus: Mapping[int, Gpu], slices: Sequence[Slice], others: Sequence[str] = ()
+) -> list[str]:
+    """`others`: further device nodes."""
     real = [
         gpus[s.gpu_index] for s in slices if s.gpu_index in gpus and not gpus[s.gpu_index].simulated
     ]
-    return node_arguments(device_nodes(real))
+    return node_arguments((*device_nodes(real), *others))
+
+
+def rdma_nodes(folder: Path = RDMA) -> tuple[str, ...]:
+    """Character devices of RDMA: uverbs of each card, and the connection manager."""
+    if not folder.is_dir():
+        return ()
+    return tuple(str(node) for node in sorted(folder.iterdir()) if node.is_char_device())
 
 
 def device_nodes(gpus: Sequence[Gpu]) -> tuple[str, ...]:
@@ -47,7 +60,8 @@ def node_arguments(nodes: Sequence[str]) -> list[str]:
         if os.path.exists(node):
             words += ["--dev-bind", node, node]
     words += ["--tmpfs", str(SYSTEM)]
-    for folder in SYSTEM_FOLDERS:
+    rdma = any(Path(node).parent == RDMA for node in nodes)
+    for folder in (*SYSTEM_FOLDERS, *(RDMA_FOLDERS if rdma else ())):
         for found in sorted(SYSTEM.glob(folder)):
             words += ["--ro-bind", str(found), str(found)]
     return [*words, "--remount-ro", str(SYSTEM)]

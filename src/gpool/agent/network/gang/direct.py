@@ -58,7 +58,7 @@ class DirectLink:
 
         try:
             await asyncio.to_thread(configure)
-        except OSError:
+        except BaseException:
             await loaded.remove(INTERFACE)
             loaded.close()
             raise

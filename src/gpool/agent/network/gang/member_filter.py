@@ -78,6 +78,7 @@ class MemberFilter:
 
     def __init__(self, namespace: int) -> None:
         self._namespace = namespace
+        self._gone = 0  # counted before the last reload
         self._last = 0
 
     @classmethod
@@ -88,7 +89,7 @@ class MemberFilter:
 
     async def reload(self, text: str) -> None:
         """After the interface was made again: its hooks went with it."""
-        await self.refused()
+        self._gone, self._last = await self.refused(), 0
         whole = f"table {FAMILY} {TABLE}\ndelete table {FAMILY} {TABLE}\n{text}"
         await in_namespace(self._namespace, lambda: nft_here("-f", "-", text=whole))
 
@@ -97,7 +98,7 @@ class MemberFilter:
             with contextlib.suppress(OSError, NftFailed, ValueError):
                 listing = await in_namespace(self._namespace, _counters)
                 self._last = packets(json.loads(listing)["nftables"], COUNTER)
-        return self._last
+        return self._gone + self._last
 
     async def remove(self, interface: str) -> None:
         """Remove an interface now: the kernel clears an abandoned namespace some time later."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import errno
 import os
 import signal
 import socket
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import structlog
@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from gpool.agent.network.gang.member_filter import MemberFilter, derived, ruleset
 from gpool.agent.network.gang.relay_client import MOST_STARTS, UID, listening, resolved
 from gpool.agent.network.host import Netlink, NftFailed, nft_program
-from gpool.agent.network.namespaces import Inside, in_namespace, write_sysctl
+from gpool.agent.network.namespaces import Inside, in_namespace
 from gpool.agent.network.policy import Gang
 from gpool.core.gangs import INTERFACE, NETWORK, address_of
 
@@ -44,12 +44,14 @@ EVERY_S = 0.02
 ENDS_WITHIN_S = 2.0
 
 
-def kernel_has_wireguard(probe: str = "gpoolprobe") -> bool:
+@cache
+def kernel_has_wireguard() -> bool:
+    probe = f"gpoolwg{os.getpid() % 10_000_000}"
     with Netlink() as netlink:
         try:
             netlink.add_link(probe, "wireguard")
-        except OSError as failure:
-            return failure.errno == errno.EEXIST
+        except OSError:
+            return False
         netlink.remove(probe)
     return True
 
@@ -270,6 +272,10 @@ class WireGuardLink:
         with Netlink() as outside:
             outside.add_link(self._name, "wireguard")
 
+    def _discard(self) -> None:
+        with contextlib.suppress(OSError), Netlink() as outside:
+            outside.remove(self._name)
+
     def _move(self) -> None:
         others = [host for rank, (host, _) in enumerate(self._peers) if rank != self._gang.rank]
         path_mtu = min(map(_path_mtu, others), default=1500)
@@ -279,7 +285,6 @@ class WireGuardLink:
             outside.move(index, self._namespace, INTERFACE)
 
     def _configure(self) -> None:
-        write_sysctl("ipv4/tcp_mtu_probing", "1")  # TCP goes on where the site drops fragments
         with Netlink() as inside:
             index = socket.if_nametoindex(INTERFACE)
             inside.add_address(index, address_of(self._gang.rank), NETWORK.prefixlen)
@@ -319,6 +324,8 @@ class WireGuardLink:
             self._filter.close()
         if self._process is not None:
             await self._process.end()
+        elif self._filter is None and self._in_kernel:  # not moved yet
+            await asyncio.to_thread(self._discard)
         if self._namespace >= 0:
             os.close(self._namespace)
             self._namespace = -1

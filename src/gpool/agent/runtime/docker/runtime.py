@@ -292,7 +292,7 @@ class DockerRuntime(PlainRuntime):
             binds=((str(place.work), WORK_AT, True), *gpus.binds, *own_files(place, job.network)),
             labels=self._labels,
             volumes=image.volumes,
-            devices=gpus.nodes,
+            devices=(*gpus.nodes, *(job.network.devices if job.network is not None else ())),
             cdi=gpus.cdi,
             # A uid of its own is counted alone. Podman would ask for more than the host may allow.
             user_processes=job.limits.processes if self._uids is not None else self._most_processes,
