@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from pydantic import ValidationError
 
 from gpool.agent.machine.findings import Level
-from gpool.agent.machine.policy import GANG_PORT, GangRules
+from gpool.agent.machine.policy import GANG_PORT, GangRules, OwnerPolicy, apply_policy
 from gpool.agent.services import NetworkSupport, NodeServices, machine_offer, refreshed
 from gpool.agent.settings import AgentSettings
 from gpool.cli.lending.doctor import gangs_finding
@@ -55,6 +55,27 @@ def test_the_flags_reach_the_offer_where_a_lane_can_be_opened(
     assert (offer.site, offer.address, offer.gang_port) == ("lab", "10.0.0.7", 50000)
     offer = machine_offer(told, (), NodeServices([]), NetworkSupport(), policy)
     assert (offer.site, offer.address, offer.gang_port) == ("", "", 0)
+
+
+def test_a_trusted_link_is_declared_by_a_flag_and_offered_where_it_works(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told = settings(monkeypatch, tmp_path, "--site", "lab", "--trusted-link")
+    assert told.gang_trusted_link
+    support = NetworkSupport(gangs=True, gang_links=frozenset({"direct"}))
+    offer = machine_offer(told, (), NodeServices([]), support)
+    assert offer.gang_links == {"direct"}
+    refusing = OwnerPolicy(gangs=GangRules(offered=False))
+    assert apply_policy(refusing, offer).gang_links == frozenset()
+
+
+def test_rdma_devices_are_never_given_on_a_link_that_is_not_trusted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("GPOOL_AGENT_GANG_RDMA", "1")
+    with pytest.raises(ValidationError, match="GANG_TRUSTED_LINK"):
+        settings(monkeypatch, tmp_path, "--site", "lab")
+    assert settings(monkeypatch, tmp_path, "--site", "lab", "--trusted-link").gang_rdma
 
 
 def test_what_the_flags_leave_out_the_policy_says_and_then_the_machine(

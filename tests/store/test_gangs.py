@@ -72,7 +72,7 @@ def test_a_gang_is_leased_to_all_of_its_nodes(site: Site) -> None:
     (task,) = site.pool.submit(spec=spec)
     applied = site.apply(site.place(task, spec), gang_secrets={task: b"sealed"})
     (line,) = applied.lines
-    assert line.peers == (("10.0.0.1", 47000), ("10.0.0.2", 47001), ("10.0.0.3", 47002))
+    assert line.meeting.peers == (("10.0.0.1", 47000), ("10.0.0.2", 47001), ("10.0.0.3", 47002))
     assert status(site, task) is TaskStatus.LEASED
     assert [site.held(rank) for rank in range(3)] == [(Hold(task, 1),)] * 3
     view = site.pool.view(task)
@@ -86,7 +86,7 @@ def test_a_member_that_asks_is_told_its_rank_its_peers_and_the_secret(site: Site
     (lease,) = site.pool.read(leases.held(site.nodes[1]))
     assert lease.gang is not None
     assert (lease.gang.rank, lease.gang.secret_sealed) == (1, b"sealed")
-    assert lease.gang.peers == (("10.0.0.1", 47000), ("10.0.0.2", 47001))
+    assert lease.gang.meeting.peers == (("10.0.0.1", 47000), ("10.0.0.2", 47001))
     assert lease.allocation.number == 1
     assert (lease.task, lease.status, lease.gang.call) == (task, TaskStatus.LEASED, None)
 

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from gpool.agent.network.gang import wireguard
 from gpool.agent.runtime.microvm import requirements
 
 
@@ -69,6 +70,10 @@ def _engine(*programs: tuple[str, str]) -> Callable[[], str | None]:
     return look
 
 
+def _wireguard() -> str | None:
+    return _root() or wireguard.missing_programs() or None
+
+
 COMPONENTS: Mapping[str, Callable[[], str | None]] = {
     "bubblewrap": _bubblewrap,
     "git": _program("git", "git"),
@@ -81,6 +86,7 @@ COMPONENTS: Mapping[str, Callable[[], str | None]] = {
     "gpu": _gpu,
     "root": _root,
     "network namespaces": _namespaces,
+    "wireguard": _wireguard,
     "docker": _engine(("dockerd", "docker.io"), ("docker-init", "tini")),
     "podman": _engine(("podman", "podman"), ("runc", "runc"), ("catatonit", "catatonit")),
     "gvisor": _engine(("dockerd", "docker.io"), ("runsc", "runsc")),
@@ -95,7 +101,9 @@ COMPONENTS: Mapping[str, Callable[[], str | None]] = {
 NEVER_REQUIRED = frozenset({"gpu", "root"})
 """What CI cannot install: its absence skips everywhere."""
 
-FOR_ROOT = frozenset({"network namespaces", "docker", "podman", "gvisor", "image registry"})
+FOR_ROOT = frozenset(
+    {"network namespaces", "wireguard", "docker", "podman", "gvisor", "image registry"}
+)
 """What only root can use: required where CI is root."""
 
 

@@ -34,7 +34,7 @@ from gpool.agent.machine.nvml import NoDriver, Nvml, NvmlError
 from gpool.agent.machine.policy import GANG_PORT, GangRules, OwnerPolicy
 from gpool.agent.machine.real_nvml import RealNvml
 from gpool.agent.network import sandbox_network
-from gpool.agent.network.factory import networks_for, probe, probe_gangs
+from gpool.agent.network.factory import networks_for, probe, probe_gangs, probe_links
 from gpool.agent.network.policy import BadPolicy, EgressPolicy, parse_rate, parse_target
 from gpool.agent.network.sandbox_network import Networks
 from gpool.agent.running.sandboxes import (
@@ -252,6 +252,7 @@ class NetworkSupport:
     networks: sandbox_network.Networks | None = None
     egress: bool = False
     gangs: bool = False
+    gang_links: frozenset[str] = frozenset()
 
 
 def network_support(settings: AgentSettings, policy: OwnerPolicy) -> NetworkSupport:
@@ -269,7 +270,15 @@ def network_support(settings: AgentSettings, policy: OwnerPolicy) -> NetworkSupp
             log.warning("gangs_unavailable", why=why)
     if not egress and not gangs:
         return NetworkSupport()
-    return NetworkSupport(networks_for(egress_policy(policy), settings.data_dir), egress, gangs)
+    links: frozenset[str] = frozenset()
+    if gangs:
+        address = gang_address(settings, policy.gangs)
+        found = probe_links(settings.data_dir, address, trusted=settings.gang_trusted_link)
+        links, problems = asyncio.run(found)
+        for problem in problems:
+            log.info("gang_link_unavailable", why=problem)
+    networks = networks_for(egress_policy(policy), settings.data_dir, rdma=settings.gang_rdma)
+    return NetworkSupport(networks, egress, gangs, links)
 
 
 def egress_policy(policy: OwnerPolicy) -> EgressPolicy:
@@ -336,6 +345,7 @@ def machine_offer(
         price_microcredits=settings.price_microcredits,
         address=gang_address(settings, rules) if support.gangs else "",
         gang_port=(settings.gang_port or rules.port or GANG_PORT) if support.gangs else 0,
+        gang_links=support.gang_links,
         agent_version=__version__,
     )
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from gpool.agent.machine.policy import MOST_GANG_PORT, site_address, site_name
@@ -65,6 +65,16 @@ class AgentSettings(BaseSettings):
     gang_port: int = Field(
         default=0, ge=0, le=MOST_GANG_PORT, description="First UDP port of gangs; 0: the default."
     )
+    gang_trusted_link: bool = Field(
+        False,
+        description="The link between the site's nodes is trusted: gangs use it directly, unencrypted, "
+        "if all their nodes declare it. Needs a root agent and an Ethernet link that carries other MACs.",
+    )
+    gang_rdma: bool = Field(
+        False,
+        description="Give gang members on a trusted link the devices in /dev/infiniband. No filter applies to "
+        "RDMA. Not run on RDMA hardware yet.",
+    )
     labels: str = Field("", description="Labels like `ssd,zone=a`, in addition to the policy's.")
     price: str = Field("", description="Price of a GPU hour, like `0.31/h`; unset: the policy's.")
 
@@ -85,6 +95,14 @@ class AgentSettings(BaseSettings):
     @classmethod
     def _gang_address(cls, value: str) -> str:
         return site_address(value)
+
+    @model_validator(mode="after")
+    def _rdma_needs_trust(self) -> AgentSettings:
+        if self.gang_rdma and not self.gang_trusted_link:
+            raise ValueError(
+                "GPOOL_AGENT_GANG_RDMA needs GPOOL_AGENT_GANG_TRUSTED_LINK: RDMA is neither encrypted nor filtered"
+            )
+        return self
 
     @property
     def address(self) -> Address:

@@ -11,7 +11,7 @@ Each member has one address in the gang's private network, so ports are fixed. T
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from ipaddress import IPv4Address, IPv4Network
@@ -118,6 +118,21 @@ def marked(data: bytes, rank: int, *, in_line: bool) -> bytes:
     return (b"" if in_line else mark) + body + last
 
 
+class GangLink(StrEnum):
+    """Transport between the members of a gang, best first."""
+
+    DIRECT = "direct"  # the site's link itself, unencrypted: its owner declared it trusted
+    WIREGUARD = "wireguard"
+    RELAY = "relay"  # user space on both ends; needs no privileges
+
+
+def common_link(offered: Iterable[Collection[str]]) -> GangLink:
+    """Choose the best transport that every member's node offers (`Offer.gang_links`); every node can run a relay."""
+    nodes = [frozenset(links) for links in offered]
+    best = (link for link in GangLink if all(link.value in links for links in nodes))
+    return next(best, GangLink.RELAY) if nodes else GangLink.RELAY
+
+
 NETWORK = IPv4Network("10.211.0.0/16")
 """Network of every gang: gangs never see each other, so all use the same addresses."""
 
@@ -139,8 +154,8 @@ def address_of(rank: int) -> IPv4Address:
     return NETWORK.network_address + rank + 1
 
 
-def variables(rank: int, nodes: int) -> tuple[tuple[str, str], ...]:
-    """The task's own variables take precedence."""
+def variables(rank: int, nodes: int, *, rdma: bool = False) -> tuple[tuple[str, str], ...]:
+    """The task's own variables take precedence. `rdma`: the member has RDMA devices."""
     head = str(address_of(0))
     return (
         ("GPOOL_RANK", str(rank)),
@@ -153,7 +168,8 @@ def variables(rank: int, nodes: int) -> tuple[tuple[str, str], ...]:
         ("GLOO_SOCKET_IFNAME", INTERFACE),
         ("NCCL_SOCKET_IFNAME", INTERFACE),
         ("TP_SOCKET_IFNAME", INTERFACE),
-        ("NCCL_IB_DISABLE", "1"),  # no InfiniBand device in a sandbox; NCCL would wait for it
+        # NCCL would wait for an InfiniBand device where there is none
+        *(() if rdma else (("NCCL_IB_DISABLE", "1"),)),
         ("UCX_NET_DEVICES", INTERFACE),
         ("OMPI_MCA_btl_tcp_if_include", INTERFACE),
     )

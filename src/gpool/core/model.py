@@ -344,6 +344,7 @@ class Offer:
     gang_port: int = 0  # UDP; the member with allocation number n listens at this + n
     labels: frozenset[str] = frozenset()  # what its owner says of it: "ssd", "zone=a"
     price_microcredits: int = 0  # an hour of a whole GPU, or of the node where it has none
+    gang_links: frozenset[str] = frozenset()  # `gangs.GangLink`s besides the relay
 
 
 @dataclass(frozen=True, slots=True)

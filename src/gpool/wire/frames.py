@@ -252,8 +252,9 @@ class Rendezvous(msgspec.Struct, frozen=True, array_like=True):
     """Facts about the gang for one member; see `gpool.core.gangs`."""
 
     rank: int
-    peers: tuple[tuple[str, int], ...]  # by rank: host and UDP port of its relay
+    peers: tuple[tuple[str, int], ...]  # by rank: host and UDP port
     secret: bytes  # per gang and epoch, the same for all members
+    link: str = ""  # a `GangLink` that every member's node offered; empty: relay
 
     def __repr__(self) -> str:
         return f"Rendezvous({self.rank}, {self.peers}, …)"

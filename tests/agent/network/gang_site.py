@@ -23,12 +23,17 @@ import uvloop
 
 from gpool.agent.network import host
 from gpool.agent.network.gang.relay_client import RELAY
+from gpool.agent.network.gang.wireguard import (
+    UserSpaceWireGuard,
+    control_path,
+    set_configuration,
+)
 from gpool.agent.network.policy import Egress, EgressPolicy, Gang
 from gpool.agent.network.root_networks import RootNetworks
 from gpool.agent.network.rootless_networks import RootlessNetworks
 from gpool.agent.network.sandbox_network import Networks, OpenSandboxNetwork
 from gpool.agent.runtime.protocol import CommandJob, StagedInput
-from gpool.core.gangs import INTERFACE
+from gpool.core.gangs import INTERFACE, GangLink
 from tests.agent.network.gang_tasks import BLOCK, INSIDE
 from tests.hostile.lanes_world import (
     CLONE_NEWNET,
@@ -104,12 +109,14 @@ def entered(opened: OpenSandboxNetwork | None, work: str, arguments: list[Any]) 
 class Agent:
     """The networks of one host's agent, and the lanes it has open."""
 
-    def __init__(self, networks: Networks, place: Path) -> None:
+    def __init__(self, networks: Networks, place: Path, link: str = GangLink.RELAY) -> None:
         self.networks = networks
         self.place = place
+        self.link = link
         self.lanes: dict[str, OpenSandboxNetwork] = {}
         self.serving: list[int] = []
         self.watching: dict[str, socket.socket] = {}
+        self.listening: dict[str, socket.socket] = {}
         self.before: dict[str, Any] = {}
 
     async def begin(self) -> None:
@@ -120,7 +127,7 @@ class Agent:
     async def open(
         self, lane: str, rank: int, whom: list[tuple[str, int]], secret: str, egress: bool = False
     ) -> None:
-        wants = Gang(rank, tuple((h, p) for h, p in whom), bytes.fromhex(secret), egress)
+        wants = Gang(rank, tuple((h, p) for h, p in whom), bytes.fromhex(secret), egress, self.link)
         self.lanes[lane] = await self.networks.open(wants)
 
     async def open_egress(self, lane: str) -> None:
@@ -184,12 +191,59 @@ class Agent:
                     found.append(packet[28:].decode(errors="replace"))
         return found
 
+    async def listen(self, lane: str, port: int) -> None:
+        """Receives datagrams in the lane from now on, as a task would: behind its filter."""
+
+        def listen() -> socket.socket:
+            made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            made.bind(("0.0.0.0", port))
+            made.setblocking(False)
+            return made
+
+        self.listening[lane] = await asyncio.to_thread(
+            in_namespace, self.lanes[lane].lane.namespaces[0], listen
+        )
+
+    async def words(self, lane: str) -> list[str]:
+        """Datagrams that came since it was last asked."""
+        found = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                found.append(self.listening[lane].recv(BLOCK).decode(errors="replace"))
+        return found
+
+    async def frames(self, lane: str, *frames: str) -> list[str]:
+        """Sends raw Ethernet frames (hexadecimal) in the lane, with more rights than any task has; how each send went."""
+
+        def send() -> list[str]:
+            told = []
+            with socket.socket(socket.AF_PACKET, socket.SOCK_RAW) as speaking:
+                speaking.bind((INTERFACE, 0))
+                for frame in frames:
+                    try:
+                        speaking.send(bytes.fromhex(frame))
+                        told.append("sent")
+                    except OSError as failure:
+                        told.append(type(failure).__name__)
+            return told
+
+        namespace = self.lanes[lane].lane.namespaces[0]
+        return await asyncio.to_thread(in_namespace, namespace, send)
+
+    async def unfiltered(self, lane: str) -> None:
+        """Removes the lane's filter: for the control."""
+        namespace = self.lanes[lane].lane.namespaces[0]
+        await asyncio.to_thread(
+            in_namespace, namespace, lambda: subprocess.run(["nft", "flush", "ruleset"], check=True)
+        )
+
     async def refused(self) -> int:
         return await self.networks.refused_packets()
 
     async def relays(self) -> list[int]:
-        """Pids of relays that this host's agent has started."""
-        return children_of(os.getpid(), "gang.relay")
+        """Pids of processes of this host's agent that carry a gang's packets."""
+        carrier = "wireguard-go" if self.link == GangLink.WIREGUARD else "gang.relay"
+        return children_of(os.getpid(), carrier)
 
     async def relay_rights(self) -> dict[str, Any]:
         (pid,) = await self.relays()
@@ -197,9 +251,8 @@ class Agent:
 
     async def helpers(self) -> list[int]:
         """The other processes a lane needs."""
-        return children_of(os.getpid(), "namespace_holder.py") + children_of(
-            os.getpid(), "slirp4netns"
-        )
+        words = ("namespace_holder.py", "slirp4netns", "wireguard-go")
+        return [pid for word in words for pid in children_of(os.getpid(), word)]
 
     async def kill(self, pid: int) -> None:
         """Until it is gone."""
@@ -207,6 +260,19 @@ class Agent:
         os.kill(pid, signal.SIGKILL)
         await asyncio.to_thread(select.select, [watched], [], [])
         os.close(watched)
+
+    async def orphan(self, name: str) -> int:
+        """A wireguard-go of an agent that was killed, if it had outlived it."""
+        left = await UserSpaceWireGuard.start(name)
+        await set_configuration(name, "[Interface]\nListenPort = 47999\n")
+        return left.process.pid
+
+    async def sweep(self, name: str) -> list[str]:
+        """What is left of the interface's after the start of the next agent would have removed it."""
+        await self.networks.sweep()  # type: ignore[attr-defined]
+        left = [f"process {pid}" for pid in children_of(os.getpid(), name)]
+        left += [name for _, found in socket.if_nameindex() if found == name]
+        return left + [str(path) for path in (control_path(name),) if path.exists()]
 
     async def stop_serving(self) -> None:
         for child in self.serving:
@@ -216,8 +282,9 @@ class Agent:
 
     async def close(self, lane: str) -> None:
         await self.stop_serving()
-        if lane in self.watching:
-            self.watching.pop(lane).close()
+        for each in (self.watching, self.listening):
+            if lane in each:
+                each.pop(lane).close()
         await self.lanes.pop(lane).close()
 
     async def finish(self) -> list[str]:
@@ -269,7 +336,8 @@ class Host:
     """One host of the site: a process in a network namespace of its own."""
 
     def __init__(self, number: int, mode: str, place: Path, mtu: int = 1500) -> None:
-        """`mode`: root, rootless, or weak: root's with a relay that defends nothing."""
+        """`mode`: a relay of root or rootless; weak: root's with a relay that defends nothing; direct or wireguard: root's."""
+        self.number = number
         self.address = host_address(number)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.pid = os.fork()
@@ -316,11 +384,14 @@ class Host:
             networks = RootlessNetworks(EgressPolicy(), servers=(), ahead=0)
         else:
             relay = WEAK if mode == "weak" else RELAY
-            networks = RootNetworks(EgressPolicy(), "aaaaa", servers=(), ahead=0, relay=relay)
+            networks = RootNetworks(
+                EgressPolicy(), f"aaaa{self.number}", servers=(), ahead=0, relay=relay
+            )
         libc.prctl(1, signal.SIGKILL, 0, 0, 0)
         channel.send(b"ready")
         channel.setblocking(False)
-        uvloop.run(obey(Agent(networks, place), channel))
+        link = mode if mode in list(GangLink) else GangLink.RELAY
+        uvloop.run(obey(Agent(networks, place, link), channel))
         os._exit(0)
 
     def call(self, work: str, *arguments: Any) -> Any:

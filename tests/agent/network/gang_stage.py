@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import sys
 import tempfile
 import time
@@ -18,6 +19,8 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+from gpool.agent.network.gang.member_filter import mac_of
+from gpool.agent.network.policy import Gang
 from gpool.core.gangs import address_of
 from tests.agent.network.gang_site import (
     GATEWAY,
@@ -47,6 +50,7 @@ BIG = 24 << 20
 BURST, BREATH_S = 500, 0.02
 PATIENCE_S = 240.0  # for what must come about; it ends as soon as it has
 NOBODY_THERE = "nobody's rank"
+WIREGUARD_DATA = 4  # first byte of a message with a packet
 SANDBOXED = """
 import fcntl, json, os, socket, struct
 found = {}
@@ -192,7 +196,7 @@ def egress(hosts: list[Host], _: str) -> dict[str, Any]:
     return told
 
 
-def impostor(hosts: list[Host], _: str) -> dict[str, Any]:
+def impostor(hosts: list[Host], mode: str) -> dict[str, Any]:
     """The second host claims to be rank 1 of the first one's gang, without and with its secret."""
     told: dict[str, Any] = {}
     for word, secret, patience_s in (("wrong", OTHER, 3), ("right", SECRET, PATIENCE_S)):
@@ -200,7 +204,10 @@ def impostor(hosts: list[Host], _: str) -> dict[str, Any]:
         hosts[0].call("serve", "g", 5000)
         hosts[1].call("open", "g", 1, peers(2), secret)
         found = hosts[1].call("inside", "g", "send", inside(0), 5000, 10, patience_s)
-        told[word] = [found, counted(hosts[:1], [0], 1 if word == "wrong" else 0)[0] > 0]
+        told[word] = [
+            found,
+            counted(hosts[:1], [0], 1 if (mode, word) == ("root", "wrong") else 0)[0] > 0,
+        ]
         for host in hosts:
             host.call("close", "g")
     return told
@@ -231,7 +238,10 @@ def outsider(hosts: list[Host], mode: str) -> dict[str, Any]:
     told["overheard"] = len(said)
     told["in the open"] = any(b"true words" in datagram for datagram in said)
     before = [host.call("refused") for host in hosts]
-    (datagram,) = (one for one in said if one[0] < 0x80)
+    if mode == "wireguard":
+        datagram = max((one for one in said if one[0] == WIREGUARD_DATA), key=len)
+    else:
+        (datagram,) = (one for one in said if one[0] < 0x80)
     changed = bytearray(datagram)
     changed[-17] ^= 1  # the last letter
     back = b"\0\1" + datagram[2:]
@@ -256,6 +266,75 @@ def outsider(hosts: list[Host], mode: str) -> dict[str, Any]:
     ]
     told["refused"] = counted(hosts, before, 0)
     return told
+
+
+def spoofs(hosts: list[Host], _: str) -> dict[str, Any]:
+    """A member of another gang on the same hosts sends raw frames, with rights that no task has and knowing all addresses."""
+    open_gang(hosts)
+    open_gang(hosts, "other", OTHER, PORT + 100)
+    hosts[1].call("listen", "g", 5000)
+    hosts[1].call("listen", "other", 5000)
+    victim, attacker = (Gang(0, (("", 0),) * 2, bytes.fromhex(s)) for s in (SECRET, OTHER))
+    frames = {
+        "as its member": frame(mac_of(victim, 1), mac_of(victim, 0), inside(0), inside(1), b"1"),
+        "from its own": frame(mac_of(victim, 1), mac_of(attacker, 0), inside(0), inside(1), b"2"),
+        "another source": frame(mac_of(attacker, 1), mac_of(attacker, 0), inside(5), inside(1), b"3"),
+        "another target": frame(mac_of(attacker, 1), mac_of(attacker, 0), inside(0), hosts[1].address, b"4"),
+        "to all": frame(b"\xff" * 6, mac_of(attacker, 0), inside(0), inside(1), b"5"),
+        "who has": b"\xff" * 6 + mac_of(attacker, 0) + bytes.fromhex("0806000108000604000100") + bytes(23),
+        "IPv6": mac_of(attacker, 1) + mac_of(attacker, 0) + b"\x86\xdd" + b"\x60" + bytes(47),
+    }  # fmt: skip
+    told: dict[str, Any] = {"filtered": {}, "sent": len(frames)}
+    before = hosts[0].call("refused")
+    for name, each in frames.items():
+        told["filtered"][name] = hosts[0].call("frames", "other", each.hex())
+    told["refused"] = counted(hosts[:1], [before], len(frames))[0]
+    told["came"] = said_last(hosts)
+    # somebody on the link who knows the victim's address, not its peer's
+    outside = frame(mac_of(victim, 1), b"\x02" + bytes(5), inside(0), inside(1), b"6")
+    before = hosts[1].call("refused")
+    send_on_bridge(outside)
+    told["from the link"] = counted(hosts[1:], [before], 1)
+    told["came later"] = said_last(hosts)
+    for host, lane in ((hosts[0], "other"), (hosts[1], "g")):
+        host.call("unfiltered", lane)
+    hosts[0].call("frames", "other", frames["as its member"].hex(), frames["from its own"].hex())
+    send_on_bridge(outside)
+    told["without filters"] = sorted(words(hosts[1], "g", "1", "2", "6"))
+    return told
+
+
+def frame(to: bytes, sender: bytes, source: str, target: str, body: bytes) -> bytes:
+    """An Ethernet frame with a UDP datagram to port 5000, without a UDP checksum."""
+    ends = socket.inet_aton(source) + socket.inet_aton(target)
+    head = struct.pack(">BBHHHBBH", 0x45, 0, 28 + len(body), 0, 0, 64, 17, 0) + ends
+    total = sum(struct.unpack(">10H", head))
+    check = ~((total & 0xFFFF) + (total >> 16)) & 0xFFFF
+    head = head[:10] + struct.pack(">H", check) + head[12:]
+    udp = struct.pack(">HHHH", 5000, 5000, 8 + len(body), 0) + body
+    return to + sender + b"\x08\0" + head + udp
+
+
+def send_on_bridge(data: bytes) -> None:
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW) as speaking:
+        speaking.bind(("br0", 0))
+        speaking.send(data)
+
+
+def said_last(hosts: list[Host]) -> list[list[str]]:
+    """All datagrams that came to rank 1 of both gangs up to a true one from rank 0."""
+    for lane in ("g", "other"):
+        hosts[0].call("inside", lane, "tell", inside(1), 5000, ["last"])
+    return [words(hosts[1], lane, "last") for lane in ("g", "other")]
+
+
+def words(host: Host, lane: str, *until: str) -> list[str]:
+    found: list[str] = []
+    end = time.monotonic() + PATIENCE_S
+    while not set(until) <= set(found) and time.monotonic() < end:
+        select.select([], [], [], 0.02)
+        found += host.call("words", lane)
+    return found
 
 
 def heard(host: Host, *until: str) -> list[str]:
@@ -286,7 +365,7 @@ def together(hosts: list[Host], _: str) -> dict[str, Any]:
     return told
 
 
-def flood(hosts: list[Host], _: str) -> dict[str, Any]:
+def flood(hosts: list[Host], mode: str) -> dict[str, Any]:
     """Noise in a member's name while two members talk: in bursts, or else it would be a matter of who gets the processor."""
     open_gang(hosts)
     hosts[1].call("serve", "g", 5000)
@@ -300,7 +379,8 @@ def flood(hosts: list[Host], _: str) -> dict[str, Any]:
                 select.select([], [], [], BREATH_S)
         os._exit(0)
     before = [hosts[1].call("refused")]
-    counted(hosts[1:], before, BURST // 2)  # it has begun
+    if mode == "root":
+        counted(hosts[1:], before, BURST // 2)  # it has begun
     told: dict[str, Any] = {"sent": hosts[0].call("inside", "g", "send", inside(1), 5000, 4 << 20)}
     (told["refused"],) = counted(hosts[1:], before, 0)
     os.kill(child, signal.SIGKILL)
@@ -309,15 +389,20 @@ def flood(hosts: list[Host], _: str) -> dict[str, Any]:
     return told
 
 
-def restarts(hosts: list[Host], _: str) -> dict[str, Any]:
+def restarts(hosts: list[Host], mode: str) -> dict[str, Any]:
     """A relay is killed, then a whole lane is opened again: with the same secret, so that old keys would still fit."""
     open_gang(hosts)
     hosts[0].call("serve", "g", 5000)
     ask: tuple[Any, ...] = ("inside", "g", "send", inside(0), 5000, 1 << 20)
     told: dict[str, Any] = {"before": hosts[1].call(*ask)}
     for word, host in (("the other's relay", hosts[0]), ("its own relay", hosts[1])):
+        if mode == "direct":
+            told[word] = host.call("relays")
+            continue
         (pid,) = host.call("relays")
         host.call("kill", pid)
+        if mode == "wireguard" and host is hosts[1]:
+            until_back(host)  # its interface ends with wireguard-go, and comes back
         told[word] = [hosts[1].call(*ask), host.call("relays") != [pid]]
     hosts[1].call("close", "g")
     hosts[1].call("open", "g", 1, peers(2), SECRET)
@@ -326,11 +411,17 @@ def restarts(hosts: list[Host], _: str) -> dict[str, Any]:
     return told
 
 
+def until_back(host: Host) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while "gang0" not in host.call("inside", "g", "routed") and time.monotonic() < end:
+        select.select([], [], [], 0.02)
+
+
 def killed(hosts: list[Host], mode: str) -> dict[str, Any]:
     """An agent is killed without warning: how long anything of it lives on."""
     open_gang(hosts)
     told: dict[str, Any] = {"relays": [len(host.call("relays")) for host in hosts]}
-    if mode == "root":
+    if mode in ("root", "wireguard"):
         told["rights"] = hosts[1].call("relay_rights")
     pids = hosts[1].call("relays") + hosts[1].call("helpers")
     hosts[1].kill()
@@ -340,6 +431,17 @@ def killed(hosts: list[Host], mode: str) -> dict[str, Any]:
     told["children"] = len(pids)
     told["outlived"] = [pid for pid in pids if alive(pid)]
     told["left"] = hosts[0].call("finish")
+    return told
+
+
+def swept(hosts: list[Host], _: str) -> dict[str, Any]:
+    """Two agents on one machine: each start removes only its own leftovers."""
+    names = ["gpoolaaaa0g99", "gpoolaaaa1g99"]
+    pids = [host.call("orphan", name) for host, name in zip(hosts, names, strict=True)]
+    told: dict[str, Any] = {"left": hosts[0].call("sweep", names[0])}
+    told["alive"] = [alive(pid) for pid in pids]
+    hosts[1].call("sweep", names[1])
+    told["alive then"] = [alive(pid) for pid in pids]
     return told
 
 
@@ -360,10 +462,12 @@ CASES: dict[str, Callable[[list[Host], str], dict[str, Any]]] = {
         in_podman,
         impostor,
         outsider,
+        spoofs,
         together,
         flood,
         restarts,
         killed,
+        swept,
     )
 }
 MEMBERS = {"talk": 3}

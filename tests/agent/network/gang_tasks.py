@@ -96,10 +96,16 @@ def interfaces() -> list[list[str]]:
     return [[line.split(":")[0].strip() for line in listed], [line.split()[-1] for line in six]]
 
 
+def routed() -> list[str]:
+    """Interfaces that routes lead to."""
+    listed = Path("/proc/thread-self/net/route").read_text().splitlines()[1:]
+    return [line.split()[0] for line in listed]
+
+
 def name(text: str) -> str:
     return str(reaching.ask(text, at="127.0.0.53"))
 
 
 INSIDE: dict[str, Callable[..., Any]] = {
-    each.__name__: each for each in (serve, send, ask, tell, reach, interfaces, name)
+    each.__name__: each for each in (serve, send, ask, tell, reach, interfaces, routed, name)
 }

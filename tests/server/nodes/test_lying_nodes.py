@@ -72,6 +72,10 @@ LIES: dict[str, Offer] = {
     "a runtime with an endless name": replace(
         an_offer(), runtimes=(RuntimeOffer("x" * 101, Tier.CONTAINER),)
     ),
+    "endless gang links": replace(
+        an_offer(), gang_links=frozenset(str(number) for number in range(11))
+    ),
+    "a gang link with an endless name": replace(an_offer(), gang_links=frozenset({"x" * 31})),
     "too many labels": replace(
         an_offer(), labels=frozenset(f"label{number}" for number in range(51))
     ),

@@ -20,6 +20,7 @@ from gpool.wire.frames import (
     HandedBack,
     Hold,
     LogChunk,
+    OfferChanged,
     Recorded,
     Refused,
     Released,
@@ -140,6 +141,29 @@ async def test_a_gang_whose_offers_changed_meanwhile_still_meets_at_one_place(si
     assert gang is not None
     assert told is not None
     assert gang.peers == told.peers
+
+
+@pytest.mark.parametrize(
+    ("offered", "link"),
+    [(("direct", "wireguard"), "direct"), (("wireguard",), "wireguard"), ((), "relay")],
+)
+async def test_members_are_told_one_link_that_both_offered_when_they_were_leased(
+    desk: Desk, offered: tuple[str, ...], link: str
+) -> None:
+    site = await open_site(desk, "a", "b")
+    first, second = site.agents.values()
+    for agent, links in ((first, {"direct", "wireguard"}), (second, offered)):
+        await agent.channel.receive(OfferChanged(replace(agent.offer, gang_links=frozenset(links))))
+    task = await site.leased()
+    told = [site.line(agent, task).gang for agent in (first, second)]
+    assert [each.link for each in told if each is not None] == [link, link]
+    await first.channel.close()
+    again = first.again()
+    again.offer = replace(first.offer, gang_links=frozenset())  # meanwhile its owner changed it
+    await again.connect()
+    gang = site.line(again, task).gang
+    assert gang is not None
+    assert gang.link == link
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

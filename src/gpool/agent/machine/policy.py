@@ -279,6 +279,7 @@ def apply_policy(
         site=site if joins else "",
         address=offer.address if joins else "",
         gang_port=offer.gang_port if joins else 0,
+        gang_links=offer.gang_links if joins else frozenset(),
         audience=policy.audience,
         closed=decision.closed,
         labels=offer.labels | policy.labels,

@@ -17,15 +17,16 @@ from gpool.agent.network.policy import BadPolicy, Egress, EgressPolicy, Gang, On
 from gpool.agent.network.root_networks import RootNetworks
 from gpool.agent.network.rootless_networks import RootlessNetworks
 from gpool.agent.network.sandbox_network import Networks, NetworkUnavailable, tag_for
+from gpool.core.gangs import GangLink
 
 RESOLVE_WITHIN_S = 10.0
 TUN_FIX = "as root: modprobe tun; chmod 666 /dev/net/tun"
 
 
-def networks_for(policy: EgressPolicy, place: Path) -> Networks:
-    """`place`: directory by which leftovers of a killed agent are found."""
+def networks_for(policy: EgressPolicy, place: Path, *, rdma: bool = False) -> Networks:
+    """`place`: directory by which leftovers of a killed agent are found. `rdma`: for members with direct links."""
     if os.geteuid() == 0:
-        return RootNetworks(policy, tag_for(place))
+        return RootNetworks(policy, tag_for(place), rdma=rdma)
     return RootlessNetworks(policy)
 
 
@@ -76,6 +77,27 @@ async def probe_gangs(place: Path) -> tuple[bool, str]:
     if why:
         return False, f"gangs are not offered: {why}"
     return True, "gangs are offered: a gang network was opened and closed"
+
+
+async def probe_links(
+    place: Path, address: str, *, trusted: bool
+) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Open a gang network of one member over each link besides the relay; return those that work, and why others do not.
+
+    `address`: for other nodes of the site. `trusted`: the owner declared their link trusted.
+    """
+    wanted = [GangLink.DIRECT] if trusted else []
+    links, problems = set(), []
+    for link in (*wanted, GangLink.WIREGUARD):
+        if os.geteuid() != 0:
+            problems.append(f"{link.value} gang links need an agent that runs as root")
+            continue
+        lane = Gang(0, ((address, 0),), secrets.token_bytes(32), link=link)
+        if why := await _why_not(lane, place, facts()):
+            problems.append(f"{link.value} gang links are not offered: {why}")
+        else:
+            links.add(link.value)
+    return frozenset(links), tuple(problems)
 
 
 async def _why_not(wants: Wants, place: Path, needed: Sequence[NetworkRequirement]) -> str:

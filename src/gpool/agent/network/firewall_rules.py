@@ -54,6 +54,10 @@ class Naming:
         """Contains the kind, so that rules per kind can be loaded before the network."""
         return f"{self.interfaces}{'e' if not isinstance(wants, Only) else 'o'}{number}"
 
+    def gang_interface(self, number: int) -> str:
+        """Name of a gang's interface until it is moved to its member's namespace."""
+        return f"{self.interfaces}g{number}"
+
 
 def lane_address(pool: IPv4Network, number: int) -> IPv4Address:
     """Address 1 of the pool is every network's gateway."""

@@ -22,15 +22,17 @@ from gpool.agent.network import firewall_rules
 from gpool.agent.network.policy import HostFacts
 from gpool.core import gangs
 
-RTM_NEWLINK, RTM_DELLINK, RTM_NEWADDR, RTM_NEWROUTE = 16, 17, 20, 24
+RTM_NEWLINK, RTM_DELLINK, RTM_NEWADDR, RTM_NEWROUTE, RTM_NEWNEIGH = 16, 17, 20, 24, 28
 NLMSG_ERROR, NLM_F_REQUEST, NLM_F_ACK, NLM_F_EXCL, NLM_F_CREATE = 2, 1, 4, 0x200, 0x400
-IFLA_IFNAME, IFLA_MTU, IFLA_LINKINFO, IFLA_NET_NS_FD = 3, 4, 18, 28
+IFLA_ADDRESS, IFLA_IFNAME, IFLA_MTU, IFLA_LINK, IFLA_LINKINFO, IFLA_NET_NS_FD = 1, 3, 4, 5, 18, 28
 IFLA_INFO_KIND, IFLA_INFO_DATA, VETH_INFO_PEER = 1, 2, 1
+IFLA_MACVLAN_MODE, MACVLAN_MODE_BRIDGE = 1, 4
+NDA_DST, NDA_LLADDR, NUD_PERMANENT = 1, 2, 0x80
 IFA_ADDRESS, IFA_LOCAL = 1, 2
 RTA_DST, RTA_OIF, RTA_GATEWAY = 1, 4, 5
 RT_TABLE_MAIN, RTPROT_STATIC, RTN_UNICAST = 254, 4, 1
 RT_SCOPE_UNIVERSE, RT_SCOPE_LINK = 0, 253
-IFF_UP = 1
+IFF_UP, IFF_NOARP = 1, 0x80
 NESTED = 1 << 15
 LINK = struct.Struct("=BBHiII")
 
@@ -86,6 +88,43 @@ class Netlink:
             + _attribute(IFLA_LINKINFO | NESTED, kind + data)
         )
         self._ask(RTM_NEWLINK, NLM_F_CREATE | NLM_F_EXCL, body, f"add {name}")
+
+    def add_macvlan(self, name: str, parent: int, namespace: int, mac: bytes) -> None:
+        """Add an interface with its own MAC address on the parent (an index); it lies in the namespace, down, without ARP."""
+        kind = _attribute(IFLA_INFO_KIND, b"macvlan")
+        data = _attribute(IFLA_INFO_DATA | NESTED, _number(IFLA_MACVLAN_MODE, MACVLAN_MODE_BRIDGE))
+        body = (
+            LINK.pack(0, 0, 0, 0, IFF_NOARP, IFF_NOARP)
+            + _text(IFLA_IFNAME, name)
+            + _attribute(IFLA_ADDRESS, mac)
+            + _number(IFLA_LINK, parent)
+            + _number(IFLA_NET_NS_FD, namespace)
+            + _attribute(IFLA_LINKINFO | NESTED, kind + data)
+        )
+        self._ask(RTM_NEWLINK, NLM_F_CREATE | NLM_F_EXCL, body, f"add macvlan {name}")
+
+    def add_link(self, name: str, kind: str) -> None:
+        body = (
+            LINK.pack(0, 0, 0, 0, 0, 0)
+            + _text(IFLA_IFNAME, name)
+            + _attribute(IFLA_LINKINFO | NESTED, _attribute(IFLA_INFO_KIND, kind.encode()))
+        )
+        self._ask(RTM_NEWLINK, NLM_F_CREATE | NLM_F_EXCL, body, f"add {kind} {name}")
+
+    def set_mtu(self, index: int, mtu: int) -> None:
+        body = LINK.pack(0, 0, 0, index, 0, 0) + _number(IFLA_MTU, mtu)
+        self._ask(RTM_NEWLINK, 0, body, f"set the MTU of {index} to {mtu}")
+
+    def move(self, index: int, namespace: int, name: str) -> None:
+        """Move an interface into a namespace (a descriptor), under a new name; it is down there."""
+        body = LINK.pack(0, 0, 0, index, 0, 0)
+        body += _number(IFLA_NET_NS_FD, namespace) + _text(IFLA_IFNAME, name)
+        self._ask(RTM_NEWLINK, 0, body, f"move {index} to {name}")
+
+    def add_neighbour(self, index: int, address: IPv4Address, mac: bytes) -> None:
+        body = struct.pack("=BxxxiHBB", socket.AF_INET, index, NUD_PERMANENT, 0, 0)
+        body += _attribute(NDA_DST, address.packed) + _attribute(NDA_LLADDR, mac)
+        self._ask(RTM_NEWNEIGH, NLM_F_CREATE | NLM_F_EXCL, body, f"neighbour {address}")
 
     def up(self, index: int) -> None:
         self._ask(RTM_NEWLINK, 0, LINK.pack(0, 0, 0, index, IFF_UP, IFF_UP), f"set {index} up")

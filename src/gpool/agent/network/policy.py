@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_network
 
-from gpool.core.gangs import MAX_NODES, NETWORK, address_of
+from gpool.core.gangs import MAX_NODES, NETWORK, GangLink, address_of
 
 ANY_PORT = (0, 65535)
 UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -178,9 +178,12 @@ class Gang:
     peers: tuple[tuple[str, int], ...]
     secret: bytes = field(repr=False)
     egress: bool = False
+    link: str = GangLink.RELAY  # as the server chose it
 
     @property
     def wrong(self) -> str:
+        if self.link not in list(GangLink):
+            return f"the gang's link is {self.link!r}, which this agent does not know; update it"
         if not 0 <= self.rank < len(self.peers) <= MAX_NODES:
             return f"rank {self.rank} of {len(self.peers)}: there is no such member"
         if len(self.secret) < LEAST_SECRET_BYTES:

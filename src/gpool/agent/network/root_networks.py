@@ -12,123 +12,41 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import fcntl
-import os
 import socket
-import struct
-import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from ipaddress import IPv4Network
-from pathlib import Path
-from typing import TypeVar
 
 import psutil  # type: ignore[import-untyped]
 
 from gpool.agent.network import firewall_rules, host
 from gpool.agent.network.dns_resolver import RESOLVER, Server, configured_servers
 from gpool.agent.network.firewall_rules import FAMILY, PREFIX, Naming
-from gpool.agent.network.gang.relay_client import RELAY, Relaying, Relays, interface_of
+from gpool.agent.network.gang import wireguard
+from gpool.agent.network.gang.direct import DirectLink
+from gpool.agent.network.gang.links import OpenLink, OpenLinks
+from gpool.agent.network.gang.relay_client import RELAY
 from gpool.agent.network.host import Netlink
-from gpool.agent.network.namespace_holder import make_interface
+from gpool.agent.network.namespaces import (
+    Inside,
+    in_fresh_thread,
+    make_inside,
+    read_sysctl,
+    write_sysctl,
+)
 from gpool.agent.network.policy import Egress, EgressPolicy, Gang, HostFacts, Only, Wants
 from gpool.agent.network.sandbox_network import (
     NetworkUnavailable,
     OpenSandboxNetwork,
-    name_sockets,
     opened_whole,
     refuse_wrong,
     resolver_for,
 )
+from gpool.agent.runtime.devices import rdma_nodes
 from gpool.agent.runtime.protocol import SandboxNetwork
 
-CLONE_NEWNET = 0x40000000
-SIOCGIFINDEX = 0x8933
-LOOPBACK = 1
 INSIDE = "eth0"
-SYSCTLS = Path("/proc/sys/net")
 EVERYWHERE = IPv4Network("0.0.0.0/0")
-
-T = TypeVar("T")
-libc = ctypes.CDLL(None, use_errno=True)
-
-
-@dataclass(slots=True)
-class Inside:
-    namespace: int
-    netlink: Netlink
-    names: tuple[socket.socket, socket.socket]
-    tun: int = -1  # of a gang
-
-    def index(self, name: str) -> int:
-        asked = struct.pack("16si", name.encode(), 0)
-        (index,) = struct.unpack("16xi", fcntl.ioctl(self.names[0], SIOCGIFINDEX, asked))
-        return int(index)
-
-    def discard(self) -> None:
-        for each in self.names:
-            each.close()
-        for descriptor in (self.namespace, self.tun):
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
-
-
-def make_inside(wants: Wants) -> Inside:
-    """Runs in its own thread, since a thread cannot leave the namespace."""
-    if libc.unshare(CLONE_NEWNET) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"a network namespace: {os.strerror(code)}")
-    write_sysctl("ipv6/conf/default/disable_ipv6", "1")
-    netlink = Netlink()
-    netlink.up(LOOPBACK)
-    names = name_sockets()
-    namespace = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-    made = Inside(namespace, netlink, names)
-    if isinstance(wants, Gang):
-        try:
-            made.tun = make_interface(**interface_of(wants))
-        except OSError as failure:
-            made.discard()
-            raise OSError(failure.errno, f"a gang's interface: {failure.strerror}") from failure
-    return made
-
-
-async def in_fresh_thread(work: Callable[[], T]) -> T:
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def settle(value: T | None, error: OSError | None) -> None:
-        if done.cancelled():
-            if isinstance(value, Inside):
-                value.discard()
-        elif error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(value)  # type: ignore[arg-type]
-
-    def run() -> None:
-        try:
-            loop.call_soon_threadsafe(settle, work(), None)
-        except OSError as failure:
-            loop.call_soon_threadsafe(settle, None, failure)
-
-    threading.Thread(target=run, name="gpool-lane", daemon=True).start()
-    return await done
-
-
-def read_sysctl(name: str) -> str | None:
-    try:
-        return (SYSCTLS / name).read_text().strip()
-    except OSError:
-        return None
-
-
-def write_sysctl(name: str, value: str) -> None:
-    """Ignored where the kernel lacks it."""
-    with contextlib.suppress(FileNotFoundError):
-        (SYSCTLS / name).write_text(value)
 
 
 def forwarding(interface: str) -> str:
@@ -146,6 +64,7 @@ class RootNetworks:
         servers: tuple[Server, ...] | None = None,
         ahead: int = 2,
         relay: Sequence[str] = RELAY,
+        rdma: bool = False,
     ) -> None:
         self._policy = policy
         self._naming = Naming(tag)
@@ -156,7 +75,8 @@ class RootNetworks:
         self._mtu = 1500
         self._lent: set[str] = set()
         self._free = deque(range(firewall_rules.MAX_LANES))
-        self._relays = Relays(relay)
+        self._rdma = rdma
+        self._links = OpenLinks(relay)
         self._prepared: list[OpenSandboxNetwork] = []
         self._filling: asyncio.Task[None] | None = None
         self._closing = False
@@ -203,7 +123,7 @@ class RootNetworks:
 
     async def refused_packets(self) -> int:
         counters = await host.listed("counters", "table", FAMILY, self._naming.table)
-        return host.packets(counters, "refused") + await self._relays.refused()
+        return host.packets(counters, "refused") + await self._links.refused()
 
     async def close(self) -> None:
         """Remove the table: open networks lose their uplink, and their openers still close them."""
@@ -220,6 +140,7 @@ class RootNetworks:
         for _, name in socket.if_nameindex():
             if name.startswith(self._naming.interfaces):
                 await self._remove(name)
+        await asyncio.to_thread(wireguard.sweep, self._naming.interfaces)
         if self._naming.table in await _our_tables():
             self._lent = await _lent_by(self._naming.table)
         await self._undo()
@@ -304,17 +225,16 @@ class RootNetworks:
         number = self._free.popleft()
         name = self._naming.interface(wants, number)
         inside: Inside | None = None
-        relay: Relaying | None = None
+        link: OpenLink | None = None
         try:
-            inside = await in_fresh_thread(lambda: make_inside(wants))
+            inside = await in_fresh_thread(make_inside)
             if not isinstance(wants, Gang) or wants.egress:
                 await asyncio.to_thread(self._join, inside, name, number)
-            else:
-                inside.netlink.close()
             if isinstance(wants, Only) and wants.targets:
                 await host.load(firewall_rules.permit(self._naming, name, wants))
             if isinstance(wants, Gang):
-                relay = await self._relays.begin(wants, inside.tun)
+                outside = self._naming.gang_interface(number)
+                link = await self._links.begin(wants, inside, outside)
         except (OSError, host.NftFailed, asyncio.CancelledError):
             if inside is not None:
                 inside.discard()
@@ -323,24 +243,26 @@ class RootNetworks:
             raise
 
         async def undo() -> None:
-            if relay is not None:
-                await self._relays.end(relay)
+            if link is not None:
+                await self._links.end(link)
             await self._remove(name)
             if isinstance(wants, Only) and wants.targets:
                 with contextlib.suppress(host.NftFailed):  # the table was removed first
                     await host.load(firewall_rules.revoke(self._naming, name, wants))
             self._free.append(number)
 
+        inside.netlink.close()
         servers = self._servers if self._servers is not None else configured_servers()
         resolver = resolver_for(inside.names, self._policy, self._facts, wants, servers)
         resolver.start()
-        lane = SandboxNetwork((inside.namespace,), RESOLVER)
+        devices = rdma_nodes() if self._rdma and isinstance(link, DirectLink) else ()
+        lane = SandboxNetwork((inside.namespace,), RESOLVER, devices=devices)
         return OpenSandboxNetwork(lane, resolver, undo, lambda: host.refusals(self._naming, name))
 
     def _join(self, inside: Inside, name: str, number: int) -> None:
         gateway = firewall_rules.gateway_address(self._pool)
         address = firewall_rules.lane_address(self._pool, number)
-        with Netlink() as outside, inside.netlink:
+        with Netlink() as outside:
             outside.add_pair(name, INSIDE, inside.namespace, self._mtu)
             write_sysctl(f"ipv6/conf/{name}/disable_ipv6", "1")
             write_sysctl(

@@ -26,7 +26,8 @@ from gpool.agent.network.firewall_rules import (
     RefusedConnection,
     refused_connections,
 )
-from gpool.agent.network.gang.relay_client import RELAY, Relaying, Relays, interface_of
+from gpool.agent.network.gang.links import OpenLink, OpenLinks
+from gpool.agent.network.gang.relay_client import RELAY, interface_of
 from gpool.agent.network.policy import Egress, EgressPolicy, Gang, HostFacts, Wants
 from gpool.agent.network.sandbox_network import (
     NetworkUnavailable,
@@ -37,6 +38,7 @@ from gpool.agent.network.sandbox_network import (
 )
 from gpool.agent.runtime.descriptors import readable
 from gpool.agent.runtime.protocol import SandboxNetwork
+from gpool.core.gangs import GangLink
 
 SCRIPT = Path(__file__).with_name("namespace_holder.py")
 TAP = "tap0"
@@ -125,7 +127,7 @@ class RootlessNetworks:
         self._filling: asyncio.Task[None] | None = None
         self._closing = False
         self._counting = asyncio.Lock()
-        self._relays = Relays(relay)
+        self._links = OpenLinks(relay)
 
     async def start(self) -> None:
         """Nothing to clean up: holders and slirp4netns end with their agent."""
@@ -159,7 +161,7 @@ class RootlessNetworks:
 
     async def refused_packets(self) -> int:
         async with self._counting:
-            total = self._gone + await self._relays.refused()
+            total = self._gone + await self._links.refused()
             for held in list(self._live.values()):
                 total += await held.refused()
             return total
@@ -183,16 +185,18 @@ class RootlessNetworks:
     async def _make(self, wants: Wants) -> OpenSandboxNetwork:
         text = firewall_rules.inner_ruleset(self._policy, self._facts, wants, TAP)
         gang = wants if isinstance(wants, Gang) else None
+        if gang is not None and gang.link != GangLink.RELAY:
+            raise NetworkUnavailable(f"a gang's {gang.link} link needs an agent that runs as root")
         held = await self._hold()
         descriptors: list[int] = []
-        relay: Relaying | None = None
+        link: OpenLink | None = None
         try:
             async with asyncio.timeout(WITHIN_S):
                 descriptors = await self._prepare(held, text, gang)
                 if gang is None or gang.egress:
                     await self._attach(held)
                 if gang is not None:
-                    relay = await self._relays.begin(gang, descriptors[4])
+                    link = await self._links.begin_relay(gang, descriptors[4])
         except BaseException as failure:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -205,8 +209,8 @@ class RootlessNetworks:
         self._live[id(held)] = held
 
         async def undo() -> None:
-            if relay is not None:
-                await self._relays.end(relay)
+            if link is not None:
+                await self._links.end(link)
             async with self._counting:
                 with contextlib.suppress(OSError, ValueError):  # the holder was killed
                     self._gone += await held.refused()

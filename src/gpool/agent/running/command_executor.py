@@ -29,6 +29,7 @@ from gpool.agent.runtime.protocol import (
     Runtime,
     SandboxExit,
     SandboxFailed,
+    SandboxNetwork,
     StagedInput,
 )
 from gpool.agent.state_machine.instructions import (
@@ -40,7 +41,7 @@ from gpool.agent.state_machine.instructions import (
     StartCommand,
 )
 from gpool.core.errors import GpoolError, StorageFull, Unreachable
-from gpool.core.gangs import GATE_PORT, address_of, engine_words, ray_address
+from gpool.core.gangs import GATE_PORT, GangLink, address_of, engine_words, ray_address
 from gpool.core.gangs import variables as gang_variables
 from gpool.core.model import (
     Allocation,
@@ -70,7 +71,7 @@ def starter_text() -> str:
 
 def network_of(spec: TaskSpec, member: Rendezvous) -> Gang:
     egress = spec.requirements.network is Network.EGRESS
-    return Gang(member.rank, member.peers, member.secret, egress)
+    return Gang(member.rank, member.peers, member.secret, egress, member.link or GangLink.RELAY)
 
 
 def command_of(spec: TaskSpec, member: Rendezvous, part: Allocation) -> tuple[str, ...]:
@@ -90,9 +91,13 @@ def command_of(spec: TaskSpec, member: Rendezvous, part: Allocation) -> tuple[st
     return ("/bin/sh", "-c", INTERPRETER, starter_text(), engine, text, *spec.command)
 
 
-def variables_of(spec: TaskSpec, member: Rendezvous) -> tuple[tuple[str, str], ...]:
+def variables_of(
+    spec: TaskSpec, member: Rendezvous, network: SandboxNetwork | None = None
+) -> tuple[tuple[str, str], ...]:
     """The task's own variables override the member's."""
-    return (*gang_variables(member.rank, len(member.peers)), *QUIET.get(spec.engine, ()))
+    rdma = network is not None and bool(network.devices)
+    own = gang_variables(member.rank, len(member.peers), rdma=rdma)
+    return (*own, *QUIET.get(spec.engine, ()))
 
 
 QUIET = {Engine.RAY: (("RAY_USAGE_STATS_ENABLED", "0"), ("RAY_DISABLE_IMPORT_WARNING", "1"))}
@@ -222,7 +227,7 @@ class CommandExecutor:
             command, variables = spec.command, spec.env
             if gang is not None:
                 command = command_of(spec, gang, start.allocation)
-                variables = (*variables_of(spec, gang), *variables)
+                variables = (*variables_of(spec, gang, network), *variables)
             job = CommandJob(
                 command,
                 (*variables, *start.secrets),

@@ -26,6 +26,9 @@ DRM_FOLDERS = (
 """Read by ROCm and Level Zero besides: render nodes by device number, the compute topology, the driver. ROCm skips a GPU of
 the topology whose render node is not in the sandbox."""
 DRM_NODES = ("/dri/renderD", "/kfd")
+RDMA = Path("/dev/infiniband")
+RDMA_FOLDERS = ("class/infiniband", "class/infiniband_verbs")
+"""Read by libibverbs: links into devices/pci*."""
 DRIVER = Path("/proc/driver/nvidia/gpus")
 CAPABILITIES = Path("/proc/driver/nvidia-caps/mig-minors")
 CAPABILITY_NODES = Path("/dev/nvidia-caps")
@@ -33,11 +36,21 @@ CAPABILITY_MODE = stat.S_IFCHR | 0o444
 DEVICES = Path("/proc/devices")
 
 
-def device_arguments(gpus: Mapping[int, Gpu], slices: Sequence[Slice]) -> list[str]:
+def device_arguments(
+    gpus: Mapping[int, Gpu], slices: Sequence[Slice], others: Sequence[str] = ()
+) -> list[str]:
+    """`others`: further device nodes."""
     real = [
         gpus[s.gpu_index] for s in slices if s.gpu_index in gpus and not gpus[s.gpu_index].simulated
     ]
-    return node_arguments(device_nodes(real))
+    return node_arguments((*device_nodes(real), *others))
+
+
+def rdma_nodes(folder: Path = RDMA) -> tuple[str, ...]:
+    """Character devices of RDMA: uverbs of each card, and the connection manager."""
+    if not folder.is_dir():
+        return ()
+    return tuple(str(node) for node in sorted(folder.iterdir()) if node.is_char_device())
 
 
 def device_nodes(gpus: Sequence[Gpu]) -> tuple[str, ...]:
@@ -57,7 +70,9 @@ def node_arguments(nodes: Sequence[str]) -> list[str]:
             words += ["--dev-bind", node, node]
     words += ["--tmpfs", str(SYSTEM)]
     is_drm = any(word in node for node in nodes for word in DRM_NODES)
-    for folder in (*SYSTEM_FOLDERS, *(DRM_FOLDERS if is_drm else ())):
+    is_rdma = any(Path(node).parent == RDMA for node in nodes)
+    further = (*(DRM_FOLDERS if is_drm else ()), *(RDMA_FOLDERS if is_rdma else ()))
+    for folder in (*SYSTEM_FOLDERS, *further):
         for found in sorted(SYSTEM.glob(folder)):
             words += ["--ro-bind", str(found), str(found)]
     return [*words, "--remount-ro", str(SYSTEM)]

@@ -90,6 +90,7 @@ class SandboxNetwork:
     namespaces: tuple[int, ...]
     resolver: str  # address of the only reachable name server, for /etc/resolv.conf
     hosts: str = ""  # lines for /etc/hosts, after loopback
+    devices: tuple[str, ...] = ()  # nodes of RDMA devices
 
 
 class GpuShare:

@@ -16,9 +16,10 @@ from gpool.agent.machine.findings import Finding, Level, clock_finding, doctor
 from gpool.agent.machine.host import site_address
 from gpool.agent.machine.monitor import LoadMeter, PolicyFile, facts_now
 from gpool.agent.machine.policy import GANG_PORT, GangRules, reason_to_close
-from gpool.agent.network.factory import probe_gangs
+from gpool.agent.network.factory import probe_gangs, probe_links
 from gpool.cli.command import is_joined
 from gpool.core.errors import GpoolError, Invalid, NotSignedIn
+from gpool.core.gangs import GangLink
 
 if TYPE_CHECKING:
     from gpool.client.client import Client
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 POLICY = "GPOOL_AGENT_POLICY"
 SIGN_IN = "gpool login, or set GPOOL_KEY"
 SITE, ADDRESS, PORT = "GPOOL_AGENT_SITE", "GPOOL_AGENT_GANG_ADDRESS", "GPOOL_AGENT_GANG_PORT"
+TRUSTED = "GPOOL_AGENT_GANG_TRUSTED_LINK"
 
 
 def examine(client: Client, data: Path, now: datetime | None = None) -> list[Finding]:
@@ -78,8 +80,14 @@ def gangs_finding(gangs: GangRules, data: Path, server: str) -> Finding:
     if IPv4Address(address).is_loopback:
         text = f"site {gangs.site}, but no other machine reaches this one at {address}"
         return Finding("gangs", Level.WARNING, text, "gpool join … --address IP")
-    text = f"site {gangs.site}; other nodes reach this machine at {address}, UDP ports from {port}"
-    return Finding("gangs", Level.OK, text)
+    trusted = os.environ.get(TRUSTED, "").lower() in ("1", "true", "yes", "on")
+    links, problems = asyncio.run(probe_links(data, address, trusted=trusted))
+    offered = ", ".join([link.value for link in GangLink if link.value in links] + ["relay"])
+    text = (
+        f"site {gangs.site}; other nodes reach this machine at {address}, UDP ports from {port}; "
+        f"links: {offered}"
+    )
+    return Finding("gangs", Level.OK, "; ".join((text, *problems)))
 
 
 def pool_findings(client: Client, now: datetime) -> list[Finding]:

@@ -223,6 +223,7 @@ def agent_variables(identity: EnrolledNode, data: Path, terms: LendingTerms) -> 
         "SITE": terms.site,
         "GANG_ADDRESS": terms.address,
         "GANG_PORT": terms.gang_port and str(terms.gang_port),
+        "GANG_TRUSTED_LINK": "1" if terms.trusted_link else None,
     }
     return {f"GPOOL_AGENT_{name}": value for name, value in named.items() if value}
 

@@ -27,6 +27,7 @@ class LendingTerms:
     site: str = ""
     address: str = ""
     gang_port: int | None = None
+    trusted_link: bool = False
 
 
 def _checked(read: Callable[[str], str]) -> Callable[[click.Context, click.Parameter, str], str]:
@@ -104,6 +105,12 @@ _OPTIONS = (
         type=click.IntRange(1024, MOST_GANG_PORT),
         metavar="PORT",
         help=f"First UDP port for other nodes of the site (default: {GANG_PORT}).",
+    ),
+    _gangs(
+        "--trusted-link",
+        envvar="GPOOL_AGENT_GANG_TRUSTED_LINK",
+        is_flag=True,
+        help="Let gangs use the site's link directly, unencrypted, if all their nodes declare this.",
     ),
     _lent(
         "--label",

@@ -37,6 +37,7 @@ from gpool.wire.frames import MAX_SPEC_BYTES, Checkpointed, Finished, Hold, LogC
 SHA256 = re.compile(r"[0-9a-f]{64}")
 SITE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 GANG_PORTS = (1024, 60_000)
+MAX_GANG_LINKS = 10
 FILE_WIRE_BYTES = 100
 """A checkpoint's file in a frame without its name: mostly its hash."""
 MAX_OFFER_BYTES = MIB
@@ -108,6 +109,8 @@ def _site_problem(offer: Offer, *, is_local: bool) -> str | None:
     """Check the address: other owners' agents at a shared site connect to it, so it must be a machine's own."""
     if offer.site and not SITE.fullmatch(offer.site):
         return f"a site that is not a word of letters, digits and . _ -: {offer.site[:100]!r}"
+    if len(offer.gang_links) > MAX_GANG_LINKS or any(len(one) > 30 for one in offer.gang_links):
+        return f"{len(offer.gang_links)} kinds of gang links; at most {MAX_GANG_LINKS} short words can be given"
     if offer.gang_port and not GANG_PORTS[0] <= offer.gang_port <= GANG_PORTS[1]:
         return f"gang port {offer.gang_port}; it must be from {GANG_PORTS[0]} to {GANG_PORTS[1]}"
     if not offer.address:

@@ -24,7 +24,7 @@ from gpool.server.identity.sealer import Sealer
 from gpool.server.nodes.reports import FILE_WIRE_BYTES
 from gpool.server.store.operations.leases.gang_members import members_of
 from gpool.server.store.operations.tasks.submissions import Submission
-from gpool.server.store.values import DataKey, GrantedLine, HeldLease
+from gpool.server.store.values import DataKey, GangMeeting, GrantedLine, HeldLease
 from gpool.wire.frames import Finished, Lease, Line, Rendezvous
 
 MAX_SPECS = 50_000
@@ -123,8 +123,12 @@ def opened_gang_secrets(
         if secret is None or lease.gang is None:
             undecryptable.add(lease.task)
         else:
-            found[lease.task] = Rendezvous(lease.gang.rank, lease.gang.peers, secret)
+            found[lease.task] = _rendezvous(lease.gang.rank, lease.gang.meeting, secret)
     return found, undecryptable
+
+
+def _rendezvous(rank: int, meeting: GangMeeting, secret: bytes) -> Rendezvous:
+    return Rendezvous(rank, meeting.peers, secret, meeting.link)
 
 
 def undecryptable_secret(task: int, epoch: int) -> Finished:
@@ -185,7 +189,7 @@ def _member_line(
     parts = members_of(line.place)
     rank = next(rank for rank, part in enumerate(parts) if part.node == node)
     user = line.place.shape.user
-    meeting = Rendezvous(rank, line.peers, shared[TaskId(lease.task)])
+    meeting = _rendezvous(rank, line.meeting, shared[TaskId(lease.task)])
     return Line(parts[rank].allocation, user, user == owner, spec, (lease,), meeting)
 
 

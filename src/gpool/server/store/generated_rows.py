@@ -364,6 +364,7 @@ class GangsRecord(NamedTuple):
     epoch: int
     secret_sealed: bytes
     logged: int
+    link: str
 
 
 class MembersRecord(NamedTuple):

@@ -305,10 +305,11 @@ gangs = Table(
     int_column("epoch"),
     bytes_column("secret_sealed"),
     counter("logged"),
+    note("link"),
 )
 """Gangs that hold allocations, with the secret that their members share. The task's own row has `holding` and no node.
 
-`logged`: number of chunks of all members in the task's log.
+`logged`: number of chunks of all members in the task's log. `link`: a `GangLink`; empty in rows of older servers: relay.
 """
 
 members = Table(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gpool.core.gangs import GangOrder
 from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
@@ -105,13 +106,23 @@ Peers = tuple[tuple[str, int], ...]
 """(host, port) on which each member of a gang listens, by rank."""
 
 
+class GangMeeting(NamedTuple):
+    """The way in which the members of a gang reach each other."""
+
+    peers: Peers = ()
+    link: str = ""  # a `GangLink`; empty: relay
+
+
+NO_MEETING = GangMeeting()
+
+
 @dataclass(frozen=True, slots=True)
 class GrantedLine:
     """The leases of a `Place` that could be granted: some or all, of a gang all."""
 
     place: Placement
     leases: tuple[tuple[SpecId, Lease], ...]
-    peers: Peers = ()
+    meeting: GangMeeting = NO_MEETING
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +149,7 @@ class HeldLease:
 @dataclass(frozen=True, slots=True)
 class HeldMember:
     rank: int
-    peers: Peers
+    meeting: GangMeeting
     secret_sealed: bytes = field(repr=False)
     call: GangOrder | None = None
 

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[4]
 BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from gpool.agent.network.gang.relay import main; sys.exit(main())"
 RELAY = ("-c", BOOT, str(ROOT))
 MTU = 15_840  # eleven equal pieces on 1500-byte links, two on 9000-byte links
-"""Long packets cost less each (bench.gang_lane: over links of 1500 bytes one core carries 1.8 Gbit/s
+"""Long packets cost less each (bench.gang_network: over links of 1500 bytes one core carries 1.8 Gbit/s
 with 9,000 bytes, 2.5 with 16,000, 3.4 with 60,000) but are lost with any of their pieces: at 1 %
 loss, 60,000 get through at a fifth of their rate and 16,000 at four fifths.
 """
@@ -103,7 +103,7 @@ class Running:
 
 @dataclass(slots=True)
 class Relaying:
-    """Owns the interface (a descriptor) and the socket over restarts."""
+    """An `OpenLink` of one member. Owns the interface (a descriptor) and the socket over restarts of the relay."""
 
     gang: Gang
     peers: list[tuple[str, int]]
@@ -213,32 +213,17 @@ class Relaying:
             self.tun = -1
 
 
-class Relays:
-    def __init__(self, program: Sequence[str] = RELAY) -> None:
-        self._program = program
-        self._open: dict[int, Relaying] = {}
-        self._gone = 0
-
-    async def begin(self, gang: Gang, tun: int) -> Relaying:
-        """The relay takes ownership of the interface; on failure the caller keeps it."""
-        relay = Relaying(gang, await resolved(gang), tun, listening(gang), self._program)
-        try:
-            await relay.start()
-        except BaseException as failure:
-            relay.udp.close()
-            if isinstance(failure, TimeoutError):
-                raise OSError("a gang's relay did not start in time") from failure
-            raise
-        self._open[id(relay)] = relay
-        return relay
-
-    async def end(self, relay: Relaying) -> None:
-        self._gone += await relay.refused()
-        self._open.pop(id(relay), None)
-        await relay.end()
-
-    async def refused(self) -> int:
-        return self._gone + sum([await each.refused() for each in list(self._open.values())])
+async def begin_relay(gang: Gang, tun: int, program: Sequence[str] = RELAY) -> Relaying:
+    """The relay takes ownership of the interface; on failure the caller keeps it."""
+    relay = Relaying(gang, await resolved(gang), tun, listening(gang), program)
+    try:
+        await relay.start()
+    except BaseException as failure:
+        relay.udp.close()
+        if isinstance(failure, TimeoutError):
+            raise OSError("a gang's relay did not start in time") from failure
+        raise
+    return relay
 
 
 async def _end(running: Running) -> None:

@@ -316,9 +316,10 @@ class BubblewrapRuntime(PlainRuntime):
         return started
 
     def _devices(self, job: CommandJob | RunnerJob) -> list[str]:
+        others = () if job.network is None else job.network.devices
         if job.gpu_share is None:
-            return device_arguments(self._gpus, job.slices)
-        words = node_arguments(job.gpu_share.nodes)
+            return device_arguments(self._gpus, job.slices, others)
+        words = node_arguments((*job.gpu_share.nodes, *others))
         for inside, host in job.gpu_share.binds:
             words += ["--bind", str(host), inside]
         return words

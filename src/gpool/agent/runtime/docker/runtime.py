@@ -302,7 +302,7 @@ class DockerRuntime(PlainRuntime):
             binds=((str(place.work), WORK_AT, True), *gpus.binds, *own_files(place, job.network)),
             labels=self._labels,
             volumes=image.volumes,
-            devices=gpus.nodes,
+            devices=(*gpus.nodes, *(job.network.devices if job.network is not None else ())),
             cdi=gpus.cdi,
             groups=group_words(
                 gpus.groups,

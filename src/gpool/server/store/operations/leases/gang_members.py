@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from gpool.core.gangs import GangOrder, GangStanding, MemberEnd, call
+from gpool.core.gangs import GangOrder, GangStanding, MemberEnd, call, common_link
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import Instant, Offer, TaskSpec, TaskStatus
 from gpool.core.scheduler.state.events import GangPart, Placement
@@ -29,10 +29,17 @@ from gpool.server.store.rows import (
     select_pairs,
     spec_from,
 )
-from gpool.server.store.values import PREEMPTING, HeldGang, HeldLease, HeldMember, MemberView, Peers
+from gpool.server.store.values import (
+    PREEMPTING,
+    GangMeeting,
+    HeldGang,
+    HeldLease,
+    HeldMember,
+    MemberView,
+)
 from gpool.wire.frames import Hold
 
-SECRETS = (("task", "int"), ("epoch", "int"), ("secret", "blob"))
+GANGS = (("task", "int"), ("epoch", "int"), ("secret", "blob"), ("link", "text"))
 GRANTED = (
     ("task", "int"),
     ("rank", "int"),
@@ -69,12 +76,8 @@ def offers_for(places: Sequence[Placement]) -> Operation[dict[NodeId, Offer]]:
     nodes = of_ids(member.node for place in places if place.members for member in members_of(place))
     if not nodes.rows:
         return {}
-    rows = yield from select(
-        _NodeOffer,
-        "SELECT n.id, n.offer FROM {nodes} AS i JOIN nodes n ON n.id = i.id",
-        {},
-        {"nodes": nodes},
-    )
+    asked = "SELECT n.id, n.offer FROM {nodes} AS i JOIN nodes n ON n.id = i.id"
+    rows = yield from select(_NodeOffer, asked, {}, {"nodes": nodes})
     return {row.id: offer_from(row.offer) for row in rows}
 
 
@@ -90,8 +93,8 @@ def can_connect(place: Placement, offers: Mapping[NodeId, Offer]) -> bool:
 
 def write_granted(
     granted: Sequence[Placement], offers: Mapping[NodeId, Offer], secrets: Mapping[TaskId, bytes]
-) -> Operation[dict[TaskId, Peers]]:
-    peers: dict[TaskId, Peers] = {}
+) -> Operation[dict[TaskId, GangMeeting]]:
+    meetings: dict[TaskId, GangMeeting] = {}
     rows: list[Row] = []
     shared: list[Row] = []
     for place in granted:
@@ -103,14 +106,16 @@ def write_granted(
             found.append(peer)
             text = allocation_text(member.allocation)
             rows.append((grant.task, rank, grant.epoch, member.node, number, text, *peer))
-        peers[grant.task] = tuple(found)
-        shared.append((grant.task, grant.epoch, secrets.get(grant.task, b"")))
-    yield from delete_rows("members", peers)
-    yield from delete_rows("gangs", peers)
+        link = common_link(offers[member.node].gang_links for member in members_of(place))
+        meetings[grant.task] = GangMeeting(tuple(found), link)
+        shared.append((grant.task, grant.epoch, secrets.get(grant.task, b""), link.value))
+    yield from delete_rows("members", meetings)
+    yield from delete_rows("gangs", meetings)
     yield Statement(
-        "INSERT INTO gangs (task_id, epoch, secret_sealed) SELECT g.task, g.epoch, g.secret FROM {shared} AS g",
+        "INSERT INTO gangs (task_id, epoch, secret_sealed, link) SELECT g.task, g.epoch, g.secret, g.link "
+        "FROM {shared} AS g",
         {},
-        {"shared": Relation(SECRETS, shared)},
+        {"shared": Relation(GANGS, shared)},
     )
     yield Statement(
         "INSERT INTO members (task_id, rank, epoch, node_id, allocation_number, allocation, host, port, holding) "
@@ -118,7 +123,7 @@ def write_granted(
         {},
         {"members": Relation(GRANTED, rows)},
     )
-    return peers
+    return meetings
 
 
 def delete_rows(table: str, tasks: Iterable[TaskId]) -> Operation[None]:
@@ -180,10 +185,6 @@ class GangStatus:
     def holding(self) -> list[NodeId]:
         return [member.node_id for member in self.members if member.holding or member.place is None]
 
-    @property
-    def peers(self) -> Peers:
-        return tuple((member.host, member.port) for member in self.members)
-
     def with_member(self, member: MemberStatus) -> GangStatus:
         members = (*self.members[: member.rank], member, *self.members[member.rank + 1 :])
         return replace(self, members=members)
@@ -207,6 +208,7 @@ class _MemberLease(NamedTuple):
     payload: bytes | None
     payload_sha256: str
     secret_sealed: bytes
+    link: str
 
 
 class _HeldByNode(NamedTuple):
@@ -298,7 +300,7 @@ def held_by(node: NodeId) -> Operation[tuple[HeldLease, ...]]:
     rows = yield from select_pairs(
         OpenLease,
         _MemberLease,
-        f"SELECT {OPEN_MEMBER}, m.rank, m.started_at, t.payload, t.payload_sha256, g.secret_sealed "  # noqa: S608
+        f"SELECT {OPEN_MEMBER}, m.rank, m.started_at, t.payload, t.payload_sha256, g.secret_sealed, g.link "  # noqa: S608
         "FROM members m JOIN tasks t ON t.id = m.task_id JOIN gangs g ON g.task_id = t.id "
         "WHERE m.node_id = :node AND m.holding = 1 ORDER BY t.id",
         {"node": node},
@@ -316,7 +318,9 @@ def _held(row: OpenLease, member: _MemberLease, gang: GangStatus) -> HeldLease:
         status = TaskStatus.CANCELLED
     else:
         status = TaskStatus.LEASED if member.started_at is None else TaskStatus.RUNNING
-    shown = HeldMember(member.rank, gang.peers, bytes(member.secret_sealed), instruction)
+    peers = tuple((each.host, each.port) for each in gang.members)
+    meeting = GangMeeting(peers, member.link)
+    shown = HeldMember(member.rank, meeting, bytes(member.secret_sealed), instruction)
     return replace(lease, status=status, gang=shown)
 
 

@@ -24,7 +24,7 @@ from gpool.server.store.operations.leases.gang_members import (
 from gpool.server.store.operations.tasks.progress import add_notes, manifests
 from gpool.server.store.protocol import Operation, Relation, Row, operation
 from gpool.server.store.rows import allocation_text, of_ids, select, values
-from gpool.server.store.values import PREEMPTING, AppliedPlan, GrantedLine, Peers, Recording
+from gpool.server.store.values import PREEMPTING, AppliedPlan, GangMeeting, GrantedLine, Recording
 from gpool.wire.frames import Hold, Lease
 
 HOLDS = (("id", "int"), ("epoch", "int"))
@@ -204,8 +204,8 @@ def apply_plan(
             lines.append(GrantedLine(place, tuple(leases)))
     whole = [line.place for line in lines if line.place.members]
     if whole:
-        peers = yield from write_granted(whole, offers, gang_secrets)
-        lines = [_with_peers(line, peers) if line.place.members else line for line in lines]
+        meetings = yield from write_granted(whole, offers, gang_secrets)
+        lines = [_with_meeting(line, meetings) if line.place.members else line for line in lines]
     secret = {spec for line in lines for spec, _ in line.leases if spec in with_secrets}
     return AppliedPlan(tuple(lines), tuple(refused), secrets=(yield from secrets_to_open(secret)))
 
@@ -226,8 +226,8 @@ def _is_usable(
     )
 
 
-def _with_peers(line: GrantedLine, peers: Mapping[TaskId, Peers]) -> GrantedLine:
-    return replace(line, peers=peers[line.place.grants[0].task])
+def _with_meeting(line: GrantedLine, meetings: Mapping[TaskId, GangMeeting]) -> GrantedLine:
+    return replace(line, meeting=meetings[line.place.grants[0].task])
 
 
 def _flagged(wanted: Sequence[tuple[NodeId, Allocation]]) -> Operation[set[_GpuPosition]]:
