@@ -91,7 +91,7 @@ def test_a_guest_whose_kernel_knows_no_numa_nodes_says_so(tmp_path: Path) -> Non
 def test_gpus_behind_an_nvswitch_are_linked_to_each_other(tmp_path: Path) -> None:
     cards = [replace(h200(i), nvlinks=(NVSWITCH,) * 18 if i < 2 else ()) for i in range(3)]
     nvml = FakeNvml(*cards)
-    found = Detector(None, nvml, ParsedGpus, sysfs(tmp_path, {})).survey().gpus
+    found = Detector(None, nvml, ParsedGpus, pci=sysfs(tmp_path, {})).survey().gpus
     links = [gpu.details.links for gpu in found if gpu.details is not None]
     assert links == [((1, 18),), ((0, 18),), ()]
 

@@ -27,7 +27,7 @@ import structlog
 from gpool.agent import runner as runner_package
 from gpool.agent.machine.numa import numa_nodes, pinned_cpus
 from gpool.agent.runtime import cgroups
-from gpool.agent.runtime.bubblewrap.launcher_client import ProcessExit, StartedProcess
+from gpool.agent.runtime.bubblewrap.launcher_client import StartedProcess
 from gpool.agent.runtime.descriptors import close_all, command_pipes
 from gpool.agent.runtime.devices import visible_devices
 from gpool.agent.runtime.disk_watchdog import DiskWatchdog, WatchedDirectory
@@ -44,6 +44,7 @@ from gpool.agent.runtime.docker.containers import (
     undivided,
 )
 from gpool.agent.runtime.docker.engine import EngineClient, usual_socket
+from gpool.agent.runtime.docker.exits import explain, judge, lacks_python, no_python
 from gpool.agent.runtime.docker.images import ContainerImage
 from gpool.agent.runtime.docker.network import CANNOT, ProbeCache, own_files, why_never
 from gpool.agent.runtime.docker.streams import pour, relay
@@ -51,25 +52,20 @@ from gpool.agent.runtime.protocol import (
     TASK_VARIABLES,
     CommandJob,
     CommandSandbox,
-    GpuShare,
     PlainRuntime,
     RunnerJob,
     RunnerSandbox,
     RuntimeAbility,
-    SandboxExit,
     SandboxFailed,
     thread_variables,
 )
 from gpool.agent.runtime.runner_calls import RunnerHooks, open_runner
 from gpool.agent.runtime.running_command import (
-    NOT_EXECUTABLE,
-    NOT_FOUND,
     RunningCommand,
-    limit_exceeded,
 )
 from gpool.agent.runtime.slots import SandboxSlot, SlotPool, UidBlock, own_uids
 from gpool.agent.runtime.work_directory import WorkDirectory
-from gpool.core.model import EndReason, Fault, Gpu, Network, Tier
+from gpool.core.model import Gpu, Network, Tier
 
 PROGRAMS = {  # by path below HOME
     "bridge.py": Path(__file__).with_name("bridge.py"),
@@ -78,8 +74,6 @@ PROGRAMS = {  # by path below HOME
 }
 HOME = "/opt/gpool"  # inside
 REMAPPED_UID = 1000  # first uid inside, where the engine has a user namespace
-ENGINE_WENT = "the container engine on that node went away, and the sandbox with it"
-CATATONIT, NOT_STARTED = "ERROR (catatonit:", "failed to exec pid1"
 CHECK = (
     "import sys; needs, bridge = sys.argv[1:3]; has = '%d.%d' % sys.version_info[:2]\n"
     "if has != needs: sys.exit('the image has Python ' + has + ', the function needs ' + needs)\n"
@@ -178,7 +172,7 @@ class DockerRuntime(PlainRuntime):
             spec = self._spec(slot, place, job, image, job.argv)
             container, channel = await self._containers.start(spec)
             os.close(theirs[0])
-            streams = pour(channel, {1: theirs[1], 2: theirs[2]}, partial(_explain, job.argv[0]))
+            streams = pour(channel, {1: theirs[1], 2: theirs[2]}, partial(explain, job.argv[0]))
             started = self._follow(container, streams, watched, job)
         except BaseException:
             close_all((*theirs, *ours))
@@ -189,7 +183,7 @@ class DockerRuntime(PlainRuntime):
             (ours[0], ours[1]),
             place,
             disk_bytes=job.limits.disk_bytes,
-            judge=partial(_judge, started, watched, job.gpu_share),
+            judge=partial(judge, started, watched, job.gpu_share),
             release=lambda: self._release(slot, watched),
         )
 
@@ -205,8 +199,8 @@ class DockerRuntime(PlainRuntime):
                 container, channel = await self._containers.start(spec)
             except BaseException as failure:
                 close_all(descriptors)
-                if isinstance(failure, SandboxFailed) and _lacks_python(str(failure)):
-                    raise SandboxFailed(_no_python(job)) from failure
+                if isinstance(failure, SandboxFailed) and lacks_python(str(failure)):
+                    raise SandboxFailed(no_python(job)) from failure
                 raise
             streams = relay(channel, descriptors)
             started = self._follow(container, streams, watched, job)
@@ -217,7 +211,7 @@ class DockerRuntime(PlainRuntime):
             place,
             self._slots.values,
             job.limits.disk_bytes,
-            lambda exit, head: _judge(made[0], watched, job.gpu_share, exit, head),
+            lambda exit, head: judge(made[0], watched, job.gpu_share, exit, head),
             lambda: self._release(slot, watched),
         )
         return await open_runner(start, hooks, job.preload)
@@ -367,44 +361,3 @@ def disk_device(path: Path) -> str:
     number = cgroups.disk_of(path)
     node = Path("/dev") / Path(f"/sys/dev/block/{number}").resolve().name
     return str(node) if number and node.is_block_device() else ""
-
-
-def _explain(program: str, head: bytes) -> bytes:
-    """Name the missing program, which Podman's init does not."""
-    text = head.decode("utf-8", "replace").strip()
-    if text.startswith(CATATONIT) and NOT_STARTED in text:
-        return f"gpool: {program}: {text.rpartition(': ')[2]}\n".encode()
-    return b""
-
-
-def _lacks_python(text: str) -> bool:
-    return "python3" in text and ("not found" in text or "no such file" in text.lower())
-
-
-def _no_python(job: RunnerJob) -> str:
-    image = job.image or "the default image"
-    return f"{image} has no python3: a function needs an image with Python {job.python}"
-
-
-def _judge(
-    started: RunningContainer,
-    watched: WatchedDirectory,
-    share: GpuShare | None,
-    exit: ProcessExit,
-    head: bytes,
-) -> SandboxExit:
-    exceeded = limit_exceeded(watched, share)
-    if exceeded is not None:
-        return exceeded
-    container = started.exit
-    if exit.lost or container is None:
-        return SandboxExit(exit.code, EndReason.SANDBOX_FAILED, ENGINE_WENT)
-    if container.out_of_memory and exit.code != 0:
-        return SandboxExit(exit.code, EndReason.OUT_OF_MEMORY, "it used more memory than asked for")
-    if not exit.ran and not exit.killed:
-        detail = container.detail or "it did not start"
-        return SandboxExit(exit.code, EndReason.SANDBOX_FAILED, detail, fault=Fault.UNCLEAR)
-    text = head.decode("utf-8", "replace")
-    if exit.code == 1 and text.startswith(CATATONIT) and NOT_STARTED in text:
-        return SandboxExit(NOT_FOUND if "No such file" in text else NOT_EXECUTABLE)
-    return SandboxExit(exit.code)
