@@ -62,6 +62,13 @@ class TaskSnapshot:
             return {}
         return {self.node: self.allocation}
 
+    @property
+    def is_new(self) -> bool:
+        """As a submission writes it: queued, or leased for the first time in the same commit."""
+        if self.status is TaskStatus.LEASED:
+            return self.epoch == 1 and self.holding and self.tries == 0
+        return self.status is TaskStatus.QUEUED and self.epoch == 0
+
     def holds_at(self, node: str, epoch: int) -> bool:
         if not self.holding or self.epoch != epoch:
             return False
@@ -230,8 +237,8 @@ class Oracle:
             sites = {self.nodes[name].offer.site for name in row.places}
             self._fail_if(_gang_problem(row, self.wanted.get(row.submission, 1), sites))
             if old is None:
-                if row.epoch or row.status is not TaskStatus.QUEUED:
-                    self._fail(f"a new task is not simply queued: {row}")
+                if not row.is_new:
+                    self._fail(f"a new task is neither queued nor leased once: {row}")
             else:
                 self._check_move(old, row)
         if len(rows) < len(before) or before.keys() - rows.keys():
