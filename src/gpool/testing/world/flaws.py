@@ -5,10 +5,11 @@ One file because each flaw is a small class, and the table at the end names all 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from enum import StrEnum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -27,9 +28,12 @@ from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import EndReason, Instant, Offer, Span, TaskSpec
 from gpool.core.scheduler.state.events import Event as SchedulingEvent
 from gpool.core.scheduler.state.events import TasksLeased, TasksQueued
+from gpool.server.identity.sealer import Sealer
+from gpool.server.metrics import Metrics
 from gpool.server.nodes.connection import NodeChannel
 from gpool.server.nodes.registry import NodeRegistry, OpenSecrets
 from gpool.server.scheduling.picture import StatePicture
+from gpool.server.scheduling.scheduler import Scheduler
 from gpool.server.server import Server
 from gpool.server.store.operations.leases import leases
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
@@ -84,6 +88,7 @@ class Flaw(StrEnum):
     GANG_OVER_WITH_ONE_MEMBER = "gang_over_with_one_member"
     GANG_NEVER_GRANTED = "gang_never_granted"
     GANG_FENCE_OFF = "gang_fence_off"
+    SUBMISSIONS_PLANNED_BESIDE_A_PASS = "submissions_planned_beside_a_pass"
 
 
 # ---- the store
@@ -323,6 +328,27 @@ class ForgetsMembers(StatePicture):
         super().fold(replace(event, members=()) if isinstance(event, TasksLeased) else event)
 
 
+class OpenLock(asyncio.Lock):
+    """Excludes nobody."""
+
+    def locked(self) -> bool:
+        return False
+
+    async def acquire(self) -> Literal[True]:
+        return True
+
+    def release(self) -> None:
+        return
+
+
+class UnlockedScheduler(Scheduler):
+    """Plans a submission while a pass waits for its commit: both take the same capacity."""
+
+    def __init__(self, picture: StatePicture, sealer: Sealer, metrics: Metrics) -> None:
+        super().__init__(picture, sealer, metrics)
+        self.planning = OpenLock()
+
+
 # ---- the agent
 
 
@@ -485,6 +511,7 @@ _PARTS: dict[Flaw, dict[str, Any]] = {
     Flaw.GANG_OVER_WITH_ONE_MEMBER: {"disk": OverWithOne},
     Flaw.GANG_NEVER_GRANTED: {"disk": NeverGrants},
     Flaw.GANG_FENCE_OFF: {"channel": GangFencelessChannel},
+    Flaw.SUBMISSIONS_PLANNED_BESIDE_A_PASS: {"scheduler": UnlockedScheduler},
 }
 
 

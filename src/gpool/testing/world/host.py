@@ -59,6 +59,7 @@ class Parts:
     channel: Callable[..., NodeChannel] = NodeChannel
     registry: Callable[..., NodeRegistry] = NodeRegistry
     picture: Callable[..., StatePicture] = StatePicture
+    scheduler: Callable[..., Scheduler] = Scheduler
     server: Callable[..., Server] = Server
     machine: Callable[..., SimulatedMachine] = SimulatedMachine
 
@@ -117,7 +118,7 @@ class ServerProcess:
             hub=hub,
             nodes=nodes,
             picture=picture,
-            scheduler=Scheduler(picture, sealer, metrics),
+            scheduler=site.parts.scheduler(picture, sealer, metrics),
             reports=ReportBatches(picture.write, picture.absorb),
             blobs=Blobs(site.folder / "blobs", site.settings.max_artifact_bytes),
             credentials=Credentials(
