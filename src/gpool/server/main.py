@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import logging
 import resource
@@ -151,7 +152,22 @@ def log_handler(form: Literal["text", "json"]) -> logging.Handler:
     return handler
 
 
+LARGE_BUFFER_BYTES = 1 << 20
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
+
+
+def return_large_buffers() -> None:
+    """Give each freed buffer of `LARGE_BUFFER_BYTES` or more back to the system at once.
+
+    By default glibc raises that size up to 32 MiB with every large buffer freed, and later ones stay in a heap that
+    small objects keep from shrinking: after 2,000 bodies of 29 MB the server kept 120 MiB.
+    """
+    with suppress(AttributeError):  # another C library has no `mallopt`
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, LARGE_BUFFER_BYTES)
+
+
 def main() -> None:
+    return_large_buffers()
     try:
         settings = Settings()
         logging.basicConfig(level=logging.INFO, handlers=[log_handler(settings.log_format)])

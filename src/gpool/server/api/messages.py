@@ -73,18 +73,20 @@ async def _body_of(request: Request, limit: int, held: AsyncExitStack) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise TooLarge(f"the body has {declared[:20]} bytes; at most {limit} are accepted here")
-    pieces: list[bytes] = []
-    size = 0
-    is_large = False
+    body = b""
+    large: bytearray | None = None  # one buffer: many pieces would leave gaps in the heap
     async for piece in request.stream():
-        size += len(piece)
-        if size > PARSED_ON_LOOP_BYTES and not is_large:
-            is_large = True
+        size = len(piece) + len(body if large is None else large)
+        if large is None and size > PARSED_ON_LOOP_BYTES:
             await held.enter_async_context(server_of(request).turns.large_bodies.turn(who))
+            large = bytearray(body)
         if size > limit:
             raise TooLarge(f"the body has more than {limit} bytes, the limit of this route")
-        pieces.append(piece)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        if large is not None:
+            large += piece
+        else:
+            body = body + piece if body else piece
+    return body if large is None else bytes(large)
 
 
 async def document_of(
