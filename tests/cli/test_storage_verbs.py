@@ -76,5 +76,7 @@ def test_an_account_is_deleted_after_a_question_and_the_password(ada: Terminal) 
     done = ada("account", "delete", typed="y\n")
     assert "deleted" in done.output
     ada("login", "ada", code=3)
-    ada("register", "ada")  # the name is free again
+    taken = ada("register", "ada", code=1)
+    assert "a deleted account had the name 'ada'" in taken.output  # others may still lend to it
+    ada("register", "ada2")
     assert ada.json("ps") == []

@@ -41,7 +41,7 @@ def stage(require: Callable[[str], None]) -> Callable[[str], dict[str, Any]]:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
         assert done.returncode == 0, done.stderr[-4000:]
-        told: dict[str, Any] = json.loads(done.stdout)
+        told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])  # after log lines
         return told
 
     return run

@@ -17,6 +17,7 @@ from gpool.agent.runtime.docker.engine import records
 from gpool.agent.runtime.protocol import BadOutput, CommandJob, SandboxLimits, StagedInput
 from gpool.core.model import EndReason
 from tests.agent.runtime.container_case import none_left
+from tests.leftovers import RunPaths, clear
 from tests.tools.engines import shared_engine
 from tests.tools.processes import eventually
 from tests.tools.runtimes import (
@@ -321,6 +322,7 @@ def test_a_sandbox_that_is_just_being_made_dies_with_the_agent_too(
         if kind in ENGINES:  # or the next test would meet what the guard is still removing
             engine = shared_engine(ENGINES[kind])
             eventually("none is left", lambda at=engine: none_left(at), PATIENCE_S)
+    clear(RunPaths(tmp_path))  # control groups of the killed agents, which none follows in these folders
 
 
 @pytest.mark.parametrize("kind", ["bubblewrap", "docker", "podman"])

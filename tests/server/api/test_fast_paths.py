@@ -11,7 +11,7 @@ from gpool.server.identity.throttle import CLASS_RATES, RouteClass
 from tests.server.server_desk import Desk
 
 pytestmark = pytest.mark.anyio
-SHORT, LONG = "/v1/tasks", "/v1/tasks?wait=0"
+SHORT, LONG = "/v1/tasks", "/v1/tasks?wait=00000"
 
 
 def told(answer: Any) -> tuple[int, str, Any]:
@@ -77,7 +77,7 @@ async def test_what_has_no_short_way_takes_the_long_one() -> None:
         {"type": "lifespan"},
         {"type": "websocket", "path": "/v1/other"},
         {"type": "http", "method": "GET", "path": SHORT, "query_string": b""},
-        {"type": "http", "method": "POST", "path": SHORT, "query_string": b"wait=1"},
+        {"type": "http", "method": "POST", "path": SHORT, "query_string": b"wait=1&wait=2"},
         {"type": "http", "method": "POST", "path": "/submit_task", "query_string": b""},
     ):
         await FastPaths(app)(scope, None, None)  # type: ignore[arg-type]

@@ -62,6 +62,7 @@ class Row:
     objects: tuple[str, ...] = ("-",)
     machine: int | str = REFUSED
     own_account: bool = False  # acts on the caller's own account, which a team's key may not
+    team_key: int | str | None = None  # answer to a team's key about its team's object, if not the member's
     open: int | None = None  # the status everybody gets, signed in or not
     body: Callable[[dict[str, str]], Any] | Any = None
     query: str = ""
@@ -247,6 +248,8 @@ CASES: dict[tuple[str, str, str], Cell] = {
     ("PUT", "/v1/artifacts/{sha256}", ""): {"machine": OK, "body": CONTENT},
     # Must it be uploaded? An operator reads others' artifacts, but may name only its own.
     ("HEAD", "/v1/artifacts/{sha256}", ""): {"may": words("self owner member viewer")},
+    # A team's key deletes what it has uploaded itself, not the uploads of the member.
+    ("DELETE", "/v1/artifacts/{sha256}", ""): {"team_key": REFUSED},
     # nodes
     ("POST", "/v1/nodes", ""): _NODE,
     ("POST", "/v1/resources", ""): _NODE,
@@ -314,6 +317,8 @@ def expected(asker: Asker, wanted: Row, thing: str) -> int | str:
         return HIDDEN if not wanted.own_account else OK
     if asker.only_team and wanted.own_account:
         return HIDDEN
+    if asker.only_team and wanted.team_key is not None and thing.endswith(":t"):
+        return wanted.team_key
     stands = _stands(asker, thing)
     if stands & wanted.may:
         return OK

@@ -34,9 +34,11 @@ def configure(network: dict[str, str] | None) -> list[tuple[str, str]]:
     os.mkdir(FOLDER, 0o755)
     with open(f"{FOLDER}/resolv.conf", "w") as file:
         file.write(f"nameserver {network['resolver']}\n")
+    with open(f"{FOLDER}/nsswitch.conf", "w") as file:
+        file.write("passwd: files\ngroup: files\nhosts: files dns\n")
     return [
         (f"{FOLDER}/resolv.conf", "/etc/resolv.conf"),
-        ("/etc/nsswitch.network", "/etc/nsswitch.conf"),
+        (f"{FOLDER}/nsswitch.conf", "/etc/nsswitch.conf"),
     ]
 
 
