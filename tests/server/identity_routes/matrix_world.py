@@ -67,9 +67,8 @@ class Rehearsing:
 
 def _is_refused(value: object) -> bool:
     """Submissions of one transaction are answered one by one, a refused one with its error."""
-    if not isinstance(value, list) or not value:
-        return False
-    return all(isinstance(each, GpoolError) for each in value)
+    outcomes = getattr(value, "outcomes", None)
+    return bool(outcomes) and all(isinstance(each, GpoolError) for each in outcomes)
 
 
 @operation
