@@ -322,7 +322,7 @@ def test_a_sandbox_that_is_just_being_made_dies_with_the_agent_too(
         if kind in ENGINES:  # or the next test would meet what the guard is still removing
             engine = shared_engine(ENGINES[kind])
             eventually("none is left", lambda at=engine: none_left(at), PATIENCE_S)
-    clear(RunPaths(tmp_path))  # control groups of the killed agents, which none follows in these folders
+    clear(RunPaths(tmp_path))  # control groups of the killed agents
 
 
 @pytest.mark.parametrize("kind", ["bubblewrap", "docker", "podman"])

@@ -62,7 +62,7 @@ class Row:
     objects: tuple[str, ...] = ("-",)
     machine: int | str = REFUSED
     own_account: bool = False  # acts on the caller's own account, which a team's key may not
-    team_key: int | str | None = None  # answer to a team's key about its team's object, if not the member's
+    team_key: int | str | None = None  # answer to a team's key, if it is not the member's
     open: int | None = None  # the status everybody gets, signed in or not
     body: Callable[[dict[str, str]], Any] | Any = None
     query: str = ""
