@@ -9,9 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpool.core.ids import NodeId, UserId
-from gpool.core.model import GIB, Gpu, GpuDetails, GpuRequest, Node, Offer
+from gpool.core.model import (
+    GIB,
+    Gpu,
+    GpuDetails,
+    GpuRequest,
+    Node,
+    Offer,
+    Requirements,
+    Shape,
+    TaskKind,
+    TaskSpec,
+)
 from gpool.core.scheduler.place.fit import whole
 from gpool.core.scheduler.state.capacity import Room
+from gpool.core.scheduler.state.waiting import shape_of
 from gpool.core.specs.gpu_topology import (
     EXACT,
     FARTHEST,
@@ -188,11 +200,16 @@ def a_node(gpus: tuple[Gpu, ...]) -> Node:
     return Node(NodeId(1), UserId(1), "a1", Offer(64_000, 512 * GIB, GIB, gpus))
 
 
+def a_shape(gpus: int) -> Shape:
+    needs = Requirements(gpu=(GpuRequest(gpus),))
+    return shape_of(TaskSpec(TaskKind.COMMAND, "true", needs), UserId(1))
+
+
 def test_the_planner_gives_a_task_the_closest_free_gpus() -> None:
     node = a_node(recorded("pcie-pairs").gpus)
     room = Room(node)
     room.gpus[0].holders = 1
-    found = whole(node, room, GpuRequest(2))
+    found = whole(node, room, GpuRequest(2), a_shape(2))
     assert found is not None
     assert [part.gpu_index for part in found] == [2, 3]
 
@@ -204,4 +221,4 @@ def test_a_node_that_claims_links_to_gpus_it_does_not_have_changes_nothing() -> 
         Gpu(1, "b", "X", "nvidia", GIB, details=GpuDetails()),
     )
     node = a_node(gpus)
-    assert whole(node, Room(node), GpuRequest(2)) is not None
+    assert whole(node, Room(node), GpuRequest(2), a_shape(2)) is not None
