@@ -10,15 +10,14 @@ import pytest
 from gpool.cli import tasks
 from gpool.cli.main import print_error
 from gpool.cli.printing import (
-    TerminalText,
     age,
     duration,
     emit_json,
     local_time,
-    neutral,
     table,
 )
 from gpool.core.errors import Conflict
+from gpool.core.terminal import TerminalText, neutral
 
 
 @pytest.mark.parametrize(

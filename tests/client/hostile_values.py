@@ -140,6 +140,7 @@ def payloads(folder: str) -> Iterator[tuple[str, bytes]]:
     yield from bombs()
     yield from wrong_types()
     yield from cuts()
+    yield from small_json()
     yield from noise()
 
 
@@ -183,6 +184,9 @@ def bombs() -> Iterator[tuple[str, bytes]]:
     yield "wide text", DATA + count("s", 4 + (17 << 20), smile + b"a" * (17 << 20))
     words = text("\u4e00" + "a" * (1 << 20))
     yield "many wide texts", DATA + count("l", 20, words * 20)
+    size = 5 << 20
+    yield "wide text in a large value", beside(count("s", size, wide_ascii(size)), 50 << 20)
+    yield "an exception of too much text", DATA + commanding(6 << 20)
     yield "floats", DATA + count("L", many + 1, bytes(8 * (many + 1)))
     prime = (1 << 61) - 1
     keys = b"".join(count("I", 16, (prime * n).to_bytes(16, "little")) for n in range(1, 50_000))
@@ -211,6 +215,27 @@ def largest() -> Iterator[tuple[str, bytes]]:
     yield "array", array("|u1", (size - 32,), bytes(size - 32))
     error = text("E", "x") + text("no") + b"N" + count("d", 1, text("a") + b"N")
     yield "exceptions", DATA + count("l", few // 4, error * (few // 4))
+    for whole, wide in ((48 << 20, 16 << 20), (MAX_VALUE_BYTES, 4 << 20)):
+        yield (
+            f"{wide} bytes of wide text in {whole}",
+            beside(count("s", wide, wide_ascii(wide)), whole),
+        )
+        yield f"control characters in {whole}", beside(commanding(wide // 3 - 64), whole)
+
+
+def wide_ascii(size: int, letter: bytes = b"a") -> bytes:
+    return "\U0001f600".encode() + letter * (size - 4)
+
+
+def commanding(size: int) -> bytes:
+    arguments = count("t", 1, count("s", size, wide_ascii(size, b"\x1b")))
+    return failure("builtins", "ValueError", arguments)[1:]
+
+
+def beside(value: bytes, whole: int) -> bytes:
+    """A list of the value and bytes, together of this size. The caller keeps no copy, which would count as memory."""
+    rest = whole - len(value) - 16
+    return DATA + count("l", 2, value + count("y", rest, bytes(rest)))
 
 
 def wrong_types() -> Iterator[tuple[str, bytes]]:
@@ -270,6 +295,32 @@ def wrong_types() -> Iterator[tuple[str, bytes]]:
     yield "an exception of odd arguments", failure("builtins", "ValueError", b"T")
     odd = count("d", 1, b"TN")
     yield "an exception of odd attributes", failure("builtins", "ValueError", b"N", odd)
+
+
+def small_json() -> Iterator[tuple[str, bytes]]:
+    """Bytes in the place of a small plain value."""
+    for tag in (b"j", b"k"):
+        for depth in (MAX_DEPTH + 1, 1000, 2000, 100_000):
+            yield f"nested JSON {tag!r} {depth}", DATA + tag + b"[" * depth + b"]" * depth
+            yield f"open JSON {tag!r} {depth}", DATA + tag + b'{"a":' * depth
+        many = b"[" + b"0," * 3000 + b"0]"
+        for body in (
+            b"",
+            b"7",
+            b'"text"',
+            b"null",
+            b"[1",
+            b"[1]]",
+            b"[1e999]",
+            b"[NaN]",
+            b"[\xff]",
+        ):
+            yield f"JSON {tag!r} {body!r}", DATA + tag + body
+        yield f"long JSON {tag!r}", DATA + tag + many
+        yield f"long JSON number {tag!r}", DATA + tag + b"[" + b"9" * 4090 + b"e9]"
+        yield f"JSON in a list {tag!r}", DATA + count("l", 1, tag + b"[1]")
+        yield f"JSON with a lone surrogate {tag!r}", DATA + tag + b'["\\ud800"]'
+    yield "JSON of a dict as a tuple", DATA + b'k{"a":1}'
 
 
 def cuts() -> Iterator[tuple[str, bytes]]:

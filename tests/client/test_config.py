@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,6 +81,54 @@ def test_a_project_file_sends_credentials_to_no_address_of_its_own(
     (here / "gpool.toml").write_text('url = "http://one:1/"')
     found = config.load(environ=environ, directory=here)
     assert (found.url, found.key) == ("http://one:1", environ["GPOOL_KEY"])
+
+
+def test_trust_and_the_size_of_values_come_from_argument_variable_or_the_pools_own_profile(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.toml").write_text(
+        'profile = "lab"\n[profiles.lab]\nurl = "http://one:1"\n'
+        'trust = ["team:lab", "team:b"]\nmax_value = "1GiB"\n'
+    )
+
+    def found(url: str | None = None, *, given: Any = None, **more: str) -> tuple[Any, int]:
+        environ = {"GPOOL_HOME": str(tmp_path)} | more
+        settings = config.load(url, environ=environ, directory=tmp_path, **(given or {}))
+        return settings.trust, settings.max_value_bytes
+
+    assert found() == (("team:lab", "team:b"), 1 << 30)
+    assert found("http://two:2") == ((), 64 << 20)  # a profile's trust is for its own pool
+    assert found(GPOOL_TRUST="team:a, team:c") == (("team:a", "team:c"), 1 << 30)
+    assert found(GPOOL_MAX_VALUE="200MB")[1] == 200_000_000
+    assert found(given={"trust": [], "max_value": 5000}, GPOOL_TRUST="team:a") == ((), 5000)
+    for wrong in ("lab", "team:", "user:ana", "anyone", "team:a,"):
+        with pytest.raises(Invalid, match="write team:NAME"):
+            found(GPOOL_TRUST=wrong)
+    for wrong in ("much", "0", "-5MB"):
+        with pytest.raises(Invalid, match="write a size, like 200MB"):
+            found(GPOOL_MAX_VALUE=wrong)
+
+
+def test_rules_for_results_survive_another_start_of_the_pool(tmp_path: Path) -> None:
+    key_file = tmp_path / "key"
+    key_file.write_text("k")
+    file = config.save_profile("local", "http://one:1", key_file, folder=tmp_path)
+    file.write_text(file.read_text() + 'trust = "team:lab"\n')
+
+    def trusted() -> tuple[str, ...]:
+        return config.load(environ={"GPOOL_HOME": str(tmp_path)}, directory=tmp_path).trust
+
+    config.save_profile("local", "http://one:1", key_file, folder=tmp_path)
+    assert trusted() == ("team:lab",)
+    config.save_profile("local", "http://another:1", key_file, folder=tmp_path)
+    assert trusted() == ()
+
+
+@pytest.mark.parametrize("text", ['trust = ["team:lab"]', 'max_value = "1TB"'])
+def test_a_cloned_repository_cannot_say_whom_to_trust(tmp_path: Path, text: str) -> None:
+    (tmp_path / "gpool.toml").write_text(text)
+    with pytest.raises(Invalid, match="may not stand there"):
+        config.load(environ={"GPOOL_HOME": str(tmp_path / "home")}, directory=tmp_path)
 
 
 def test_the_profile_file_is_for_its_owner_only(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_the_output_of_a_call_is_shown_behind_its_id_without_control_sequences(
     [id_] = talking.tasks
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert shown.err == f"[{id_}] hello\n[{id_}] half\ufffd[2J\n"
+    assert shown.err == f"[{id_}] hello\n[{id_}] half\u241b[2J\n"
 
 
 def test_no_output_is_shown_and_no_log_is_asked_for_if_the_caller_does_not_want_it(

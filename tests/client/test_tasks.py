@@ -302,7 +302,7 @@ def test_whoever_waits_in_vain_for_a_task_that_does_not_start_is_told_why_once(
     pool.sentence = "It waits for \x1b]0;me\x07\u202eevil."  # a stranger's name
     with pytest.raises(TimeoutError):
         wait_for(client, run.id, 100, lambda: next(seconds))
-    assert caplog.messages == [f"task {run.id} waits: It waits for \ufffd]0;me\ufffd\ufffdevil."]
+    assert caplog.messages == [f"task {run.id} waits: It waits for \u241b]0;me\u2407\ufffdevil."]
     pool.tasks[run.id]["status"] = "running"
     with pytest.raises(TimeoutError):
         wait_for(client, run.id, 100, lambda: next(seconds))

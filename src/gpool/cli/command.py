@@ -193,7 +193,7 @@ def listed(
 
 class _WarningPrinter(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        from gpool.cli.printing import plain
+        from gpool.core.terminal import plain
 
         click.echo(f"gpool: {plain(record.getMessage())}", err=True)
 

@@ -192,7 +192,7 @@ def exit_code_of(error: GpoolError) -> int:
 
 
 def print_error(error: GpoolError) -> None:
-    from gpool.cli.printing import plain
+    from gpool.core.terminal import plain
 
     click.echo(f"gpool: {plain(error.detail)}", err=True)
     if isinstance(error, BadGpuSpec) and error.text and "^" not in error.detail:

@@ -21,8 +21,9 @@ from gpool.cli.command import (
 )
 from gpool.cli.listings import show_node_tasks
 from gpool.cli.main import FAILED
-from gpool.cli.printing import age, emit_json, fields, gib, local_time, plain, table
+from gpool.cli.printing import age, emit_json, fields, gib, local_time, table
 from gpool.core.errors import Forbidden, Invalid, NotFound, NotSignedIn
+from gpool.core.terminal import plain
 
 if TYPE_CHECKING:
     from gpool.client.client import Client

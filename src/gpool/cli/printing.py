@@ -23,6 +23,7 @@ import click
 
 from gpool.core.errors import GpoolError
 from gpool.core.specs import gpu
+from gpool.core.terminal import TerminalText, plain
 
 if TYPE_CHECKING:
     from gpool.client.artifacts import TransferProgress
@@ -31,55 +32,7 @@ if TYPE_CHECKING:
 
 
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:\d\d)")
-_ALLOWED = re.compile(r"\x1b\[[0-9;:]{0,32}m")
-_UNFINISHED = re.compile(r"\x1b(?:\[[0-9;:]{0,32})?\Z")
-_CONTROLS = re.compile(
-    r"\x1b\[[0-9;:]{0,32}m|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f"
-    "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
-)  # the last line: separators and marks that change the direction of what follows
 _JSON_ESCAPED = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-_DIRECTION = re.compile(
-    "[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
-)  # line separators and direction marks
-
-
-class TerminalText:
-    """Filters a task's output: colours, tabs and line ends pass, other control and direction characters are shown.
-
-    A sequence split by the stream is joined first.
-    """
-
-    def __init__(self) -> None:
-        self._held = ""
-
-    def feed(self, text: str) -> str:
-        text = self._held + text
-        cut = _UNFINISHED.search(text)
-        self._held = cut.group() if cut else ""
-        return neutral(text[: cut.start()] if cut else text)
-
-    def flush(self) -> str:
-        held, self._held = self._held, ""
-        return neutral(held)
-
-
-def neutral(text: str) -> str:
-    return _CONTROLS.sub(_shown, text.encode("utf-8", "replace").decode())
-
-
-def plain(text: str) -> str:
-    """Make untrusted text safe in a message: no colours, no overwriting, no change of direction."""
-    return neutral(_DIRECTION.sub("\ufffd", text.replace("\r", " ").replace("\x1b", "\u241b")))
-
-
-def _shown(match: re.Match[str]) -> str:
-    found = match.group()
-    if _ALLOWED.fullmatch(found):
-        return found
-    code = ord(found)
-    if code > 0x9F:
-        return f"<U+{code:04X}>"
-    return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else "\ufffd"
 
 
 class LogPrinter:

@@ -29,9 +29,7 @@ from gpool.cli.printing import (
     emit_json,
     fields,
     local_time,
-    neutral,
     on_stderr,
-    plain,
     print_outcome,
     progress_bar,
     show_documents,
@@ -39,6 +37,7 @@ from gpool.cli.printing import (
 )
 from gpool.core.errors import Forbidden, GpoolError, Invalid
 from gpool.core.specs import gpu
+from gpool.core.terminal import neutral, plain
 
 if TYPE_CHECKING:
     from gpool.cli.command import WaitOutcome

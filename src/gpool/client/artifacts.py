@@ -197,9 +197,9 @@ class Artifacts:
         content = bytearray()
         with self._api.open(path_of(sha256)) as response:
             for piece in response.iter_bytes():
-                content += piece
-                if len(content) > most_bytes:
+                if len(content) + len(piece) > most_bytes:
                     raise TooLarge(f"artifact {sha256} has more than {most_bytes} bytes")
+                content += piece
         return content
 
     def fetch(

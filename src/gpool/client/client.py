@@ -45,7 +45,9 @@ from gpool.client.values import (
     PYTHON,
     Completed,
     Raised,
+    ReadingRules,
     Result,
+    TrustedTeams,
     decode_results,
     decode_submitted,
     dumps_call,
@@ -74,8 +76,13 @@ class Client:
         transport: httpx2.BaseTransport | None = None,
         *,
         patience_s: float = 60.0,
+        trust: Sequence[str] | None = None,
+        max_value: str | int | None = None,
     ) -> None:
-        settings = config.load(url, key)
+        """`trust`: teams, as `team:NAME`, whose members' nodes may send pickles. `max_value`: size of a value from
+        another account's node, `"1GiB"` or bytes. Without them: GPOOL_TRUST, GPOOL_MAX_VALUE, then the profile.
+        """
+        settings = config.load(url, key, trust=trust, max_value=max_value)
         self.url = settings.url
         session = None
         if settings.session_file is not None and not settings.key:
@@ -84,6 +91,8 @@ class Client:
         self.api = ApiTransport(
             settings.address, settings.key, transport, patience_s=patience_s, session=session
         )
+        teams = TrustedTeams(settings.trust, self.api.get_json, self.team_id)
+        self.rules = ReadingRules(settings.max_value_bytes, teams.include_owner_of)
         self.artifacts = Artifacts(self.api)
         self.data = OwnData(self.api)
         self.task = Decorator(lambda: self)
@@ -112,7 +121,12 @@ class Client:
     ) -> Any:
         """Submit one call and wait for its value."""
         result = self._submit_and_wait(task, args, kwargs)
-        value = outcome(result, self.artifacts.get, pickle_requested=task.options.pickle_requested)
+        value = outcome(
+            result,
+            self.artifacts.get,
+            pickle_requested=task.options.pickle_requested,
+            rules=self.rules,
+        )
         if type(value) is Raised:
             raise value.exception
         return value
@@ -164,7 +178,9 @@ class Client:
 
         def value_of(result: Result) -> object:
             echo.show(result)
-            return outcome(result, self.artifacts.get, pickle_requested=pickle_requested)
+            return outcome(
+                result, self.artifacts.get, pickle_requested=pickle_requested, rules=self.rules
+            )
 
         outcomes = mapping.stream(
             self.api,

@@ -1,7 +1,8 @@
-"""Configuration of the client: server, credentials, and the tokens of a sign-in session in a file of mode 0600.
+"""Configuration of the client: server, credentials, rules for results, tokens of a sign-in session in a file of mode 0600.
 
 Users of the file refresh one at a time; the second finds the new tokens there. The new pair is written before its use;
 a refresh with a lost response is repeated with the same token, and the server returns the same successor.
+One file because every setting comes from the same arguments, variables and profile.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ import json
 import os
 import threading
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from gpool.core.errors import Invalid, NotSignedIn
+from gpool.core.errors import BadGpuSpec, Invalid, NotSignedIn
+from gpool.core.specs import gpu
 from gpool.transfer.keys import parse_fingerprint, read_private, write_private
 from gpool.transfer.requests import Address
+from gpool.wire.values import MAX_VALUE_BYTES
 
 EXPIRED = "your session has ended; sign in again with: gpool login"
 
@@ -103,6 +106,7 @@ LOCAL_URL = "http://127.0.0.1:8642"
 """Default address of `gpool up`."""
 
 LOCAL_PROFILE = "local"
+_CREDENTIALS = ("key", "key_file", "session_file")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,8 @@ class ConnectionSettings:
     fingerprint: str | None = None  # pinned server certificate; None: verified by an authority
     plain_http: bool = False  # keys may travel unencrypted
     session_file: Path | None = None  # tokens of a sign-in; a key takes precedence
+    trust: tuple[str, ...] = ()  # teams whose members' nodes may send pickles: `team:NAME`
+    max_value_bytes: int = MAX_VALUE_BYTES  # of a value from another account's node
 
     @property
     def address(self) -> Address:
@@ -146,6 +152,8 @@ def load(
     environ: Mapping[str, str] | None = None,
     directory: Path | None = None,
     profile: str | None = None,
+    trust: Sequence[str] | None = None,
+    max_value: str | int | None = None,
 ) -> ConnectionSettings:
     """Load the settings: arguments, then variables, then ./gpool.toml, then the user's profile.
 
@@ -168,7 +176,13 @@ def load(
     given_print = environ.get("GPOOL_FINGERPRINT") or None
     plain = environ.get("GPOOL_PLAIN_HTTP", "") not in ("", "0")
     found_url = chosen.get("url")
-    if found_url and (not given_url or _same_place(given_url, str(found_url))):
+    is_of_profile = found_url and (not given_url or _same_place(given_url, str(found_url)))
+    own = chosen if is_of_profile else {}
+    trusted = _teams(first_set(trust, environ.get("GPOOL_TRUST"), own.get("trust"), ()))
+    max_bytes = _max_value(
+        first_set(max_value, environ.get("GPOOL_MAX_VALUE"), own.get("max_value"), MAX_VALUE_BYTES)
+    )
+    if is_of_profile:
         return ConnectionSettings(
             _checked_url(given_url or str(found_url)),
             _checked_key(given_key or _key_of(chosen, user_file)),
@@ -176,22 +190,55 @@ def load(
             _print_of(given_print or chosen.get("fingerprint"), user_file),
             plain or chosen.get("plain_http") is True,
             session_file=None if given_key else _session_of(chosen, user_file),
+            trust=trusted,
+            max_value_bytes=max_bytes,
         )
     if not given_url and (joined := _joined_pool(home(environ))) is not None:
-        return replace(joined, key=_checked_key(given_key or ""))
+        key = _checked_key(given_key or "")
+        return replace(joined, key=key, trust=trusted, max_value_bytes=max_bytes)
     return ConnectionSettings(
         _checked_url(given_url or LOCAL_URL),
         _checked_key(given_key or ""),
         "environment",
         _print_of(given_print, user_file),
         plain,
+        trust=trusted,
+        max_value_bytes=max_bytes,
     )
+
+
+def first_set(*given: Any) -> Any:
+    """First that is neither None nor an empty text: argument, variable, profile, default."""
+    return next(one for one in given if one is not None and one != "")
+
+
+def _teams(given: object) -> tuple[str, ...]:
+    words = given if isinstance(given, (list, tuple)) else str(given).split(",")
+    found = tuple(str(word).strip() for word in words)
+    for word in found:
+        if not word.removeprefix("team:") or not word.startswith("team:"):
+            raise Invalid(
+                f"trust (GPOOL_TRUST) holds {word[:60]!r}; write team:NAME, several of them with commas"
+            )
+    return found
+
+
+def _max_value(given: object) -> int:
+    try:
+        size = given if type(given) is int else gpu.parse_bytes(str(given))
+    except BadGpuSpec:
+        size = 0
+    if size < 1:
+        raise Invalid(
+            f"max_value (GPOOL_MAX_VALUE) is {str(given)[:60]!r}; write a size, like 200MB or 1GiB"
+        )
+    return size
 
 
 def _project_profile(file: Path, profiles: Mapping[str, Any], user_file: Path) -> str | None:
     """Profile of the user that the project's file selects; `Invalid` if it tries to name more than that."""
     project = _read(file)
-    for member in ("key", "key_file", "session_file", "fingerprint", "plain_http"):
+    for member in (*_CREDENTIALS, "fingerprint", "plain_http", "trust", "max_value"):
         if member in project:
             raise Invalid(
                 f"{file}: {member!r} may not stand there, since a cloned repository could bring the file along; "
@@ -257,8 +304,10 @@ def save_profile(
     folder: Path | None = None,
     fingerprint: str | None = None,
 ) -> Path:
-    """Select the profile if none is selected."""
-    members = {"url": url, "key_file": str(key_file), "fingerprint": fingerprint}
+    """Select the profile if none is selected; rules for results of a profile with this URL stay."""
+    before = _with_url(name, url, (folder or home()) / "config.toml")
+    kept = {key: value for key, value in before.items() if key in ("trust", "max_value")}
+    members = {**kept, "url": url, "key_file": str(key_file), "fingerprint": fingerprint}
     return _save(name, members, folder, is_chosen=False)
 
 
@@ -271,15 +320,18 @@ def save_sign_in(
     fingerprint: str | None = None,
 ) -> Path:
     """Select the profile; other members of a profile with this URL stay."""
-    file = (folder or home()) / "config.toml"
-    before = _table(_table(_read(file).get("profiles", {}), file).get(name, {}), file)
+    before = _with_url(name, url, (folder or home()) / "config.toml")
     kept = {key: value for key, value in before.items() if key not in ("key", "key_file")}
-    if not _same_place(url, str(before.get("url", ""))):
-        kept = {}
     members = {**kept, "url": url, "session_file": str(session_file)}
     if fingerprint is not None:
         members["fingerprint"] = fingerprint
     return _save(name, members, folder, is_chosen=True)
+
+
+def _with_url(name: str, url: str, file: Path) -> dict[str, Any]:
+    """Profile of this name, empty if it has another URL."""
+    found = _table(_table(_read(file).get("profiles", {}), file).get(name, {}), file)
+    return found if _same_place(url, str(found.get("url", ""))) else {}
 
 
 def _save(

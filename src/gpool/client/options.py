@@ -87,7 +87,7 @@ MEANINGS: Mapping[str, str] = {
     "team": "team that owns the task, by name or id",
     "on": 'owners whose nodes may run it: `"me"`, `"team:NAME"`, `"user:NAME"`, `"anyone"`, several with commas',
     "show_output": "`False`: do not show a function's output on standard error",
-    "results": '`"pickle"`: unpickle values from nodes of other accounts too; functions only',
+    "results": '`"pickle"`: unpickle values from nodes of other accounts too (one team\'s: `GPOOL_TRUST`); functions only',
 }
 """One line per option, for docs/options.md and `help(gpool.task)`."""
 

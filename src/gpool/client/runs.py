@@ -24,6 +24,7 @@ from urllib.parse import quote
 from gpool.client.transport import ApiTransport
 from gpool.client.values import Raised, Result, decode_result, failure, outcome
 from gpool.core.errors import GpoolError, Unreachable
+from gpool.core.terminal import TerminalText, plain
 
 if TYPE_CHECKING:
     from gpool.client.client import Client
@@ -78,6 +79,17 @@ def printed(items: Iterable[dict[str, Any]]) -> Iterator[Printed]:
     for (_, stream), decoder in decoders.items():
         if rest := decoder.decode(b"", final=True):
             yield Printed(cursor, stream, b"", rest)
+
+
+def shown(pieces: Iterable[Printed]) -> Iterator[str]:
+    """Text of the pieces without the control sequences by which a node could write to the caller's terminal."""
+    filters = {"stdout": TerminalText(), "stderr": TerminalText()}
+    for piece in pieces:
+        if text := filters[piece.stream].feed(piece.text):
+            yield text
+    for rest in [held.flush() for held in filters.values()]:
+        if rest:
+            yield rest
 
 
 def pages(api: ApiTransport, task: str, after: int = 0) -> Iterator[dict[str, Any]]:
@@ -234,10 +246,12 @@ class Run:
     @overload
     def logs(self, follow: Literal[True]) -> Iterator[str]: ...
     def logs(self, follow: bool = False) -> str | Iterator[str]:
-        """Output so far (stdout and stderr interleaved); with `follow`, an iterator until the end."""
-        if follow:
-            return (piece.text for piece in self.printed(follow=True))
-        return "".join(piece.text for piece in self.printed())
+        """Output so far (stdout and stderr interleaved); with `follow`, an iterator until the end.
+
+        Text for a terminal: colours pass, other control characters are replaced. `printed` has the bytes as printed.
+        """
+        pieces = shown(self.printed(follow=follow))
+        return pieces if follow else "".join(pieces)
 
     def printed(
         self, *, follow: bool = False, on_progress: OnProgress | None = None
@@ -276,6 +290,7 @@ class Run:
             self._client.artifacts.get,
             pickle_requested=self._pickle_requested,
             is_own_task=self._own,
+            rules=self._client.rules,
         )
         if type(value) is Raised:
             raise value.exception
@@ -291,13 +306,13 @@ class Run:
 
     def explain(self) -> str:
         """One sentence on why the task waits or what it does."""
-        return str(self._client.explain(self.id)["sentence"])
+        return plain(str(self._client.explain(self.id)["sentence"]))
 
     def misfit(self) -> str:
         """Why no node of the pool could ever run the waiting task; empty if one could."""
         found = self._client.explain(self.id)
         can_run = found["status"] != "queued" or found.get("position") is not None
-        return "" if can_run or found.get("code") in TEMPORARY else str(found["sentence"])
+        return "" if can_run or found.get("code") in TEMPORARY else plain(str(found["sentence"]))
 
 
 class OutputEcho:
@@ -315,10 +330,7 @@ class OutputEcho:
             self.line(line)
 
     def line(self, text: str) -> None:
-        shown = "".join(
-            letter if letter.isprintable() or letter == "\t" else "\ufffd" for letter in text
-        )
-        sys.stderr.write(f"[{self._task}] {shown}\n")
+        sys.stderr.write(f"[{self._task}] {plain(text)}\n")
         sys.stderr.flush()
 
     def progress(self, now: TaskProgress) -> None:
@@ -411,7 +423,5 @@ def _explained(client: Client, task: str, document: dict[str, Any]) -> bool:
         sentence = client.explain(task)["sentence"]
     except GpoolError:  # the explanation is optional
         return False
-    # the sentence may hold names other users chose: no control character may reach a terminal
-    shown = "".join(letter if letter.isprintable() else "\ufffd" for letter in sentence)
-    log.warning("task %s waits: %s", task, shown)
+    log.warning("task %s waits: %s", task, plain(sentence))  # it may hold names others chose
     return True

@@ -1,7 +1,7 @@
 """Values that cross the network: functions and arguments pickled, results decoded into values or exceptions.
 
-Results are data (`wire.values`). A pickle is loaded only from the caller's own node or with `results="pickle"`: loading
-runs code chosen by the node's owner.
+Results are data (`wire.values`). A pickle is loaded only from the caller's own node, from one of a trusted team or with
+`results="pickle"`: loading runs code chosen by the node's owner.
 One file because functions, arguments and results cross the network under one set of rules.
 """
 
@@ -15,11 +15,13 @@ import site
 import sys
 import sysconfig
 import threading
+import time
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import quote
 
 import cloudpickle  # type: ignore[import-untyped]
 import msgspec
@@ -30,19 +32,20 @@ from gpool.core.errors import (
     InternalFault,
     Invalid,
     LosesNodes,
+    NotFound,
     TaskFailed,
     TimedOut,
     TooLarge,
     UntrustedResult,
 )
+from gpool.core.specs import gpu
+from gpool.core.terminal import plain, printable
+from gpool.wire.imported_classes import BadValue, MissingClass
 from gpool.wire.values import (
     DATA,
     MAX_VALUE_BYTES,
     NOT_DATA,
-    BadValue,
-    MissingClass,
     decode,
-    printable,
     reason_for_pickle,
 )
 
@@ -219,7 +222,10 @@ class OutputArtifact(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """`wire.documents.ResultDocument`, decoded by msgspec: a map reads thousands per second."""
+    """`wire.documents.ResultDocument`, decoded by msgspec: a map reads thousands per second.
+
+    The node or its owner wrote `error_text` and `node_name`: control characters are replaced here, before any use.
+    """
 
     id: str
     position: int
@@ -235,6 +241,12 @@ class Result(msgspec.Struct, frozen=True):
     node_name: str | None = None
     own_node: bool = False  # an older server does not send it
     printed: bool = False  # it has output
+
+    def __post_init__(self) -> None:
+        if self.error_text:
+            msgspec.structs.force_setattr(self, "error_text", plain(self.error_text))
+        if self.node_name and not self.node_name.isprintable():
+            msgspec.structs.force_setattr(self, "node_name", printable(self.node_name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,20 +284,85 @@ class Raised(msgspec.Struct, frozen=True):
     exception: BaseException
 
 
+class TrustedTeams:
+    """Teams whose members' nodes may send pickles, compared by the ids of users. None is trusted by default.
+
+    Teams and members are read when a pickle arrives and kept for `KEPT_S`: a member who left is not trusted after that.
+    """
+
+    KEPT_S = 30.0
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        get_json: Callable[[str], Any],
+        team_id: Callable[[str], str],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`names`: as `team:NAME`. `team_id`: id of one of the caller's teams; `NotFound` if it is in none of that name."""
+        self.names = tuple(names)
+        self._get_json, self._team_id, self._monotonic = get_json, team_id, monotonic
+        self._lock, self._read_at = threading.Lock(), 0.0
+        self._members: frozenset[str] | None = None
+        self._owners: dict[str, str] = {}
+
+    def include_owner_of(self, node: str | None) -> bool:
+        """Return whether the present owner of the node is a member; a removed node has none."""
+        if not self.names or node is None:
+            return False
+        with self._lock:
+            now = self._monotonic()
+            if self._members is None or now - self._read_at > self.KEPT_S:
+                self._members, self._read_at = self._read_members(), now
+                self._owners.clear()
+            owner = self._owners.get(node)
+            if owner is None:
+                owner = self._owners[node] = self._owner(node)
+            return owner in self._members
+
+    def _read_members(self) -> frozenset[str]:
+        ids = [self._team_id(name.removeprefix("team:")) for name in self.names]
+        pages = [self._get_json(f"/v1/teams/{quote(id_, safe='')}/members") for id_ in ids]
+        return frozenset(str(one["user"]) for page in pages for one in page["items"])
+
+    def _owner(self, node: str) -> str:
+        try:
+            return str(self._get_json(f"/v1/nodes/{quote(node, safe='')}")["owner"])
+        except NotFound:
+            return ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingRules:
+    """Rules for values from nodes of other accounts."""
+
+    max_value_bytes: int = MAX_VALUE_BYTES
+    is_trusted_node: Callable[[str | None], bool] = lambda _: False
+
+
+DEFAULT_RULES = ReadingRules()
+
+
 def outcome(
-    result: Result, fetch: Fetch, *, pickle_requested: bool, is_own_task: bool = True
+    result: Result,
+    fetch: Fetch,
+    *,
+    pickle_requested: bool,
+    is_own_task: bool = True,
+    rules: ReadingRules = DEFAULT_RULES,
 ) -> object:
     """Value or `Raised`.
 
     `pickle_requested`: also load pickles of other accounts' nodes. `is_own_task`: the function is this program's, so
     its pickles may be loaded at all.
     """
-    is_trusted = pickle_requested or (result.own_node and is_own_task)
+    is_own = pickle_requested or (result.own_node and is_own_task)
+    reader = ResultReading(result, fetch, rules, is_own, is_own_task)
     if result.reason == "returned" and result.status == "succeeded":
         try:
-            content = result.value or _fetched(result, fetch, is_trusted)
+            content = reader.content()
             if content[:1] == DATA:
-                return decode(content)
+                return decode(content, filter_errors=not is_own)
             reason, pickled = "", memoryview(content)
             if content[:1] == NOT_DATA:
                 reason, pickled = reason_for_pickle(content)
@@ -293,12 +370,67 @@ def outcome(
             return Raised(_undecodable(result, exc))
         except TaskFailed as exc:  # too large
             return Raised(exc)
-        if not is_trusted:
+        if not reader.is_trusted():
             return Raised(_untrusted(result, reason, is_own_task))
         return loads(pickled)
     if result.reason == "raised":
-        return Raised(_raised(result, fetch, is_trusted))
+        return Raised(_raised(result, reader))
     return Raised(failure(result))
+
+
+class ResultReading(msgspec.Struct, frozen=True):
+    """One result and the rules for it. `is_own`: from the caller's node, or pickles were requested."""
+
+    result: Result
+    fetch: Fetch
+    rules: ReadingRules
+    is_own: bool
+    is_own_task: bool
+
+    def is_trusted(self) -> bool:
+        """Return whether a pickle may be loaded; asks the server about trusted teams, so only where it matters."""
+        return self.is_own or (self.is_own_task and self.rules.is_trusted_node(self.result.node))
+
+    def content(self) -> bytes | bytearray:
+        """Bytes of the value; `TaskFailed` if they are too many."""
+        inline, limit = self.result.value, self.rules.max_value_bytes
+        if inline and (self.is_own or len(inline) <= limit or self.is_trusted()):
+            return inline
+        if inline:
+            raise self._too_large()
+        return self._fetched()
+
+    def _fetched(self) -> bytes | bytearray:
+        result = self.result
+        if not result.value_sha256:
+            raise InternalFault(
+                f"the value of task {result.id} is missing from the server's response"
+            )
+        most_bytes = None if self.is_trusted() else self.rules.max_value_bytes
+        try:
+            content = self.fetch(result.value_sha256, most_bytes)
+        except TooLarge as exc:
+            raise self._too_large() from exc
+        if hashlib.sha256(content).hexdigest() != result.value_sha256:
+            raise InternalFault(
+                f"the value of task {result.id} does not match its hash; fetch it again"
+            )
+        return content
+
+    def _too_large(self) -> TaskFailed:
+        limit = self.rules.max_value_bytes
+        return TaskFailed(
+            f"the value of task {self.result.id}, from {_where(self.result)}, has more than {size_text(limit)}; "
+            "return less per call; or accept more with GPOOL_MAX_VALUE, max_value in the profile or "
+            f"gpool.Client(max_value={gpu.typed_size(4 * limit)!r}), in twice as much memory, and read it again with "
+            f"client.get({self.result.id!r}).result()",
+            id=self.result.id,
+            node=self.result.node,
+        )
+
+
+def size_text(size_bytes: int) -> str:
+    return f"{size_bytes >> 20} MiB" if not size_bytes % (1 << 20) else f"{size_bytes:,} bytes"
 
 
 def _where(result: Result) -> str:
@@ -330,36 +462,20 @@ def _untrusted(result: Result, reason: str, is_own_task: bool) -> Forbidden:
         f"task {result.id} returned {returned} from {_where(result)}. It was not unpickled: unpickling would let "
         "that node's owner run code on this machine. Return numbers, text, lists, dicts, dataclasses, numpy arrays "
         'or torch tensors; or, if you trust the owner, use @gpool.task(results="pickle"), or '
-        f'client.get({result.id!r}, results="pickle") for this value',
+        f'client.get({result.id!r}, results="pickle") for this value; or, if the owner is in a team whose members you '
+        'all trust, gpool.Client(trust=["team:NAME"]) or GPOOL_TRUST=team:NAME',
         id=result.id,
         node=result.node,
     )
 
 
-def _fetched(result: Result, fetch: Fetch, is_trusted: bool) -> bytes | bytearray:
-    if not result.value_sha256:
-        raise InternalFault(f"the value of task {result.id} is missing from the server's response")
-    try:
-        content = fetch(result.value_sha256, None if is_trusted else MAX_VALUE_BYTES)
-    except TooLarge as exc:
-        raise TaskFailed(
-            f"the value of task {result.id}, from {_where(result)}, has more than {MAX_VALUE_BYTES >> 20} MiB; "
-            f'return less per call, or, if you trust the owner, use client.get({result.id!r}, results="pickle")'
-        ) from exc
-    if hashlib.sha256(content).hexdigest() != result.value_sha256:
-        raise InternalFault(
-            f"the value of task {result.id} does not match its hash; fetch it again"
-        )
-    return content
-
-
-def _raised(result: Result, fetch: Fetch, is_trusted: bool) -> BaseException:
+def _raised(result: Result, reader: ResultReading) -> BaseException:
     """The exception, or `TaskFailed` with the text if it cannot be rebuilt; the remote traceback is the cause."""
     exception: object = None
     reason = ""
     try:
         if result.value or result.value_sha256:
-            exception = _exception(result.value or _fetched(result, fetch, is_trusted), is_trusted)
+            exception = _exception(reader)
     except (*PICKLING_ERRORS, EOFError, KeyError, IndexError, BadValue, TaskFailed) as exc:
         reason = f"; its exception could not be rebuilt here: {exc}"
     if not isinstance(exception, Exception) or type(exception) is TaskFailed:
@@ -370,10 +486,11 @@ def _raised(result: Result, fetch: Fetch, is_trusted: bool) -> BaseException:
     return exception
 
 
-def _exception(content: bytes | bytearray, is_trusted: bool) -> object:
+def _exception(reader: ResultReading) -> object:
+    content = reader.content()
     if content[:1] == DATA:
-        return decode(content)
-    return loads(content) if is_trusted else None
+        return decode(content, filter_errors=not reader.is_own)
+    return loads(content) if reader.is_trusted() else None
 
 
 def failure(result: Result) -> TaskFailed:

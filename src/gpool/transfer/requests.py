@@ -33,6 +33,7 @@ from gpool.core.errors import (
 )
 from gpool.core.ids import encode
 from gpool.core.model import MIB
+from gpool.core.terminal import plain
 
 AWAY = frozenset({502, 503, 504})
 """Statuses of a stopping server, or of a proxy whose server is down."""
@@ -157,7 +158,8 @@ def error_from(reply: Reply) -> GpoolError:
     kind = BY_CODE.get(str(document.get("code")), by_status)
     if by_status is Unreachable and kind is not Unreachable:  # the text is a proxy's
         return Unreachable(f"the answer was {reply.status}: the server is away, or starting")
-    detail = str(document.get("detail") or f"the server answered {reply.status}")
+    # the text may hold names that other accounts chose, and ends in the caller's terminal
+    detail = plain(str(document.get("detail") or f"the server answered {reply.status}"))
     if issubclass(kind, BadGpuSpec):
         position = document.get("position", 0)
         return kind(

@@ -17,13 +17,24 @@ import os
 import pathlib
 import re
 import struct
-import sys
-import types
 import uuid
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from gpool.core.errors import TaskFailed
+from gpool.core.terminal import plain, printable
+from gpool.wire.imported_classes import (
+    EXCEPTION_DICT,
+    TYPE_DICT,
+    BadValue,
+    MissingClass,
+    imported_class,
+    imported_module,
+    is_plain_field,
+    new_exception,
+)
 
 DATA, NOT_DATA = b"\x01", b"\x02"
 """First byte of a value sent as data; of a pickle with the reason why it is none. No pickle starts with either."""
@@ -36,10 +47,12 @@ MAX_VALUE_BYTES = 64 * 1024 * 1024
 """Size of a value from a node that is not the caller's."""
 
 MAX_WIDE_TEXT_BYTES = 16 * 1024 * 1024
-"""Text that is not ASCII: it may take four times as much memory."""
+MAX_WIDE_VALUE_BYTES = 48 * 1024 * 1024
+"""Text that is not ASCII, which may take four times as much memory; a quarter of it in a value past this size."""
 
 SEQUENCE_COST, OBJECT_COST = 2, 8  # of a list or tuple; of a dict, set, dataclass, array, path …
 MAX_DIMENSIONS = 32
+MAX_JSON_BYTES = 4096
 MAX_REASON_BYTES = 64 * 1024
 MANY_KEYS = 64
 MAX_EQUAL_HASHES = 32
@@ -50,6 +63,7 @@ _COMPLEX, _DATE = struct.Struct("<dd"), struct.Struct("<HBB")
 _DATETIME, _TIME = struct.Struct("<HBBBBBIB"), struct.Struct("<BBBIB")
 _TIMEDELTA = struct.Struct("<iII")
 _TEXT_AT = 6
+_STR_TAG, _INT_TAG, _FLOAT_TAG = b"sif"
 _FREQUENT: dict[bytes, tuple[struct.Struct | None, int, object]] = {
     b"i": (_INT, 10, None),
     b"f": (_FLOAT, 10, None),
@@ -70,26 +84,23 @@ TENSOR_TYPES = frozenset(
 FACTORIES = (None, int, float, str, bool, bytes, list, tuple, dict, set)
 
 
-class BadValue(Exception):
-    """The bytes are not a value in this format, exceed a limit, or name a class that is not imported here."""
+def decode(content: bytes | bytearray, *, filter_errors: bool = True) -> Any:
+    """Decode a value whose first byte is `DATA`; `BadValue` says what is wrong with it.
 
-
-class MissingClass(BadValue):
-    """The value needs a class or module that this program has not imported."""
-
-
-def decode(content: bytes | bytearray) -> Any:
-    """Decode a value whose first byte is `DATA`; `BadValue` says what is wrong with it."""
+    `filter_errors`: replace control characters in the texts of exceptions, which end in the caller's terminal.
+    """
     frequent = _FREQUENT.get(bytes(content[1:2]))
     if frequent is not None:
         form, size, value = frequent
         if len(content) == size:
             return value if form is None else form.unpack_from(content, 2)[0]
+    elif content[1:2] in (b"j", b"k"):
+        return _small_json(content)
     elif content[1:2] == b"s" and len(content) < _DIRECT_TEXT_BYTES:
         text = bytes(content[_TEXT_AT:])
         if _COUNT.pack(len(text)) == content[2:_TEXT_AT] and text.isascii():
             return text.decode("ascii")
-    decoder = Decoder(content)
+    decoder = Decoder(content, filter_errors)
     try:
         value = decoder.value(0)
     except BadValue:
@@ -103,6 +114,29 @@ def decode(content: bytes | bytearray) -> Any:
     if decoder.at != len(content):
         raise BadValue(f"{len(content) - decoder.at} bytes follow its end")
     return value
+
+
+def _small_json(content: bytes | bytearray) -> Any:
+    """Decode a small plain dict or list (`j`) or tuple (`k`), sent as JSON.
+
+    No more levels than opening brackets; the objects of so few bytes are far below `MAX_OBJECTS`.
+    """
+    if len(content) > 2 + MAX_JSON_BYTES:
+        raise BadValue(f"it has {len(content) - 2:,} bytes of JSON; {MAX_JSON_BYTES:,} are allowed")
+    if content.count(b"[") + content.count(b"{") > MAX_DEPTH:
+        raise BadValue(f"it has JSON of more than {MAX_DEPTH} brackets")
+    try:
+        found = _from_json(content[2:])
+    except (ValueError, RecursionError) as exc:
+        raise BadValue(f"it holds JSON that is wrong ({printable(str(exc))})") from exc
+    if type(found) is list:
+        return tuple(found) if content[1] == ord("k") else found
+    if type(found) is not dict or content[1] == ord("k"):
+        raise BadValue(f"it has a {type(found).__name__} as JSON where a container must be")
+    return found
+
+
+_from_json = msgspec.json.Decoder().decode
 
 
 def reason_for_pickle(content: bytes | bytearray) -> tuple[str, memoryview]:
@@ -120,13 +154,25 @@ def reason_for_pickle(content: bytes | bytearray) -> tuple[str, memoryview]:
 class Decoder:
     """Position and remaining limits of one value. Each limit is checked before memory is allocated for it."""
 
-    __slots__ = ("at", "classes", "data", "end", "left", "view", "wide_left")
+    __slots__ = (
+        "at",
+        "classes",
+        "data",
+        "end",
+        "filters_errors",
+        "in_error",
+        "left",
+        "view",
+        "wide_left",
+    )
 
-    def __init__(self, data: bytes | bytearray) -> None:
+    def __init__(self, data: bytes | bytearray, filters_errors: bool) -> None:
+        self.filters_errors, self.in_error = filters_errors, False
         self.data, self.view = data, memoryview(data)
         self.at, self.end = 1, len(data)
         self.left = MAX_OBJECTS
-        self.wide_left = MAX_WIDE_TEXT_BYTES
+        is_large = self.end > MAX_WIDE_VALUE_BYTES
+        self.wide_left = MAX_WIDE_TEXT_BYTES // 4 if is_large else MAX_WIDE_TEXT_BYTES
         self.classes: list[tuple[type | None, str, tuple[str, ...]]] = []
 
     def value(self, depth: int) -> Any:
@@ -170,6 +216,8 @@ class Decoder:
 
     def text(self) -> str:
         data = self.buffer()
+        if self.in_error:
+            return self.error_text(data)
         if len(data) < _DIRECT_TEXT_BYTES:
             short = bytes(data)
             if short.isascii():
@@ -179,12 +227,18 @@ class Decoder:
                 return str(data, "ascii")
             except UnicodeDecodeError:
                 pass
-        self.wide_left -= len(data)
-        if self.wide_left < 0:
-            raise BadValue(
-                f"it has more than {MAX_WIDE_TEXT_BYTES >> 20} MiB of text that is not ASCII"
-            )
+        self.spend_wide(len(data))
         return str(data, "utf-8", "surrogatepass")
+
+    def error_text(self, data: memoryview) -> str:
+        """Replace control characters. It counts three times as wide text: a wide copy is made beside the first."""
+        self.spend_wide(3 * len(data))
+        return plain(str(data, "utf-8", "surrogatepass"))
+
+    def spend_wide(self, size_bytes: int) -> None:
+        self.wide_left -= size_bytes
+        if self.wide_left < 0:
+            raise BadValue("it has too much text that is not ASCII or in exceptions for its size")
 
     def tagged(self, kind: type, depth: int) -> Any:
         """Read a value that must have this type."""
@@ -194,10 +248,38 @@ class Decoder:
         return found
 
     def sequence(self, cost: int, depth: int) -> list[Any]:
-        return [self.value(depth + 1) for _ in self.items(cost, depth)]
+        return self.values(len(self.items(cost, depth)), depth + 1)
+
+    def values(self, count: int, depth: int) -> list[Any]:
+        """Read so many values; the frequent ones without a call each."""
+        data, end, at, found = self.data, self.end, self.at, list[Any]()
+        add = found.append
+        for _ in range(count):
+            tag = data[at]
+            if tag == _STR_TAG and not self.in_error:
+                start = at + 5
+                at = start + _COUNT.unpack_from(data, at + 1)[0]
+                short = data[start:at] if at - start < _DIRECT_TEXT_BYTES else b"\xff"
+                if at <= end and short.isascii():
+                    add(short.decode("ascii"))
+                else:
+                    self.at = start - 4
+                    add(self.text())
+            elif tag == _INT_TAG:
+                add(_INT.unpack_from(data, at + 1)[0])
+                at += 9
+            elif tag == _FLOAT_TAG:
+                add(_FLOAT.unpack_from(data, at + 1)[0])
+                at += 9
+            else:
+                self.at = at
+                add(self.value(depth))
+                at = self.at
+        self.at = at
+        return found
 
     def keyed(self, depth: int) -> dict[Any, Any]:
-        found = [self.value(depth + 1) for _ in self.items(OBJECT_COST, depth, 2)]
+        found = self.values(len(self.items(OBJECT_COST, depth, 2)), depth + 1)
         keys = found[::2]
         refuse_collisions(keys)
         return dict(zip(keys, found[1::2], strict=True))
@@ -226,32 +308,6 @@ class Decoder:
                 f"import {printable(module)} before you read the value"
             )
         return cls, fields
-
-
-def printable(text: str) -> str:
-    """Names come from the node: no control character of them may reach a terminal."""
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text[:200])
-
-
-def imported_class(module: str, name: str) -> type | None:
-    """Look the class up among what is imported; runs neither imports nor `__getattr__` of a module."""
-    found: Any = sys.modules.get(module)
-    if not issubclass(type(found), types.ModuleType):
-        return None
-    names: Any = _MODULE_DICT(found)
-    for part in name.split("."):
-        found = names.get(part)
-        if not issubclass(type(found), type):
-            return None
-        names = _TYPE_DICT(found)
-    assert isinstance(found, type)
-    return found
-
-
-_MODULE_DICT = vars(types.ModuleType)["__dict__"].__get__
-_TYPE_DICT = type.__dict__["__dict__"].__get__
-_EXCEPTION_DICT = BaseException.__dict__["__dict__"].__get__
-_SET_ARGUMENTS = BaseException.__dict__["args"].__set__
 
 
 def refuse_collisions(keys: list[Any]) -> None:
@@ -370,7 +426,7 @@ def _member(decoder: Decoder, depth: int) -> enum.Enum:
     name = decoder.tagged(str, depth)
     if not isinstance(cls, enum.EnumMeta):
         raise BadValue(f"it says that {cls.__qualname__} is an enumeration")
-    member = _TYPE_DICT(cls)["_member_map_"].get(name)
+    member = TYPE_DICT(cls)["_member_map_"].get(name)
     if not isinstance(member, enum.Enum):
         raise BadValue(f"it has a member {printable(name)!r}, which {cls.__qualname__} has not")
     return member
@@ -380,7 +436,7 @@ def _named_tuple(decoder: Decoder, depth: int) -> Any:
     decoder.spend(OBJECT_COST, depth)
     cls, _ = decoder.known_class()
     values = decoder.tagged(tuple, depth)
-    fields = _TYPE_DICT(cls).get("_fields")
+    fields = TYPE_DICT(cls).get("_fields")
     if cls.__bases__ != (tuple,) or type(fields) is not tuple or len(fields) != len(values):
         raise BadValue(f"it says that {cls.__qualname__} is a named tuple of {len(values)} fields")
     return tuple.__new__(cls, values)
@@ -390,7 +446,7 @@ def _dataclass(decoder: Decoder, depth: int) -> Any:
     decoder.spend(OBJECT_COST, depth)
     cls, names = decoder.known_class()
     values = decoder.tagged(tuple, depth)
-    if type(_TYPE_DICT(cls).get("__dataclass_fields__")) is not dict or hasattr(cls, "__del__"):
+    if type(TYPE_DICT(cls).get("__dataclass_fields__")) is not dict or hasattr(cls, "__del__"):
         raise BadValue(f"it says that {cls.__qualname__} is a dataclass without __del__")
     expected = {field.name for field in dataclasses.fields(cls)}
     if set(names) != expected or len(names) != len(expected) or len(values) != len(names):
@@ -406,16 +462,6 @@ def _dataclass(decoder: Decoder, depth: int) -> Any:
     return found
 
 
-def is_plain_field(cls: type, name: str) -> bool:
-    """Return whether setting the field only stores the value: in the instance's dict, or in a slot."""
-    for base in cls.__mro__:
-        names = _TYPE_DICT(base)
-        if name in names:
-            kind = type(names[name])
-            return kind is types.MemberDescriptorType or not hasattr(kind, "__set__")
-    return True
-
-
 def _exception(decoder: Decoder, depth: int) -> Exception:
     """Rebuild an exception; a class that is not imported here, or is no `Exception`, becomes `TaskFailed`."""
     decoder.spend(OBJECT_COST, depth)
@@ -429,43 +475,22 @@ def _unknown_exception(decoder: Decoder, depth: int) -> Exception:
 
 
 def _rebuilt(decoder: Decoder, depth: int, cls: type | None, name: str) -> Exception:
+    is_nested, decoder.in_error = decoder.in_error, decoder.filters_errors
     message = decoder.tagged(str, depth)
     arguments, attributes = decoder.value(depth + 1), decoder.tagged(dict, depth + 1)
+    decoder.in_error = is_nested
     if arguments is None:
         arguments = (message,)
     if type(arguments) is not tuple or any(type(key) is not str for key in attributes):
         raise BadValue("it has an exception without arguments")
     exception = None
     if cls is not None and issubclass(cls, Exception) and not hasattr(cls, "__del__"):
-        exception = _new_exception(cls, arguments)
+        exception = new_exception(cls, arguments)
     if exception is None:
         short = printable(name)
         return TaskFailed(f"{short}: {message}" if message else short)
-    _EXCEPTION_DICT(exception).update(attributes)
+    EXCEPTION_DICT(exception).update(attributes)
     return exception
-
-
-_SCALARS = frozenset({type(None), bool, int, float, str, bytes})
-
-
-def _new_exception(cls: type[Exception], arguments: tuple[Any, ...]) -> Exception | None:
-    """Create it by the C code of a built-in base; the class's own `__new__` and `__init__` are not called."""
-    is_group = issubclass(cls, BaseExceptionGroup)
-    is_plain = is_group or all(type(argument) in _SCALARS for argument in arguments)
-    for base in cls.__mro__:
-        if base.__module__ != "builtins" or not issubclass(base, BaseException):
-            continue
-        for given in (arguments, ()) if is_plain else ((),):
-            try:
-                made: Any = base.__new__(cls, *given)
-                base.__init__(made, *given)  # sets errno, reason …
-            except (TypeError, ValueError):
-                continue
-            if not given:
-                _SET_ARGUMENTS(made, arguments)
-            assert isinstance(made, Exception)
-            return made
-    return None
 
 
 def _shape(decoder: Decoder) -> tuple[bool, tuple[int, ...]]:
@@ -487,18 +512,9 @@ def _bytes_of(decoder: Decoder, shape: tuple[int, ...], item_bytes: int) -> memo
     return data
 
 
-def _imported(module: str, thing: str) -> Any:
-    found = sys.modules.get(module)
-    if found is None:
-        raise MissingClass(
-            f"it has a {thing}, and this program has not imported {module}; import it before you read the value"
-        )
-    return found
-
-
 def _array(decoder: Decoder, depth: int, *, is_scalar: bool = False) -> Any:
     decoder.spend(OBJECT_COST, depth)
-    numpy = _imported("numpy", "numpy array or number")
+    numpy = imported_module("numpy", "numpy array or number")
     kind = decoder.text()
     if not _ARRAY_TYPE.fullmatch(kind):
         raise BadValue(f"it has an array of type {printable(kind)!r}")
@@ -514,7 +530,7 @@ def _array(decoder: Decoder, depth: int, *, is_scalar: bool = False) -> Any:
 
 def _tensor(decoder: Decoder, depth: int) -> Any:
     decoder.spend(OBJECT_COST, depth)
-    torch = _imported("torch", "torch tensor")
+    torch = imported_module("torch", "torch tensor")
     kind = decoder.text()
     if kind not in TENSOR_TYPES or not hasattr(torch, kind):
         raise BadValue(f"it has a tensor of type {printable(kind)!r}")

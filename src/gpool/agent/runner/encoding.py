@@ -1,6 +1,7 @@
 """Encoder of function results as data (format: decision 0019). Stdlib only; loaded by `serve.py`, inside the sandbox.
 
 numpy and torch are used only if the function has imported them. `wire.values` decodes; it must agree on every tag.
+One file because the runner loads it by its path, beside `serve.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import enum
 import struct
 import sys
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 # As in wire/values.py; tests/wire/test_values.py compares the two.
@@ -19,8 +21,10 @@ DATA, NOT_DATA = b"\x01", b"\x02"
 MAX_OBJECTS = 1 << 20
 MAX_DEPTH = 100
 MAX_WIDE_TEXT_BYTES = 16 * 1024 * 1024
+MAX_WIDE_VALUE_BYTES = 48 * 1024 * 1024
 SEQUENCE_COST, OBJECT_COST = 2, 8
 MAX_DIMENSIONS = 32
+MAX_JSON_BYTES = 4096
 
 MAX_LENGTH = 0xFFFFFFFF
 MAX_TEXT_BYTES = 64 * 1024  # of an exception's message, and of the reason for a pickle
@@ -46,12 +50,31 @@ FACTORIES = (None, int, float, str, bool, bytes, list, tuple, dict, set)
 """Factories a defaultdict may have, by position."""
 
 
+to_json: Any = None
+try:
+    import _json  # the C part of json, without the import of json: a sandbox may live for one call
+
+    to_json = _json.make_encoder(
+        None, repr, _json.encode_basestring, None, ":", ",", False, False, False
+    )
+    if "".join(to_json({"é": [1, None]}, 0)) != '{"é":[1,null]}':
+        to_json = None
+except (
+    ImportError,
+    AttributeError,
+    TypeError,
+):  # another Python: everything has a form without JSON
+    to_json = None
+
+
 class Untransferable(Exception):
     """The value cannot be sent as data; the text names its type or the exceeded limit."""
 
 
 def encode(value: object, pickled: Callable[[object], bytes]) -> bytes:
     """Encode as data; a value that cannot be is pickled, and marked with the reason."""
+    if type(value) in SMALL_KINDS and (small := small_json(value)):
+        return small
     try:
         return Encoder().encoded(value)
     except Untransferable as refused:
@@ -60,6 +83,57 @@ def encode(value: object, pickled: Callable[[object], bytes]) -> bytes:
         reason = "a value nested too deeply"
     text = reason.encode("utf-8", "replace")[:MAX_TEXT_BYTES]
     return b"".join((NOT_DATA, COUNT.pack(len(text)), text, pickled(value)))
+
+
+def small_json(value: Any) -> bytes:
+    """Encode a small dict, list or tuple of plain values as JSON, which is decoded in C; empty if the value is another.
+
+    Exact types only: JSON would turn a tuple inside, a key that is no text or a subclass into something else.
+    """
+    is_tuple = type(value) is tuple
+    try:
+        if to_json is None or json_room(value, MAX_JSON_BYTES) < 0:
+            return b""
+        text = "".join(to_json(list(value) if is_tuple else value, 0))
+        sent = text.encode()
+    except (ValueError, RecursionError):  # a NaN, an infinity, a lone surrogate
+        return b""
+    if len(sent) > MAX_JSON_BYTES or text.count("[") + text.count("{") > MAX_DEPTH:
+        return b""
+    return DATA + (b"k" if is_tuple else b"j") + sent
+
+
+def json_room(value: Any, room: int) -> int:
+    """Estimate the characters left of `room`; negative: not a small plain value, a cycle, or numbers better packed."""
+    items = value
+    if type(value) is dict:
+        for key in value:
+            if type(key) is not str:
+                return -1
+            room -= len(key)
+        items = value.values()
+    elif len(value) > 16 and type(value[0]) in (int, float):
+        return -1
+    room -= 4 * (len(value) + 1)
+    if room < 0:
+        return -1
+    for item in items:
+        kind = type(item)
+        if kind is str:
+            room -= len(item)
+        elif kind is int:
+            if not -INT64 <= item < INT64:
+                return -1
+        elif kind is dict or kind is list:
+            room = json_room(item, room - MAX_JSON_BYTES // MAX_DEPTH)
+            if room < 0:
+                return -1
+        elif kind is not float and item is not None and kind is not bool:
+            return -1
+    return room
+
+
+SMALL_KINDS = frozenset({dict, list, tuple})
 
 
 def encode_exception(failure: BaseException) -> bytes:
@@ -75,9 +149,13 @@ class Encoder:
         self.left = MAX_OBJECTS
         self.wide_left = MAX_WIDE_TEXT_BYTES
         self.classes: dict[type, int] = {}
+        self.in_error = False
 
     def encoded(self, value: object) -> bytes:
         self.write(value, 0)
+        used = MAX_WIDE_TEXT_BYTES - self.wide_left
+        if used > MAX_WIDE_TEXT_BYTES // 4 and sum(map(len, self.parts)) > MAX_WIDE_VALUE_BYTES:
+            raise Untransferable(f"{used >> 20} MiB of text that is not ASCII in a large value")
         return b"".join(self.parts)
 
     def write(self, value: Any, depth: int) -> None:
@@ -105,11 +183,11 @@ class Encoder:
 
     def write_text(self, text: str, tag: bytes = b"s") -> None:
         data = text.encode("utf-8", "surrogatepass")
-        if not text.isascii():
-            self.wide_left -= len(data)
+        if self.in_error or not text.isascii():
+            self.wide_left -= 3 * len(data) if self.in_error else len(data)
             if self.wide_left < 0:
                 raise Untransferable(
-                    f"more than {MAX_WIDE_TEXT_BYTES >> 20} MiB of text that is not ASCII"
+                    f"more than {MAX_WIDE_TEXT_BYTES >> 20} MiB of text that is not ASCII or in exceptions"
                 )
         self.write_bytes(tag, data)
 
@@ -119,19 +197,27 @@ class Encoder:
         self.write_each(items, depth + 1)
 
     def write_each(self, items: Iterable[Any], depth: int) -> None:
-        writers = WRITERS
+        writers, add = WRITERS, self.parts.append
         for item in items:
-            writer = writers.get(type(item))
-            if writer is not None:
-                writer(self, item, depth)
+            kind = type(item)
+            if kind is float:
+                add(TAGGED_FLOAT.pack(b"f", item))
+            elif kind is int and -INT64 <= item < INT64:
+                add(TAGGED_INT.pack(b"i", item))
+            elif kind is str and not self.in_error and item.isascii():
+                add(TAGGED_COUNT.pack(b"s", len(item)))
+                add(item.encode("ascii"))
             else:
-                self.write_object(item, depth)
+                writer = writers.get(kind)
+                if writer is not None:
+                    writer(self, item, depth)
+                else:
+                    self.write_object(item, depth)
 
     def write_pairs(self, tag: bytes, pairs: Any, depth: int) -> None:
         self.spend(OBJECT_COST + 2 * len(pairs), depth)
         self.write_count(tag, len(pairs))
-        for pair in pairs.items():
-            self.write_each(pair, depth + 1)
+        self.write_each(chain.from_iterable(pairs.items()), depth + 1)
 
     def write_class(self, tag: bytes, cls: type, names: Iterable[str] = ()) -> None:
         """Write the class by number; at its first occurrence also its module, name and fields."""
@@ -192,6 +278,7 @@ class Encoder:
 
     def write_exception(self, failure: BaseException, depth: int) -> None:
         """Class, message, arguments (None if they are not data), attributes that are data."""
+        is_nested, self.in_error = self.in_error, True
         try:
             message = str(failure)[:MAX_TEXT_BYTES]
         except Exception:  # noqa: BLE001 - `__str__` is user code
@@ -212,6 +299,7 @@ class Encoder:
         }
         if not self.attempt(lambda: self.write_pairs(b"d", attributes, depth + 1)):
             self.parts.append(TAGGED_COUNT.pack(b"d", 0))
+        self.in_error = is_nested
 
     def is_data(self, value: object, depth: int) -> bool:
         trial = Encoder()

@@ -19,9 +19,10 @@ from gpool.cli.command import (
     team_id,
     user_id,
 )
-from gpool.cli.printing import emit_json, fields, local_time, plain, table
+from gpool.cli.printing import emit_json, fields, local_time, table
 from gpool.client.times import moment, now
 from gpool.core.errors import Invalid, NotFound
+from gpool.core.terminal import plain
 
 if TYPE_CHECKING:
     from gpool.client.client import Client
