@@ -39,11 +39,12 @@ def test_a_gpu_is_kept_back_until_it_passes_and_again_when_it_fails(pool: Pool) 
     assert kept_back(pool, other) == set()  # another node's, whatever its uuid
     pool.write(gpu_verification.judge(box, "G1", GpuVerdict.WRONG_PRODUCT, at))
     assert kept_back(pool, box) == {0, 1}
-    first, second = pool.read(gpu_verification.records(box))
+    first, second = pool.read(gpu_verification.records([box]))
     assert (first.verdict, first.unproven) == (None, "its trial comes")
     assert (second.verdict, second.judged_at) == (GpuVerdict.WRONG_PRODUCT, at)
     assert "wrong results" in str(second.unproven)
-    assert len(pool.read(gpu_verification.records())) == 3
+    assert len(pool.read(gpu_verification.records([other, box]))) == 3
+    assert pool.read(gpu_verification.records([])) == ()
 
 
 def test_an_unproven_gpu_is_no_dispute_between_owners(pool: Pool) -> None:
@@ -62,7 +63,7 @@ def test_what_was_measured_stays_with_the_gpu(pool: Pool) -> None:
     pool.write(gpu_verification.note_measured(box, "G1", '{"fp32_gigaflops":1}'))
     offer = pool.read(nodes.node(box)).node.offer
     pool.write(nodes.greet(box, offer, [next(pool.numbers), next(pool.numbers)], pool.now()))
-    assert [each.measured for each in pool.read(gpu_verification.records(box))] == [
+    assert [each.measured for each in pool.read(gpu_verification.records([box]))] == [
         None,
         '{"fp32_gigaflops":1}',
     ]

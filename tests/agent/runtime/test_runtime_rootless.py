@@ -11,7 +11,7 @@ import pytest
 from tests.tools import unprivileged
 
 CODE = r"""
-import asyncio, json, os, pickle, sys
+import asyncio, fcntl, json, os, pickle, sys
 from dataclasses import replace
 from pathlib import Path
 from gpool.agent.runtime.bubblewrap import seccomp
@@ -61,6 +61,27 @@ async def main():
         ran = await command(runtime, *argv, limits=limits)
         return (ran.out + ran.err).decode()
     found["who"] = await out("id", "-u")
+    inside = seccomp.perl()
+    for name, argv in (("locked", ()), ("bound", ("--unshare-pid", "--die-with-parent", "--ro-bind", "/", "/"))):
+        held = ("sh", "-c", f"exec 9< {inside}; flock -n -x 9 && echo locked && exec sleep 1000")
+        if name == "bound":  # the control: a bind mount
+            process = await asyncio.create_subprocess_exec(runtime._bwrap, *argv, *held, stdout=-1)
+            assert await process.stdout.readline() == b"locked\n"
+        else:
+            sandbox = await runtime.start_command(CommandJob(held, (), (), (), LIMITS))
+            assert await anext(sandbox.output()) == (1, b"locked\n")
+        with open(inside) as host:
+            try:
+                fcntl.flock(host, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                found[name] = False
+            except BlockingIOError:
+                found[name] = True
+        if name == "bound":
+            process.kill()
+            await process.wait()
+        else:
+            await sandbox.kill()
+            await sandbox.remove()
     found["forks"] = int(await out("python", "-c", FORKS, limits=SMALL))
     found["eaten"] = int(await out("python", "-c", EAT, limits=SMALL))
     found["proc"] = await out("sh", "-c", "echo 1 > /proc/self/oom_score_adj")
@@ -133,6 +154,10 @@ def test_disk_and_inodes_end_at_the_limit(found: dict[str, Any]) -> None:
 def test_the_host_is_out_of_sight(found: dict[str, Any]) -> None:
     assert "No such file" in found["outside"]
     assert "/root" in found["host"].partition("cannot access")[2]
+
+
+def test_a_lock_reaches_the_host_through_a_bind_mount_only(found: dict[str, Any]) -> None:
+    assert (found["locked"], found["bound"]) == (False, True)
 
 
 def test_the_walls_stand(found: dict[str, Any]) -> None:

@@ -76,6 +76,17 @@ class WorkDirectory:
         path.write_text(text)
         path.chmod(0o644)
 
+    def copy_aside(self, name: str, source: Path) -> Path:
+        """Copy a program of the agent for this sandbox alone: locks on a copy reach nobody else."""
+        target = self.root / name
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copyfile(source, target)
+        for path in (target, *target.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        return target
+
     def collect(self, wanted: Sequence[str], into: Path, quota_bytes: int) -> list[OutputFile]:
         collector = _Collector(self.uid, into, quota_bytes)
         with opened(self.work, None) as top:

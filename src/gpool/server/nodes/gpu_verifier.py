@@ -2,6 +2,7 @@
 
 GPUs that could be one device under two names are verified simultaneously. A GPU is withheld until it has passed; after
 a timeout it may try again, after a wrong answer only if its node joins again or an operator admits it.
+One file because the selection excludes the verifications and measurements in progress.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 from random import Random, SystemRandom
 from typing import TypeVar
 
@@ -64,6 +66,8 @@ TRIES = 3
 AGAIN_AFTER = Span(600_000_000)
 """Time after which a GPU that failed is verified again, when its node connects."""
 SELECT_EVERY = Span(5_000_000)
+MAX_NODES = 64
+"""Connected nodes whose GPUs one selection reads, by id and in turn, besides new nodes and those with a withheld GPU."""
 MEASURED_WITHIN = Span(60_000_000)
 """A verification waits no longer for a measurement."""
 
@@ -124,6 +128,9 @@ class GpuVerifier:
         self._measuring: dict[tuple[NodeId, str], Instant] = {}  # since when
         self._measured: set[tuple[NodeId, str]] = set()  # or unable; asked once in a connection
         self._selected_at = Instant(0)
+        self._attended: set[NodeId] = set()
+        """Nodes read by every selection: new ones and those with a withheld GPU, which must meet in one batch."""
+        self._read_to = NodeId(0)  # id of the last node that was read in turn
 
     @property
     def verifies(self) -> bool:
@@ -134,11 +141,12 @@ class GpuVerifier:
         node = row.node.id
         self._measuring = {key: at for key, at in self._measuring.items() if key[0] != node}
         self._measured = {key for key in self._measured if key[0] != node}
+        self._attended.add(node)
         if not self._wanted.examine or not row.node.offer.gpus:
             return row
         devices = {gpu.uuid: gpu for gpu in row.node.offer.gpus}
         now = self._now()
-        for record in await self._store.read(gpus.records(row.node.id)):
+        for record in await self._store.read(gpus.records([row.node.id])):
             gpu = devices.get(record.uuid)
             if gpu is not None and gpu.simulated and record.verdict is not GpuVerdict.SIMULATED:
                 done = gpus.judge(row.node.id, record.uuid, GpuVerdict.SIMULATED, now)
@@ -268,13 +276,27 @@ class GpuVerifier:
             or not self._picture.nodes.connections
         ):
             return
-        records = await self._store.read(gpus.records())
+        connected = {connection.node for connection in self._picture.nodes.connections}
+        page = self._next_page(connected)
+        attended = self._attended & connected
+        # A node is admitted before it counts as connected: it is read once it is.
+        self._attended = (self._attended - attended) & self._picture.state.nodes.keys()
+        records = await self._store.read(gpus.records(attended | page))
+        self._attended |= {each.node for each in records if each.unproven == WAITS}
         if self._wanted.measure:
             self._measure(records, now)
         if self._wanted.examine:
-            await self._withhold_some(records)
+            rounds = -(-len(connected) // MAX_NODES)
+            await self._withhold_some([each for each in records if each.node in page], rounds)
             for group in _grouped(self._candidates(records, now)):
                 self._begin(group, now)
+
+    def _next_page(self, connected: set[NodeId]) -> set[NodeId]:
+        """Return the next nodes by id; after the last one the first follows."""
+        later = nsmallest(MAX_NODES, (node for node in connected if node > self._read_to))
+        page = later or nsmallest(MAX_NODES, connected)
+        self._read_to = page[-1]
+        return set(page)
 
     def _measure(self, records: Iterable[GpuVerificationRecord], now: Instant) -> None:
         under_verification = self._under_verification()
@@ -301,8 +323,9 @@ class GpuVerifier:
             text = msgspec.json.encode(frame.measured).decode()
             await self._write(gpus.note_measured(node, frame.uuid, text))
 
-    async def _withhold_some(self, records: Iterable[GpuVerificationRecord]) -> None:
-        chance = SELECT_EVERY / self._wanted.again_every
+    async def _withhold_some(self, records: Iterable[GpuVerificationRecord], rounds: int) -> None:
+        """Withhold GPUs at random for another verification; each is considered once in so many rounds."""
+        chance = rounds * SELECT_EVERY / self._wanted.again_every
         for record in records:
             if record.verdict is not GpuVerdict.PASSED or self._random.random() >= chance:
                 continue
@@ -310,6 +333,7 @@ class GpuVerifier:
                 kept = gpus.keep_back(record.node, [record.uuid], WAITS)
                 row = await self._write(kept)
                 if row is not None:
+                    self._attended.add(record.node)
                     self._picture.node_changed(row.node)
 
     def _under_verification(self) -> set[tuple[NodeId, str]]:

@@ -20,11 +20,11 @@ from gpool.server.wakeups import Wake
 
 EVERY_S = 60.0
 WRITE_EVERY = Span(600 * SECOND)
-READ_EVERY = Span(300 * SECOND)
-"""Interval of reading GPU measurements and verdicts, which seldom change."""
+READ_ROUNDS = 5
+"""Rounds in which the GPU measurements and verdicts of all nodes are read once: they seldom change."""
 MAX_GIGAFLOPS = 10_000_000
 """Of one GPU, several times the fastest there is; a higher claim counts as 0."""
-MAX_ROWS = 500  # of one write, so that other writes are not delayed
+MAX_ROWS = 500  # nodes of one read or write, so that others are not delayed
 
 
 class UpdateReliability:
@@ -36,16 +36,15 @@ class UpdateReliability:
         self._server = server
         self._records: dict[NodeId, ReliabilityRecord] | None = None  # None: not yet read
         self._unwritten: set[NodeId] = set()
-        self._ran_at = self._wrote_at = self._read_at = Instant(0)
+        self._ran_at = self._wrote_at = Instant(0)
+        self._unread: list[NodeId] | None = None  # nodes of this turn; None: nothing was read yet
         self._verified: dict[NodeId, tuple[bool, int]] = {}
 
     async def run_once(self, now: Instant) -> None:
         if self._records is None:
             self._records = dict(await self._server.store.read(node_pages.reliability_records()))
             self._ran_at = self._wrote_at = now
-        if now - self._read_at >= READ_EVERY or not self._read_at:
-            self._verified = _verified(await self._server.store.read(gpu_verification.records()))
-            self._read_at = now
+        await self._read_some()
         passed, self._ran_at = Span(max(0, now - self._ran_at)), now
         if passed > 10 * EVERY_S * SECOND:  # the loop did not run: nobody knows which nodes were up
             passed = Span(0)
@@ -53,6 +52,22 @@ class UpdateReliability:
         if is_urgent or now - self._wrote_at >= WRITE_EVERY:
             self._wrote_at = now
             await self._write(self._records)
+
+    async def _read_some(self) -> None:
+        """Read the GPUs of the next nodes; of all nodes at the first time."""
+        known = self._server.picture.state.nodes
+        share = len(known) if self._unread is None else -(-len(known) // READ_ROUNDS)
+        if not self._unread:
+            self._unread = sorted(known, reverse=True)
+            self._verified = {id_: each for id_, each in self._verified.items() if id_ in known}
+        while share > 0 and self._unread:
+            some = self._unread[-min(share, MAX_ROWS) :]
+            del self._unread[-len(some) :]
+            share -= len(some)
+            found = _verified(await self._server.store.read(gpu_verification.records(some)))
+            for id_ in some:
+                self._verified.pop(id_, None)
+            self._verified |= found
 
     def _count(self, records: dict[NodeId, ReliabilityRecord], passed: Span, now: Instant) -> bool:
         server = self._server

@@ -6,8 +6,9 @@ sandbox that has not requested one yet.) As root it moves into its own mount nam
 and work directories are reachable for a dropped uid; each child drops to its uid before `exec`. Reads no task data.
 
 Messages on the socket (one JSON document each, descriptors beside it):
-  in   {"start": n, "argv", "uid", "groups", "limits", "mode", "namespaces", "binds"}  ·  {"kill": n}  ·  {"warn": n}
-  out  {"ready": true}   ·   {"ended": n, "status": s, "ran": bool, "killed": bool}
+  in   {"start": n, "argv", "uid", "groups", "limits", "mode", "namespaces", "binds", "overlays"}  ·  {"kill": n}  ·
+       {"warn": n}
+  out  {"ready": true, "shared": [paths]}   ·   {"ended": n, "status": s, "ran": bool, "killed": bool}
 One file because it is run by path, without imports of gpool.
 """
 
@@ -32,6 +33,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND = 1, 2, 4, 32, 4096
 MS_REC, MS_SLAVE = 16384, 1 << 19
 SEALED = MS_RDONLY | MS_NOSUID | MS_NODEV
 MNT_DETACH = 2
+EMPTY = "empty"  # the second layer of overlays
 MOST_MOUNTED = 64  # every sandbox's mount namespace starts as a copy of the launcher's
 MOST_SPARES = 64
 SPARE_BYTES = 128 * 1024  # certainly passes through a socket in one message
@@ -58,7 +60,10 @@ def mount(source: str, target: str, kind: bytes | None, flags: int, data: bytes 
     checked(libc.mount(*arguments), f"mount {target}")
 
 
-def enter_own_namespace(place: str, binds: list[dict[str, Any]], tree: dict[str, Any]) -> None:
+def enter_own_namespace(
+    place: str, binds: list[dict[str, Any]], tree: dict[str, Any]
+) -> dict[str, bool]:
+    """Return, per source of a read-only folder, whether a sandbox can have an overlay of it."""
     checked(libc.unshare(CLONE_NEWNS), "unshare")
     mount("none", "/", None, MS_REC | MS_SLAVE)
     # opened in the new namespace, and before the tmpfs, which could hide one of them
@@ -67,11 +72,40 @@ def enter_own_namespace(place: str, binds: list[dict[str, Any]], tree: dict[str,
     for descriptor, name, writable in sources:
         bind(descriptor, os.path.join(place, name), writable=writable)
         os.close(descriptor)
-    mount_root(place, tree)
+    os.makedirs(os.path.join(place, EMPTY), 0o755, exist_ok=True)
+    folders = {os.path.join(place, b["name"]) for b in binds if not b["writable"]}
+    folders.update(source for _, source in tree["binds"])
+    can_overlay = {source: is_overlayable(source, place) for source in sorted(folders)}
+    mount_root(place, tree, can_overlay)
+    return can_overlay
 
 
-def mount_root(place: str, tree: dict[str, Any]) -> None:
-    """Seal as bwrap would: bwrap then binds one directory and remounts nothing."""
+def overlay(source: str, target: str, place: str) -> None:
+    """Mount a read-only view of `source`: its inodes are the mount's own, so that neither locks nor watches of a sandbox
+    reach the host's files, and the mount table names no path of the host.
+    """
+    layers = f"lowerdir={os.path.join(place, EMPTY)}:{source}"  # the kernel demands two
+    mount("overlay", target, b"overlay", SEALED, layers.encode())
+
+
+def is_overlayable(source: str, place: str) -> bool:
+    """Try it: an overlay hides mounts below `source`, and some file systems cannot be a layer."""
+    with open("/proc/self/mountinfo", "rb") as table:
+        mounted = [line.split()[4] for line in table]
+    if any(point.startswith(source.encode() + b"/") for point in mounted):
+        return False
+    probe = os.path.join(place, "probe")
+    os.makedirs(probe, 0o755, exist_ok=True)
+    try:
+        overlay(source, probe, place)
+    except OSError:
+        return False
+    checked(libc.umount2(probe.encode(), MNT_DETACH), f"umount {probe}")
+    return True
+
+
+def mount_root(place: str, tree: dict[str, Any], can_overlay: dict[str, bool]) -> None:
+    """Seal as bwrap would: bwrap then binds one directory and remounts nothing. Overlays are mounted by each sandbox."""
     root = os.path.join(place, "tree")
     os.mkdir(root, 0o755)
     mount("tree", root, b"tmpfs", MS_NOSUID | MS_NODEV, b"mode=0755,size=1m")
@@ -81,6 +115,8 @@ def mount_root(place: str, tree: dict[str, Any]) -> None:
         os.symlink(to, root + path)
     for path, source in tree["binds"]:
         os.makedirs(root + path, 0o755, exist_ok=True)
+        if can_overlay[source]:
+            continue
         mount(source, root + path, None, MS_BIND | MS_REC)
         mount("none", root + path, None, MS_BIND | MS_REMOUNT | SEALED)
     mount("none", root, None, MS_REMOUNT | SEALED)
@@ -196,8 +232,11 @@ class LaunchedSandbox:
 
 
 class LauncherProcess:
-    def __init__(self, channel: socket.socket, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, channel: socket.socket, settings: dict[str, Any], can_overlay: dict[str, bool]
+    ) -> None:
         self.channel = channel
+        self.can_overlay = can_overlay
         self.seccomp = bytes.fromhex(settings["seccomp"])
         self.children: dict[int, int] = {}  # pid of bwrap or the supervisor -> number
         self.inner: dict[int, int] = {}  # pid of a namespace's first process -> number
@@ -266,6 +305,7 @@ class LauncherProcess:
                 self.unmount(name)
             bind(source, target, writable=False)
             self.mounted[name] = identity
+            self.can_overlay[target] = is_overlayable(target, self.place)
         finally:
             os.close(source)
 
@@ -292,6 +332,7 @@ class LauncherProcess:
                 self.expose(each)
         except OSError as failure:
             refused = str(failure)
+        order["overlays"] = [each for each in order["overlays"] if self.can_overlay.get(each[0])]
         given = [*descriptors, *namespaces]
         pid = self.use_spare(order, refused, given)
         if not pid:
@@ -317,6 +358,10 @@ class LauncherProcess:
     def become(self, order: dict[str, Any], given: int) -> None:
         """In the child: join, limit, drop, exec. The program's `given` descriptors come first, then the namespaces'."""
         join(order["groups"])
+        if order["overlays"]:
+            checked(libc.unshare(CLONE_NEWNS), "unshare")
+            for source, target in order["overlays"]:
+                overlay(source, target, self.place)
         for namespace in range(given, given + order["namespaces"]):
             checked(libc.setns(namespace, 0), "setns")
         os.closerange(given, 65536)
@@ -433,7 +478,8 @@ class LauncherProcess:
         poll = select.poll()
         poll.register(self.channel, select.POLLIN)
         poll.register(alarm_out, select.POLLIN)
-        self.channel.send(b'{"ready": true}')
+        shared = [path for path, can in self.can_overlay.items() if not can]
+        self.channel.send(json.dumps({"ready": True, "shared": shared}).encode())
         while True:
             for descriptor, _ in poll.poll():
                 if descriptor == alarm_out:
@@ -473,10 +519,13 @@ def main() -> int:
         signal.signal(quiet, signal.SIG_IGN)
     channel = socket.socket(fileno=0)
     settings = json.loads(channel.recv(MESSAGE_BYTES))
+    can_overlay: dict[str, bool] = {}
     try:
         if settings["place"]:
-            enter_own_namespace(settings["place"], settings["binds"], settings["tree"])
-        launcher = LauncherProcess(channel, settings)
+            can_overlay = enter_own_namespace(
+                settings["place"], settings["binds"], settings["tree"]
+            )
+        launcher = LauncherProcess(channel, settings, can_overlay)
     except OSError as failure:
         channel.send(json.dumps({"ready": False, "detail": str(failure)}).encode())
         return 1

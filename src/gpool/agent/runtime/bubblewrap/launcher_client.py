@@ -51,6 +51,7 @@ class LaunchOrder:
     cwd: str = "/"
     namespaces: Sequence[int] = ()  # entered first, in this order; the caller closes them
     binds: Sequence[Bind] = ()  # beyond those of every sandbox
+    overlays: Sequence[tuple[str, str]] = ()  # (source, target) in the launcher's namespace
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,8 @@ class Launcher:
         self._ready: asyncio.Future[None] | None = None
         self._sending = asyncio.Lock()
         self._last = 0
+        self.shared: tuple[str, ...] = ()
+        """Read-only folders that sandboxes get as bind mounts, because no overlay of them can be mounted."""
 
     async def start(self, order: LaunchOrder) -> LaunchedProcess:
         try:
@@ -150,6 +153,7 @@ class Launcher:
                 "cwd": order.cwd,
                 "namespaces": len(order.namespaces),
                 "binds": [_bind(bind) for bind in order.binds],
+                "overlays": list(order.overlays),
             }
             await self.send(document, (*order.descriptors, *order.namespaces))
         finally:
@@ -241,6 +245,7 @@ class Launcher:
                         )
                 elif self._ready is not None and not self._ready.done():
                     if message["ready"]:
+                        self.shared = tuple(message["shared"])
                         self._ready.set_result(None)
                     else:
                         self._ready.set_exception(SandboxFailed(message["detail"]))

@@ -46,6 +46,7 @@ MASKED = (  # of /proc; interrupt counters show when others type, send and compu
 )
 INSIDE_UID = 1000
 HOSTNAME = "sandbox"
+NETWORK_NSSWITCH = "passwd: files\ngroup: files\nhosts: files dns\n"
 LOOPBACK_HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 ETC_FILES = (
@@ -65,7 +66,6 @@ ETC_TEXTS = {
     "hosts": f"{LOOPBACK_HOSTS}127.0.0.1 {HOSTNAME}\n",
     "hostname": f"{HOSTNAME}\n",
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
-    "nsswitch.network": "passwd: files\ngroup: files\nhosts: files dns\n",
     "resolv.conf": "",  # a sandbox network mounts its own over it
 }
 BOOT = f"""import sys
@@ -106,11 +106,9 @@ def prepare(directory: Path, paths: Iterable[str] = tuple(sys.path)) -> Layout:
     system_python = base.is_relative_to("/usr")
     inside_base = str(base) if system_python else f"{HOME}/python"
     etc, venv, boot = directory / "etc", directory / "venv", directory / "boot"
-    proc = directory / "proc"
     found = {f"packages{n}": folder for n, folder in enumerate(package_folders(paths, base))}
     _write_etc(etc)
     _write_boot(boot)
-    _write_proc(proc)
     _write_venv(venv, minor, inside_base, list(found), shared=not system_python)
     binds = [
         Bind(etc, "etc"),
@@ -119,7 +117,6 @@ def prepare(directory: Path, paths: Iterable[str] = tuple(sys.path)) -> Layout:
         Bind(source, "source"),
         Bind(runner, "runner"),
         Bind(boot, "boot"),
-        Bind(proc, "proc"),
     ]
     seen = [
         ("etc", "/etc"),
@@ -164,10 +161,28 @@ def system_tree(seen: Iterable[tuple[str, str]]) -> RootTree:
     return RootTree(FOLDERS, tuple(links), tuple(binds))
 
 
-def as_arguments(tree: RootTree) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class ReadOnlyMounts:
+    """bwrap's options for read-only folders of the host: overlays, so that locks on their files are the sandbox's own; bind
+    mounts if `empty`, the second layer that overlays need, is "" or other mounts lie below the folder.
+    """
+
+    empty: str = ""
+    mounted: frozenset[str] = frozenset()
+
+    def words(self, source: str, inside: str) -> list[str]:
+        if not self.empty or any(point.startswith(f"{source}/") for point in self.mounted):
+            return ["--ro-bind", source, inside]
+        return ["--overlay-src", self.empty, "--overlay-src", source, "--ro-overlay", inside]
+
+
+BIND_MOUNTS = ReadOnlyMounts()
+
+
+def as_arguments(tree: RootTree, mounts: ReadOnlyMounts = BIND_MOUNTS) -> list[str]:
     words = []
     for inside, source in tree.binds:
-        words += ["--ro-bind", source, inside]
+        words += mounts.words(source, inside)
     for path, to in tree.links:
         words += ["--symlink", to, path]
     return words
@@ -217,12 +232,6 @@ def processor_counters(stat: str) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _write_proc(proc: Path) -> None:
-    _fresh(proc)
-    (proc / "stat").write_text(processor_counters(Path("/proc/stat").read_text()))
-    _open_to_all(proc)
-
-
 def _open_to_all(directory: Path) -> None:
     for folder, _, names in os.walk(directory):
         os.chmod(folder, 0o755)
@@ -257,8 +266,7 @@ def joined(words: Sequence[str]) -> bytes:
     return b"".join(word.encode() + b"\0" for word in words)
 
 
-def _common(root: Sequence[str], stat: str) -> bytes:
-    """`stat`: the file mounted as /proc/stat."""
+def _common(root: Sequence[str]) -> bytes:
     words = ["--unshare-all", "--unshare-user", "--new-session", "--die-with-parent"]
     words += ["--cap-drop", "ALL", "--hostname", HOSTNAME, "--clearenv"]
     words += ["--uid", str(INSIDE_UID), "--gid", str(INSIDE_UID)]
@@ -266,27 +274,33 @@ def _common(root: Sequence[str], stat: str) -> bytes:
     for name in MASKED:
         if os.path.exists(f"/proc/{name}"):
             words += ["--ro-bind", "/dev/null", f"/proc/{name}"]
-    words += ["--ro-bind", stat, "/proc/stat"]
     return joined(words)
 
 
 class BwrapArguments:
     """`launcher_at`: directory of a root agent's launcher, in whose mount namespace sources are named and the root of ordinary
-    sandboxes is mounted once; "": no such namespace.
+    sandboxes is mounted once; "": no such namespace, and bwrap mounts every folder as `read_only` says.
     """
 
-    def __init__(self, found: Layout, sandboxes: Path, launcher_at: str) -> None:
+    def __init__(
+        self,
+        found: Layout,
+        sandboxes: Path,
+        launcher_at: str,
+        read_only: ReadOnlyMounts = BIND_MOUNTS,
+    ) -> None:
         self._layout = found
+        self._read_only = read_only
+        self._stat = processor_counters(Path("/proc/stat").read_text())
         self._launcher_at = launcher_at
         self.binds = [*found.binds, Bind(sandboxes, "sandboxes", writable=True)]
         self._sources = {bind.name: self._source(bind) for bind in self.binds}
         self.tree = self._tree(found.seen)
-        stat = f"{self._sources['proc']}/stat"
-        self._plain = _common(as_arguments(self.tree), stat)
-        self._with_environment = _common(as_arguments(self._tree(found.bare)), stat)
+        self._plain = _common(as_arguments(self.tree, read_only))
+        self._with_environment = _common(as_arguments(self._tree(found.bare), read_only))
         self._prepared = b""
         if launcher_at:
-            self._prepared = _common(["--ro-bind", f"{launcher_at}/tree", "/"], stat)
+            self._prepared = _common(["--ro-bind", f"{launcher_at}/tree", "/"])
 
     def _tree(self, seen: Sequence[tuple[str, str]]) -> RootTree:
         return system_tree((self._sources[name], inside) for name, inside in seen)
@@ -327,6 +341,26 @@ class BwrapArguments:
             words += ["--remount-ro", "/"]
         return common, words
 
+    def overlays(
+        self,
+        job: CommandJob | RunnerJob,
+        mounts: Sequence[tuple[Bind, str]],
+        devices: Sequence[str],
+    ) -> list[tuple[str, str]]:
+        """Return the overlays (source, target) that the launcher mounts for one sandbox: over the directories that bwrap
+        binds, or on the mount points of the prepared root.
+        """
+        if not self._launcher_at:
+            return []
+        if not mounts and not devices:
+            return [(source, f"{self._launcher_at}/tree{at}") for at, source in self.tree.binds]
+        seen = self._layout.bare if mounts else self._layout.seen
+        sources = [source for _, source in self._tree(seen).binds]
+        sources += [self._source(bind) for bind, _ in mounts]
+        if mounts and isinstance(job, RunnerJob):
+            sources += [self._sources[name] for name in ("runner", "boot")]
+        return [(source, source) for source in sources]
+
     def _mounts(
         self, place: WorkDirectory, job: CommandJob | RunnerJob, mounts: Sequence[tuple[Bind, str]]
     ) -> list[str]:
@@ -335,13 +369,15 @@ class BwrapArguments:
         words = ["--size", half, "--perms", "1777", "--tmpfs", "/tmp"]
         words += ["--size", half, "--perms", "1777", "--tmpfs", "/dev/shm"]
         words += ["--bind", reach + "/work", "/work"]
+        place.write_aside("stat", self._stat)
+        words += ["--ro-bind", reach + "/stat", "/proc/stat"]
         if isinstance(job, RunnerJob):
             words += ["--bind", reach + "/values", "/values"]
         for bind, inside in mounts:
-            words += ["--ro-bind", self._source(bind), inside]
+            words += self._read_only.words(self._source(bind), inside)
         if mounts and isinstance(job, RunnerJob):
             for name in ("runner", "boot"):
-                words += ["--ro-bind", self._sources[name], f"{HOME}/{name}"]
+                words += self._read_only.words(self._sources[name], f"{HOME}/{name}")
         if job.network is not None:
             words += self._network(place, job.network, reach)
         return words
@@ -349,7 +385,8 @@ class BwrapArguments:
     def _network(self, place: WorkDirectory, network: SandboxNetwork, reach: str) -> list[str]:
         place.write_aside("resolv.conf", f"nameserver {network.resolver}\n")
         words = ["--share-net", "--ro-bind", reach + "/resolv.conf", "/etc/resolv.conf"]
-        words += ["--ro-bind", f"{self._sources['etc']}/nsswitch.network", "/etc/nsswitch.conf"]
+        place.write_aside("nsswitch.conf", NETWORK_NSSWITCH)
+        words += ["--ro-bind", reach + "/nsswitch.conf", "/etc/nsswitch.conf"]
         if network.hosts:
             place.write_aside("hosts", LOOPBACK_HOSTS + network.hosts)
             words += ["--ro-bind", reach + "/hosts", "/etc/hosts"]

@@ -13,6 +13,7 @@ import asyncio
 import os
 import resource
 import shutil
+import subprocess
 import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -79,6 +80,17 @@ def find_bwrap() -> str:
     return str(from_wheel) if from_wheel.exists() else ""
 
 
+def overlays_of(bwrap: str, empty: Path) -> layout.ReadOnlyMounts:
+    """Overlays if this bwrap (0.11 or newer, not setuid) and this kernel (5.11 or newer) can mount them, else bind mounts."""
+    empty.mkdir(mode=0o755, exist_ok=True)
+    table = Path("/proc/self/mountinfo").read_text()
+    mounted = frozenset(line.split()[4] for line in table.splitlines())
+    found = layout.ReadOnlyMounts(str(empty), mounted)
+    probe = [bwrap, "--ro-bind", "/", "/", *layout.ReadOnlyMounts(str(empty)).words("/usr", "/usr")]
+    done = subprocess.run([*probe, "/usr/bin/true"], capture_output=True, check=False, env={})
+    return found if done.returncode == 0 else layout.BIND_MOUNTS
+
+
 class BubblewrapRuntime(PlainRuntime):
     """Make it in the main thread."""
 
@@ -112,7 +124,12 @@ class BubblewrapRuntime(PlainRuntime):
         if self._root:
             launcher_at.mkdir(mode=0o755, exist_ok=True)
         named = str(launcher_at) if self._root else ""
-        self._arguments = BwrapArguments(self._layout, sandboxes, named)
+        read_only = (
+            layout.BIND_MOUNTS  # the launcher mounts overlays
+            if self._root
+            else overlays_of(self._bwrap, data / "inside" / "empty")
+        )
+        self._arguments = BwrapArguments(self._layout, sandboxes, named, read_only)
         if self._root:
             self._bwrap = self._arguments.reachable(Path(self._bwrap).resolve())
         self._launcher = Launcher(
@@ -277,6 +294,7 @@ class BubblewrapRuntime(PlainRuntime):
                 limits=self._rlimits(job.limits),
                 namespaces=job.network.namespaces if job.network is not None else (),
                 binds=[bind for bind, _ in mounts],
+                overlays=self._arguments.overlays(job, mounts, devices),
             )
         )
         if slot.group is not None:

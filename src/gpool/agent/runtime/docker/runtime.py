@@ -74,9 +74,11 @@ from gpool.agent.runtime.slots import SandboxSlot, SlotPool, UidBlock, own_uids
 from gpool.agent.runtime.work_directory import WorkDirectory
 from gpool.core.model import EndReason, Fault, Gpu, Network, Tier
 
-BRIDGE = Path(__file__).with_name("bridge.py")
-RUNNER = Path(str(runner_package.__file__)).parent
-CLOUDPICKLE = Path(str(cloudpickle.__file__)).parent
+PROGRAMS = {  # by path below HOME
+    "bridge.py": Path(__file__).with_name("bridge.py"),
+    "runner": Path(str(runner_package.__file__)).parent,
+    "packages/cloudpickle": Path(str(cloudpickle.__file__)).parent,
+}
 HOME = "/opt/gpool"  # inside
 REMAPPED_UID = 1000  # first uid inside, where the engine has a user namespace
 ENGINE_WENT = "the container engine on that node went away, and the sandbox with it"
@@ -199,8 +201,8 @@ class DockerRuntime(PlainRuntime):
         made: list[RunningContainer] = []
 
         async def start(descriptors: Sequence[int], _numbers: Sequence[int]) -> StartedProcess:
-            spec = self._runner_spec(slot, place, job, image)
             try:
+                spec = await asyncio.to_thread(self._runner_spec, slot, place, job, image)
                 container, channel = await self._containers.start(spec)
             except BaseException as failure:
                 close_all(descriptors)
@@ -314,9 +316,10 @@ class DockerRuntime(PlainRuntime):
             binds=(
                 *spec.binds,
                 (str(place.values), VALUES_AT, True),
-                (str(BRIDGE), f"{HOME}/bridge.py", False),
-                (str(RUNNER), f"{HOME}/runner", False),
-                (str(CLOUDPICKLE), f"{HOME}/packages/cloudpickle", False),
+                *(
+                    (str(place.copy_aside(path.name, path)), f"{HOME}/{inside}", False)
+                    for inside, path in PROGRAMS.items()
+                ),
             ),
         )
 

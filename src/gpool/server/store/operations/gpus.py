@@ -317,13 +317,15 @@ class _VerifiedGpu(NamedTuple):
 
 
 @operation
-def records(node: NodeId | None = None) -> Operation[tuple[GpuVerificationRecord, ...]]:
+def records(of: Collection[NodeId]) -> Operation[tuple[GpuVerificationRecord, ...]]:
+    """Return the offered GPUs of these nodes, in the order of nodes and positions."""
     rows = yield from select(
         _VerifiedGpu,
         "SELECT g.node_id, n.owner_id, g.uuid, g.position, n.created_at, g.unproven, g.verdict, g.judged_at, g.measured "
-        "FROM gpus g JOIN nodes n ON n.id = g.node_id "
-        "WHERE g.gone = 0 AND (CAST(:node AS BIGINT) IS NULL OR g.node_id = :node) ORDER BY g.node_id, g.position",
-        {"node": node},
+        "FROM {of} AS o JOIN nodes n ON n.id = o.id JOIN gpus g ON g.node_id = n.id "
+        "WHERE g.gone = 0 ORDER BY g.node_id, g.position",
+        {},
+        {"of": of_ids(of)},
     )
     return tuple(
         GpuVerificationRecord(
