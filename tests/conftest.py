@@ -15,7 +15,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.tools import components
 
-pytest_plugins = ("tests.host_speed",)
+pytest_plugins = ("tests.host_speed", "tests.leftovers")
 
 # No deadlines: a property is judged by its result, not by the host's load. With CI=true hypothesis
 # derandomizes; `make soak` explores with fresh seeds, also in CI.

@@ -272,3 +272,41 @@ def test_an_invalid_lending_option_is_reported_before_anything_starts(
     assert (done.returncode, done.stdout) == (2, "")
     assert "nonsense" in done.stderr
     assert not (tmp_path / "home").exists()
+
+
+def test_up_with_a_site_on_a_machine_without_an_address_ends_with_the_reason(
+    tmp_path: Path,
+) -> None:
+    """In a network namespace with no interface but loopback."""
+    alone = ["unshare", "--map-root-user", "--net"]
+    if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this host lets nobody make a network namespace")
+    environment = {"PYTHONPATH": ":".join(sys.path), "PATH": os.environ["PATH"]}
+    environment |= {"GPOOL_HOME": str(tmp_path / "home"), "HOME": str(tmp_path / "home")}
+    words = ["up", "--site", "lab", "--data", str(tmp_path / "data"), "--port", str(free_port())]
+    done = subprocess.run(
+        [*alone, *GPOOL, *words], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--address IP" in done.stderr
+    assert not (tmp_path / "data").exists()
+
+
+def test_the_first_start_of_a_server_names_key_address_and_next_command(tmp_path: Path) -> None:
+    port, data = free_port(), tmp_path / "data"
+    with (tmp_path / "said").open("wb") as said:
+        server = subprocess.Popen(
+            [*GPOOL, "server", "--port", str(port), "--data", str(data)],
+            stdout=said,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        key = data / "operator.key"
+        eventually("the operator's key is there", key.exists, PATIENCE_S)
+    finally:
+        server.terminate()
+        server.wait()
+    first = (tmp_path / "said").read_text().splitlines()[:3]
+    assert str(key) in first[0]
+    assert f"http://127.0.0.1:{port}" in first[1]
+    assert "gpool node invite" in first[2]

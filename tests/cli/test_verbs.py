@@ -382,6 +382,28 @@ def test_the_queue_shows_running_and_oldest_waiting_tasks_of_a_long_queue(
     assert "3000 more tasks wait" in done.stderr
 
 
+def test_the_queue_says_when_running_tasks_are_left_out(gpool: Gpool, pool: Pool) -> None:
+    pool.runs = False
+    task = gpool("run", "-d", "--", "true").stdout.strip()
+    pool.tasks[task] |= {"status": "running", "node": "n-1", "node_name": "lab"}
+    assert "ps --status running" not in gpool("queue").stderr
+    pool.more_running = True
+    assert "only the newest 1 running tasks" in gpool("queue").stderr
+    shown = gpool("queue", "--json")
+    assert "gpool ps --status running --all" in shown.stderr
+    assert [one["id"] for one in json.loads(shown.stdout)] == [task]
+
+
+def test_the_queue_is_asked_again_after_the_time_that_a_rate_limit_names(
+    gpool: Gpool, pool: Pool
+) -> None:
+    pool.too_many = [1]
+    done = gpool("queue")
+    assert (done.exit_code, pool.too_many) == (0, []), done.output
+    pool.too_many = [3600]  # longer than anybody waits
+    assert "try again in 3600" in gpool("queue").stderr
+
+
 def test_a_timeout_of_a_month_is_shown_in_whole_seconds(gpool: Gpool, pool: Pool) -> None:
     pool.runs = False
     task = gpool("run", "-d", "--", "true").stdout.strip()

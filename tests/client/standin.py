@@ -68,6 +68,8 @@ class Pool(httpx2.BaseTransport):
         self.teams: list[dict[str, Any]] = []
         self.sentence = "No node has a GPU."
         self.refuse = 0
+        self.too_many: list[int] = []  # Retry-After of the next answers, in seconds
+        self.more_running = False
         self.lose_answers = 0
         self.break_after = break_after
         self.runs = runs
@@ -89,6 +91,9 @@ class Pool(httpx2.BaseTransport):
             raise httpx2.ConnectError("connection refused")
         if request.headers.get("authorization") != "Bearer gpk_test":
             return problem(401, "not_signed_in", "no such key")
+        if self.too_many:
+            after = self.too_many.pop(0)
+            return problem(429, "too_many", f"try again in {after} s", retry_after=after)
         body = request.read()
         key = request.headers.get("idempotency-key")
         if key is not None and key in self.answers:
@@ -177,6 +182,7 @@ class Pool(httpx2.BaseTransport):
         items = [{"task": task, "explain": {"id": task["id"], **why}} for task in waiting[:limit]]
         held = [task for task in self.tasks.values() if task["status"] in ("leased", "running")]
         page = {"items": items, "next": None, "waiting": len(waiting), "running": held}
+        page["more_running"] = self.more_running
         return httpx2.Response(200, json=page)
 
     def _bytes(self, content: bytes, request: httpx2.Request) -> httpx2.Response:

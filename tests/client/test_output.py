@@ -17,6 +17,7 @@ from gpool.client import options
 from gpool.client.mapping import MAP_ECHOES, BatchLine
 from gpool.client.options import MEANINGS, Options, TaskOptions
 from gpool.client.runs import echoed_result
+from gpool.client.values import Result, failure
 from tests.client.inprocess import Node, RealPool
 from tests.client.standin import Pool
 
@@ -198,3 +199,12 @@ def test_a_batch_and_the_tasks_of_a_node_are_counted_by_the_real_server(
         assert len(tasks["ended"]) == 2
         assert tasks["ended"][0]["user_name"]
         assert "name" not in tasks["ended"][0]  # what a task is called is its user's affair
+
+
+def test_a_task_over_its_disk_limit_ran_out_of_disk() -> None:
+    over = "it wrote more than its disk limit of 20000000 bytes"
+    told = str(failure(Result("t-1", 0, 1, "failed", "bad_output", error_text=over)))
+    assert "ran out of disk; ask for more with --disk" in told
+    assert over in told
+    missing = Result("t-1", 0, 1, "failed", "bad_output", error_text="no file 'model'")
+    assert "did not write its outputs" in str(failure(missing))

@@ -16,13 +16,27 @@ def test_a_node_has_its_held_leases_and_its_newest_ended_tasks(pool: Pool) -> No
     elsewhere = pool.running(there)
     held = [pool.running(here), pool.leased(here)]
     assert [one.id for one in pool.read(node_history.held_by(here))] == held
-    assert [one.id for one in pool.read(node_history.ended_on(here, 2))] == ended[:0:-1]
+    assert [one.id for one in pool.read(node_history.ended_on(here, 2)).tasks] == ended[:0:-1]
     assert [one.id for one in pool.read(node_history.held_by(there))] == [elsewhere]
-    assert pool.read(node_history.ended_on(there, 2)) == []
-    newest = pool.read(node_history.ended_on(here, 1))[0]
+    assert pool.read(node_history.ended_on(there, 2)).tasks == []
+    newest = pool.read(node_history.ended_on(here, 1)).tasks[0]
     assert newest.user_name
     assert newest.started_at is not None
     assert newest.finished_at is not None
+
+
+def test_older_tasks_of_a_node_are_found_page_by_page(pool: Pool) -> None:
+    here, there = pool.node("here"), pool.node("there")
+    old = pool.running(here)
+    pool.record(here, returned(old))
+    for _ in range(3):
+        pool.record(there, returned(pool.running(there)))
+    page = pool.read(node_history.ended_on(here, 5, None, 2))
+    assert (page.tasks, page.last is None) == ([], False)
+    page = pool.read(node_history.ended_on(here, 5, page.last, 2))
+    assert [one.id for one in page.tasks] == [old]
+    page = pool.read(node_history.ended_on(here, 5, old, 2))
+    assert (page.tasks, page.last) == ([], None)
 
 
 def test_the_tasks_of_a_batch_are_counted_by_status(pool: Pool) -> None:

@@ -31,6 +31,7 @@ import cloudpickle  # type: ignore[import-untyped]
 import docker  # type: ignore[import-untyped]
 
 import gpool
+from tests.leftovers import engine_prefix
 
 IMAGE = "gpool-test/python:latest"
 BARE_IMAGE = "gpool-test/bare:latest"
@@ -240,7 +241,7 @@ def _podman_settings(root: Path) -> Path:
 
 def _short_folder() -> Path:
     """A socket's path must stay under 108 letters, which a test's own directory may not."""
-    return Path(tempfile.mkdtemp(prefix="gpe-"))
+    return Path(tempfile.mkdtemp(prefix=engine_prefix()))
 
 
 @contextlib.contextmanager
@@ -312,6 +313,10 @@ def _clear_away(root: Path) -> None:
     for group in Path("/sys/fs/cgroup").glob("*/libpod_parent"):
         with contextlib.suppress(OSError):  # in use by another Podman
             group.rmdir()
+    for top, _, _ in os.walk("/sys/fs/cgroup", topdown=False):  # children first
+        if f"/gpool-{root.name}" in top:
+            with contextlib.suppress(OSError):  # a killed process is still in it
+                os.rmdir(top)
     shutil.rmtree(root, ignore_errors=True)
 
 

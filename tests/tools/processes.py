@@ -27,6 +27,7 @@ from typing import Any
 import httpx2
 
 from gpool.transfer.node_proofs import NodeKey
+from tests import leftovers
 from tests.tools.nodes import joined
 from tests.tools.scripted_agent import ScriptedAgent
 
@@ -336,8 +337,14 @@ class Pool:
     def stop(self) -> None:
         with contextlib.ExitStack() as stack:  # in the opposite order, whatever one of them raises
             stack.callback(self._http.close)
+            stack.callback(self._clear_after_killed_agents)
             for daemon in ([self._server] if self._server else []) + [*self.agents.values()]:
                 stack.callback(daemon.stop)
+
+    def _clear_after_killed_agents(self) -> None:
+        """The groups of a killed agent stay until its next start, which never comes here."""
+        if any(agent.exit_code == 128 + signal.SIGKILL for agent in self.agents.values()):
+            leftovers.clear(leftovers.RunPaths(self.directory))
 
     def __enter__(self) -> Pool:
         with contextlib.ExitStack() as stack:

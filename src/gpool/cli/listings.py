@@ -238,10 +238,13 @@ def queue(ctx: click.Context, team: str | None, everybody: bool, limit: int, as_
     """
     client = client_of(ctx)
     filters = whose_tasks(client, team, everybody)
-    running, waiting, count = _read(client, limit, filters)
+    running, waiting, count, more_running = _read(client, limit, filters)
     entries = sorted(waiting, key=lambda entry: _start(entry["task"], entry["explain"]))
     reasons = {entry["task"]["id"]: entry["explain"] for entry in entries}
     found = [*running, *(entry["task"] for entry in entries)]
+    if more_running:
+        text = f"only the newest {len(running)} running tasks are listed; gpool ps --status running --all lists all"
+        click.echo(text, err=True)
     if as_json:
         emit_json([{**task, "explain": reasons.get(task["id"])} for task in found])
         return
@@ -272,9 +275,12 @@ def queue(ctx: click.Context, team: str | None, everybody: bool, limit: int, as_
 
 def _read(
     client: Client, limit: int, filters: dict[str, str]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
-    """Running tasks, the oldest `limit` waiting ones, the number of all waiting ones; one request per 200."""
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int, bool]:
+    """Running tasks, the oldest `limit` waiting ones, the number of all waiting ones, and whether the server left
+    running tasks out; one request per 200.
+    """
     query = dict(filters)
+    more_running = False
     running: list[dict[str, Any]] = []
     waiting: list[dict[str, Any]] = []
     while True:
@@ -282,8 +288,9 @@ def _read(
         page = client.api.get_json(f"/v1/queue?{urlencode(query)}")
         running += page["running"]
         waiting += page["items"]
+        more_running = more_running or bool(page.get("more_running"))
         if not page["next"] or len(waiting) >= limit:
-            return running, waiting, page["waiting"]
+            return running, waiting, page["waiting"], more_running
         query["cursor"] = page["next"]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from gpool.cli.command import VerbGroup, as_json, client_of, own_team_id, quoted
-from gpool.cli.printing import emit_json, show, table
+from gpool.cli.printing import emit_json, local_time, show, table
 from gpool.core.errors import NotFound
 
 role_option = click.option(
@@ -81,7 +81,7 @@ def team_add(ctx: click.Context, team_: str, user: str, role: str, as_json: bool
         return
     click.echo(f"Invited {user} as {role}; if there is such an account, it joins with:")
     click.echo(f"  gpool team join {made['team']}")
-    click.echo(f"  Valid until {made['expires_at']}.", err=True)
+    click.echo(f"  Valid until {local_time(made['expires_at'])}.", err=True)
 
 
 @team.command("invitations")
@@ -172,7 +172,9 @@ def team_invite(ctx: click.Context, team_: str, role: str, expires: str, as_json
         emit_json(made)
     else:
         click.echo(f"gpool team join {made['token']}")
-        click.echo(f"  Valid for one person, once, until {made['expires_at']}.", err=True)
+        click.echo(
+            f"  Valid for one person, once, until {local_time(made['expires_at'])}.", err=True
+        )
 
 
 @team.command("join")

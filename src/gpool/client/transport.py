@@ -1,6 +1,6 @@
 """Requests of the SDK and the command line, over `gpool.transfer`.
 
-Only `Unreachable` is retried. POST, PATCH and DELETE carry an Idempotency-Key, so a repeated request takes effect once.
+`Unreachable` is retried, and a GET refused with Retry-After. POST, PATCH and DELETE carry an Idempotency-Key, so a repeated request takes effect once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import httpx2
 
 from gpool.client.config import EXPIRED, SignInSession, Tokens
-from gpool.core.errors import Invalid, NotSignedIn, Unreachable
+from gpool.core.errors import Invalid, NotSignedIn, TooMany, Unreachable
 from gpool.transfer.requests import Address, Patience, Reply, Request, Steps, error_from
 from gpool.transfer.senders import READ_S, Sender
 
@@ -79,12 +79,23 @@ class ApiTransport:
         headers: Mapping[str, str] = _NO_HEADERS,
         read_s: float = READ_S,
     ) -> Reply:
-        """Retried while the server is unreachable; `path` starts with `/`."""
+        """Retried while the server is unreachable; `path` starts with `/`.
+
+        A GET refused with Retry-After is repeated after that time, within the patience.
+        """
         request = _keyed(Request(method, path, headers, body))
         pauses: Iterator[float] | None = None
+        left_s = self._patience_s
         while True:
             try:
                 return self._once(request, read_s)
+            except TooMany as error:
+                after_s = error.members.get("retry_after")
+                if method != "GET" or not isinstance(after_s, int) or not 0 < after_s <= left_s:
+                    raise
+                left_s -= after_s
+                if self.wait(after_s):
+                    raise
             except Unreachable:
                 pauses = self.pauses() if pauses is None else pauses
                 pause = next(pauses, None)

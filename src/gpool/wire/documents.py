@@ -351,12 +351,13 @@ class QueueEntry(Answer):
 
 
 class QueuePage(Answer):
-    """Waiting tasks, oldest first. `running`: leased and running tasks, on the first page only."""
+    """Waiting tasks, oldest first. `running`: the newest leased and running tasks, on the first page only."""
 
     items: list[QueueEntry]
     next: str | None = None
     waiting: int  # number of waiting tasks, counted up to a limit
     running: list[TaskDocument] = []
+    more_running: bool = False  # older running tasks are left out of `running`
 
 
 class LogDocument(Answer):

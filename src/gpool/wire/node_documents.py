@@ -29,7 +29,7 @@ class NodeTaskDocument(Answer):
 
 
 class NodeTasksDocument(Answer):
-    """`running`: leases of the node, oldest first. `ended`: newest first, among the pool's newest 20,000 tasks."""
+    """`running`: leases of the node, oldest first. `ended`: newest first, among the pool's newest 1,000,000 tasks."""
 
     running: list[NodeTaskDocument]
     ended: list[NodeTaskDocument]

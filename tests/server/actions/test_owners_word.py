@@ -9,6 +9,7 @@ import pytest
 from gpool.core.gpu_verification import GpuVerdict
 from gpool.core.model import Gpu
 from gpool.server.store.operations import gpus as gpu_operations
+from gpool.server.store.operations import rules as rule_operations
 from gpool.wire.frames import Refused
 from tests.server.actions.test_owners import BOTH, has, lend, submitted
 from tests.server.server_desk import Desk, an_offer, exited
@@ -70,3 +71,16 @@ async def test_a_certified_label_is_an_operators_word_and_no_owners(desk: Desk) 
     assert (await desk.http.put(path, json={"labels": []})).status_code == 200
     await submitted(desk, ada, labels=["certified:hipaa"])
     assert await desk.schedule() == 0
+
+
+async def test_the_rules_about_a_node_are_deleted_with_it(desk: Desk) -> None:
+    removed, kept = [await desk.node(name) for name in ("removed", "kept")]
+    for agent in (removed, kept):
+        node = agent.badge.identity.node
+        labels = await desk.http.put(f"/v1/admin/certified/{node}", json={"labels": ["hipaa"]})
+        assert labels.status_code == 200, labels.text
+        cordon = await desk.http.put(f"/v1/admin/cordons/{node}", json={"why": "disks"})
+        assert cordon.status_code == 200, cordon.text
+    await desk.http.delete(f"/v1/nodes/{removed.badge.identity.node}")
+    stored = await desk.server.store.read(rule_operations.rules())
+    assert list(stored.certified) == list(stored.cordons) == [kept.credentials.node]

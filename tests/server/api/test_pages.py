@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from gpool.server.actions.tasks.explain import MOST_RUNNING
 from gpool.server.api.callers import RateClasses
 from gpool.server.api.routing import endpoints
 from gpool.server.identity.throttle import RouteClass
@@ -117,6 +119,22 @@ async def test_the_queue_lists_waiting_tasks_with_position_and_reason(desk: Desk
         assert each["explain"]["code"] == alone["code"]
         assert each["explain"]["sentence"] == alone["sentence"]
     assert "H100" in shown[-1]["explain"]["sentence"]
+
+
+async def test_the_queue_says_that_running_tasks_are_left_out(desk: Desk) -> None:
+    offer = replace(an_offer(cpus=MOST_RUNNING + 1), memory_bytes=1 << 50)
+    agent = await desk.agent(offer=offer)
+    await desk.calls(MOST_RUNNING)
+    while await desk.schedule():
+        continue
+    assert len(agent.leases()) == MOST_RUNNING
+    page = (await desk.get("/v1/queue")).json()
+    assert (len(page["running"]), page["more_running"]) == (MOST_RUNNING, False)
+    newest = await desk.command()
+    await desk.schedule()
+    page = (await desk.get("/v1/queue")).json()
+    assert (len(page["running"]), page["more_running"]) == (MOST_RUNNING, True)
+    assert page["running"][-1]["id"] == newest
 
 
 async def test_a_key_that_may_only_write_tasks_cancels_without_reading_them(desk: Desk) -> None:

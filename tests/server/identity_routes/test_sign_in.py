@@ -159,6 +159,18 @@ async def test_a_refresh_token_alone_signs_out(desk: Desk) -> None:
     assert (await desk.bare.post("/v1/auth/logout", json=token)).status_code == 204
 
 
+async def test_a_refresh_token_signs_out_beside_an_api_key_and_an_unknown_one_is_answered_alike(
+    desk: Desk,
+) -> None:
+    ada = await registered(desk, "ada")
+    key = bearer((await ada.ask("POST", "/v1/keys", {"name": "all"})).json()["key"])
+    for token in ("not a token", ada.tokens["refresh_token"], ada.tokens["refresh_token"]):
+        answer = await desk.bare.post("/v1/auth/logout", json={"refresh_token": token}, headers=key)
+        assert (answer.status_code, answer.content) == (204, b""), answer.text
+    assert (await ada.ask("GET", "/v1/me")).status_code == 401
+    assert (await desk.bare.get("/v1/me", headers=key)).status_code == 200  # the key stays
+
+
 async def test_nobody_signs_somebody_else_out(desk: Desk) -> None:
     ada, eve = await registered(desk, "ada"), await registered(desk, "eve")
     token = {"refresh_token": ada.tokens["refresh_token"]}

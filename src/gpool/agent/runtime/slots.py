@@ -105,6 +105,7 @@ class SlotPool:
         self._most = most
         self._keeps = keeps_directories
         self._free: list[SandboxSlot] = []
+        self._made_groups: list[cgroups.ControlGroup] = []
         self._slots = self._made = 0
 
     def take(self, *, with_values: bool) -> tuple[SandboxSlot, WorkDirectory]:
@@ -121,6 +122,8 @@ class SlotPool:
             raise SandboxFailed(f"more than {self._most} sandboxes of one runtime at once")
         uid, inside = self._uid_of(number)
         group = self._groups.make(number) if self._groups is not None else None
+        if group is not None:
+            self._made_groups.append(group)
         self._slots += 1
         return SandboxSlot(number, uid, inside, group)
 
@@ -141,9 +144,11 @@ class SlotPool:
         clear(self.directory, self.values)
 
     def close(self) -> None:
-        for slot in self._free:
-            if self._keeps:
+        """Remove the groups, also of slots in use: their sandboxes end with the runtime."""
+        if self._keeps:
+            for slot in self._free:
                 WorkDirectory(self._root_of(slot), slot.uid).remove()
-            if slot.group is not None:
-                slot.group.remove()
+        for group in self._made_groups:
+            group.remove()
+        self._made_groups.clear()
         self._free.clear()

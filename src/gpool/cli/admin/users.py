@@ -19,7 +19,7 @@ from gpool.cli.command import (
     option_section,
     team_id,
 )
-from gpool.cli.printing import emit_json, show, table
+from gpool.cli.printing import emit_json, local_time, show, table
 from gpool.core.errors import Invalid
 from gpool.core.specs.gpu import parse_bytes
 from gpool.transfer.requests import is_loopback
@@ -290,4 +290,6 @@ def invite(ctx: click.Context, permissions: tuple[str, ...], expires: str, as_js
         click.echo(f"{prefix}gpool --url {made['url']} register NAME --invite {made['token']}")
         if is_loopback(urlsplit(made["url"]).hostname or ""):
             click.echo("  For this machine only: the server listens on loopback.", err=True)
-        click.echo(f"  Valid for one person, once, until {made['expires_at']}.", err=True)
+        click.echo(
+            f"  Valid for one person, once, until {local_time(made['expires_at'])}.", err=True
+        )

@@ -102,15 +102,15 @@ async def remove(
             server.picture.node_changed(row.node)
 
 
-async def suspend(server: Server, owner: UserId) -> None:
-    """Disconnect the nodes of an account that may not lend any more, and end their leases at once.
+async def suspend(server: Server, owner: UserId, why: str = nodes.MAY_NOT_LEND) -> None:
+    """Disconnect the nodes of an account that may not lend any more, and end their leases at once. `why` is sent to them.
 
     The caller has committed the change; from then on none of them can connect.
     """
     server.gate.forget()
     owned = [row.node.id for row in await server.store.read(nodes.nodes(owner))]
     for id_ in owned:
-        server.nodes.disconnect(id_, nodes.MAY_NOT_LEND)
+        server.nodes.disconnect(id_, why)
     for id_ in owned:
         withdrawn = await server.write(_withdraw(id_, server.now))
         server.picture.absorb(withdrawn.recording)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from gpool.core.ids import NodeId, encode
+from gpool.core.ids import NodeId, TaskId, encode
 from gpool.core.model import Instant, Network
 from gpool.core.permissions import Action
 from gpool.core.specs import gpu as gpuspec
@@ -17,13 +17,24 @@ from gpool.server.store.rows import spec_from
 from gpool.wire.documents import instant_to_datetime
 from gpool.wire.node_documents import NodeTaskDocument, NodeTasksDocument
 
+MOST_PAGES = 50
+"""Pages of 20,000 tasks each that are searched for a node's ended tasks."""
+
 
 async def node_tasks(server: Server, who: Caller, id_: NodeId, limit: int) -> NodeTasksDocument:
     """Held leases and the newest `limit` ended tasks; `NotFound` or `Forbidden` unless owner or operator."""
     found = await server.store.read(nodes.node(id_))
     permit(who, Action.NODE_TASKS, node_thing(found), f"node {encode('node', id_)}")
     held = await server.store.read(node_history.held_by(id_))
-    ended = await server.store.read(node_history.ended_on(id_, limit))
+    ended: list[node_history.NodeTask] = []
+    before: TaskId | None = None
+    for _ in range(MOST_PAGES):  # one read each, so that other requests are served between
+        left = limit - len(ended)
+        page = await server.store.read(node_history.ended_on(id_, left, before))
+        ended += page.tasks
+        before = page.last
+        if before is None or len(ended) >= limit:
+            break
     return NodeTasksDocument(
         running=[_document(row) for row in held], ended=[_document(row) for row in ended]
     )

@@ -26,6 +26,9 @@ from gpool.server.scheduling.learning import PlannerInputs
 MAX_REQUESTS = 500
 """Requests at once; more are refused."""
 
+BUSY_S = 2
+"""Retry-After of a refused request."""
+
 MAX_TASKS = 64
 """Tasks of one batch."""
 
@@ -53,7 +56,8 @@ class Explainer:
     def admitted(self) -> Iterator[None]:
         if self._requests >= MAX_REQUESTS:
             raise TooMany(
-                f"{MAX_REQUESTS} explanations are being computed; try again in a few seconds"
+                f"{MAX_REQUESTS} explanations are being computed; try again in a few seconds",
+                retry_after=BUSY_S,
             )
         self._requests += 1
         try:

@@ -5,8 +5,9 @@ loop `retention`. The audit log keeps the account's id.
 from __future__ import annotations
 
 from gpool.core.errors import Forbidden, Invalid
-from gpool.core.ids import NodeId, UserId, encode
+from gpool.core.ids import UserId, encode
 from gpool.core.permissions import Action
+from gpool.server.actions import lending
 from gpool.server.actions.audit import audited, entry
 from gpool.server.actions.tasks.deletion import remove_files
 from gpool.server.identity.authorization import own, permit
@@ -16,7 +17,6 @@ from gpool.server.store.identity_values import Caller
 from gpool.server.store.operations import nodes
 from gpool.server.store.operations.identity import account_deletion as operations
 from gpool.server.store.operations.identity import accounts
-from gpool.server.store.operations.leases import leases
 from gpool.server.store.operations.tasks import deletion, tasks
 from gpool.server.store.operations.tasks.storage import Account
 from gpool.wire.identity import AccountDeletion
@@ -37,8 +37,10 @@ async def delete_account(server: Server, who: Caller, wanted: AccountDeletion) -
     deleting = operations.delete_account(who.user.id, server.now)
     owned = await server.write(audited(deleting, [note]))
     server.credentials.forget()
+    await lending.suspend(server, who.user.id, REMOVED)
     for node in owned:
-        await _remove_node(server, node)
+        if await server.write(nodes.remove_node(node, None)):
+            server.picture.node_removed(node)
     server.blobs.remove_parts_of(f"u{who.user.id}")
     await purge(server, who.user.id)
 
@@ -59,15 +61,6 @@ async def _confirm(server: Server, who: Caller, wanted: AccountDeletion) -> None
             guess.succeeded()
     if not guess.right:
         raise Forbidden("'password' is not the account's password; nothing was deleted")
-
-
-async def _remove_node(server: Server, node: NodeId) -> None:
-    """End the node's connection and leases, whose tasks are queued again, and delete it."""
-    server.nodes.disconnect(node, REMOVED)
-    server.picture.absorb(await server.write(leases.expire(node, server.now)))
-    if await server.write(nodes.remove_node(node, None)):
-        server.gate.forget()
-        server.picture.node_removed(node)
 
 
 async def purge(server: Server, user: UserId) -> bool:

@@ -188,9 +188,12 @@ def _place(session: str) -> FieldLocation:
 
 
 async def sign_out(server: Server, who: Caller | None, token: str | None, everywhere: bool) -> None:
-    """End the session of `token` or of the caller, or all. Without a caller the token is the credential."""
+    """End the session of `token` or of the caller, or all. The token is the credential without a signed-in caller: an
+    API key given with it changes nothing, and an unknown token is answered like a known one.
+    """
     session: StoredSession | None = None
     if token is not None:
+        who = who if who is not None and who.session is not None else None
         session = await _of_token(server, token)
         if who is None and session is not None:
             who = await server.store.read(users.caller(session.user))

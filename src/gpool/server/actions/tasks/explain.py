@@ -205,7 +205,8 @@ async def queue_page(server: Server, who: Caller, wanted: QueueQuery) -> QueuePa
         if len(found.waiting) == wanted.limit
         else None,
         waiting=found.count,
-        running=[documents.task(view) for view in reversed(found.running)],
+        running=[documents.task(view) for view in reversed(found.running[:MOST_RUNNING])],
+        more_running=len(found.running) > MOST_RUNNING,
     )
 
 
@@ -217,7 +218,7 @@ def _stored(user: UserId | None, team: int | None, wanted: QueueQuery) -> Operat
         return _StoredQueue(waiting, count, ())
     teams = () if team is None else (team,)
     held = (TaskStatus.LEASED, TaskStatus.RUNNING)
-    running = yield from operations.tasks(user, None, MOST_RUNNING, held, teams)
+    running = yield from operations.tasks(user, None, MOST_RUNNING + 1, held, teams)
     return _StoredQueue(waiting, count, running)
 
 

@@ -193,12 +193,10 @@ async def refresh_tokens(request: Request) -> Response:
 async def sign_out(request: Request) -> Response:
     """End the session of a refresh token, the calling session, or all sessions of the account."""
     who = await caller_if_any(request)
-    if who is not None:
+    wanted, _ = await document_of(request, SignOutRequest)
+    if isinstance(who, NodeCredentials) or wanted.refresh_token is None:
         check(request, who)
     assert not isinstance(who, NodeCredentials), "nodes have no sessions"
-    wanted, _ = await document_of(request, SignOutRequest)
-    if wanted.refresh_token is None:
-        check(request, who)
     await sessions.sign_out(server_of(request), who, wanted.refresh_token, wanted.everywhere)
     return no_content()
 

@@ -475,8 +475,12 @@ def remove_node(node: NodeId, owner: UserId | None) -> Operation[bool]:
     )
     if holds:
         raise Conflict("this node still holds leases; drain it first, or remove it with force")
-    yield Statement("DELETE FROM gpus WHERE node_id = :node", {"node": node})
-    yield Statement("DELETE FROM nodes WHERE id = :node", {"node": node})
+    for sql in (
+        "DELETE FROM gpus WHERE node_id = :node",
+        "DELETE FROM rules WHERE kind IN ('certified', 'cordon') AND id = :node",
+        "DELETE FROM nodes WHERE id = :node",
+    ):
+        yield Statement(sql, {"node": node})
     return True
 
 

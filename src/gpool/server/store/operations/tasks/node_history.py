@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import Instant
 from gpool.core.permissions import TeamId
 from gpool.server.store.protocol import Operation, operation
-from gpool.server.store.rows import select
+from gpool.server.store.rows import select, values
 
 SCANNED = 20_000
-"""Newest tasks of the pool among which a node's ended ones are looked for: there is no index by node."""
+"""Tasks of the pool that one statement examines: there is no index by node, which every lease would have to write."""
+
+LAST = (1 << 63) - 1
 
 
 class NodeTask(NamedTuple):
@@ -28,6 +31,12 @@ class NodeTask(NamedTuple):
     body: str  # of its spec
 
 
+@dataclass(frozen=True, slots=True)
+class EndedPage:
+    tasks: list[NodeTask]
+    last: TaskId | None  # the oldest examined task; None: no older one exists
+
+
 _COLUMNS = (
     "SELECT t.id, t.status, t.holding, t.user_id, u.name, t.team_id, t.leased_at, t.started_at, t.finished_at, "
     "t.reason, s.body FROM tasks t JOIN specs s ON s.id = t.spec_id JOIN users u ON u.id = t.user_id "
@@ -38,9 +47,9 @@ _HELD = (
     "WHERE t.id IN (SELECT h.id FROM tasks h WHERE h.node_id = :node AND h.holding = 1 "
     "UNION ALL SELECT m.task_id FROM members m WHERE m.node_id = :node AND m.holding = 1) ORDER BY t.id"
 )
+_PAGE = "SELECT p.id, p.node_id, p.holding FROM tasks p WHERE p.id < :before ORDER BY p.id DESC LIMIT :scanned"
 _ENDED = (
-    "WHERE t.id IN (SELECT n.id FROM (SELECT t.id, t.node_id, t.holding FROM tasks t "
-    "ORDER BY t.id DESC LIMIT :scanned) AS n WHERE n.node_id = :node AND n.holding = 0 "
+    f"WHERE t.id IN (SELECT n.id FROM ({_PAGE}) AS n WHERE n.node_id = :node AND n.holding = 0 "  # noqa: S608
     "ORDER BY n.id DESC LIMIT :limit) AND t.finished_at IS NOT NULL ORDER BY t.id DESC"
 )
 
@@ -52,7 +61,15 @@ def held_by(node: NodeId) -> Operation[list[NodeTask]]:
 
 
 @operation
-def ended_on(node: NodeId, limit: int) -> Operation[list[NodeTask]]:
-    """Ended tasks whose last lease was the node's, newest first, among the pool's newest `SCANNED` tasks."""
-    parameters = {"node": node, "limit": limit, "scanned": SCANNED}
-    return (yield from select(NodeTask, _COLUMNS + _ENDED, parameters))
+def ended_on(
+    node: NodeId, limit: int, before: TaskId | None = None, scanned: int = SCANNED
+) -> Operation[EndedPage]:
+    """Ended tasks whose last lease was the node's, newest first, among the `scanned` tasks before `before`."""
+    page: dict[str, int] = {"before": LAST if before is None else before, "scanned": scanned}
+    found = yield from select(NodeTask, _COLUMNS + _ENDED, {**page, "node": node, "limit": limit})
+    examined = yield from values(
+        TaskId,
+        "SELECT p.id FROM tasks p WHERE p.id < :before ORDER BY p.id DESC LIMIT 1 OFFSET :scanned - 1",
+        page,
+    )
+    return EndedPage(found, examined[0] if examined else None)
