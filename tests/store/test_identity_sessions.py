@@ -197,11 +197,10 @@ def test_all_sessions_of_a_user_end_but_the_one_to_keep(pool: Pool) -> None:
     ]
     ended = pool.write(sessions.end_sessions_of(pool.ann, "revoked", pool.now(), keep=kept.id))
     assert ended == tuple(sorted(each.id for each in mine))
-    every = [each.id for each in (*mine, kept, theirs)]
-    assert pool.read(sessions.live_sessions(every, pool.now())) == {kept.id, theirs.id}
+    every = [pool.read(sessions.session(each.id)) for each in (*mine, kept, theirs)]
+    assert [each.id for each in every if each.ended_at is None] == [kept.id, theirs.id]
     assert pool.write(sessions.end_sessions_of(pool.ann, "revoked", pool.now())) == (kept.id,)
-    assert pool.read(sessions.live_sessions([kept.id], theirs.expires_at)) == frozenset()
-    assert pool.read(sessions.live_sessions([], pool.now())) == frozenset()
+    assert pool.read(sessions.session(kept.id)).ended_why == "revoked"
 
 
 def test_old_sessions_are_forgotten(pool: Pool) -> None:

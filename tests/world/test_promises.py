@@ -25,6 +25,7 @@ def test_no_seed_breaks_a_promise(first: int) -> None:
 
 
 def test_the_runs_are_not_idle() -> None:
+    """Fourteen seeds: the statements that charge storage changed the simulated times, so ten formed fewer gangs."""
     outcomes = [run(seed) for seed in range(14)]
     assert sum(outcome.accepted for outcome in outcomes) > 200
     assert sum(outcome.attempts for outcome in outcomes) > sum(o.accepted for o in outcomes) - 50

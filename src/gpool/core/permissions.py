@@ -314,7 +314,7 @@ RULES: Mapping[Action, PermissionRule] = {
     _A.ARTIFACT_DELETE: _changes(_K.ARTIFACT, _SELF, _S.TASKS_WRITE),
     _A.NODES_LIST: _reads(_K.SERVER, _SIGNED_IN, _S.NODES_READ),
     _A.NODE_READ: _reads(_K.NODE, _SIGNED_IN, _S.NODES_READ),
-    _A.NODE_TASKS: _reads(_K.NODE, _SELF | _OPERATOR, _S.NODES_READ),
+    _A.NODE_TASKS: _reads(_K.NODE, _SELF | _OPERATOR, _S.NODES_READ, audit=_OTHERS),
     _A.NODE_INVITE: _changes(_K.ACCOUNT, _SELF, _S.NODES_WRITE, Permission.PROVIDER),
     _A.NODE_JOIN: _changes(_K.ACCOUNT, _SELF, _S.NODES_WRITE, Permission.PROVIDER),
     _A.NODE_JOIN_BY_INVITE: _changes(_K.SERVER, _ANYONE, None),

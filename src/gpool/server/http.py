@@ -1,7 +1,6 @@
-"""uvicorn's HTTP and WebSocket protocols with limits that apply before the application is called.
-
-Heads and bodies arrive in time, connections per network are counted, and a channel whose node has not proved its key
-sends one small frame. Input that the application never sees must neither fill memory nor keep the loop busy.
+"""uvicorn's HTTP and WebSocket protocols with limits that apply before the application is called: time for heads and
+bodies, connections per network, one small frame before a channel's proof. Input must not fill memory or block the loop.
+One file because both protocols share a connection, its counts and its buffers.
 """
 
 from __future__ import annotations
@@ -301,6 +300,7 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
     _unparsed = b""
     _is_proven = False
     _unproven_bytes = 0
+    _has_message = False
 
     def handle_connect(self, event: Request) -> None:
         super().handle_connect(event)
@@ -313,6 +313,8 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
 
     def prove(self) -> None:
         """Lift the limits of unproven channels; the connection no longer counts for its network."""
+        if self._unproven_bytes > UNPROVEN_BYTES:  # bytes after the proof were dropped
+            self.transport.abort()
         self._is_proven = True
         cast("LimitedConfig", self.config).counts.release(self.transport)
 
@@ -334,15 +336,25 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
         if self._is_closed:
             return
         if self.handshake_initiated and not self._is_proven:
+            room = max(0, UNPROVEN_BYTES - self._unproven_bytes)
             self._unproven_bytes += len(data)
-            if self._unproven_bytes > UNPROVEN_BYTES:
-                self.transport.abort()
+            if len(data) > room:
+                self._refuse_overrun(data[:room])
                 return
         if not self._unparsed and len(data) <= PIECE_BYTES:
             super().data_received(data)
         else:
             self._unparsed += data
             self._parse()
+
+    def _refuse_overrun(self, accepted: bytes) -> None:
+        """Drop the bytes past the limit. The application refuses a first message that is whole, with a reason."""
+        if accepted:
+            super().data_received(accepted)
+        if not self._has_message:
+            self.transport.abort()
+        elif not self.transport.is_closing():
+            self.transport.pause_reading()
 
     def _parse(self) -> None:
         """Parse until `MOST_UNREAD` messages wait; uvicorn reads nothing more meanwhile."""
@@ -387,6 +399,7 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
 
     def send_receive_event_to_app(self) -> None:
         self._pings = 0
+        self._has_message = True
         if not self.close_sent:
             super().send_receive_event_to_app()
             return

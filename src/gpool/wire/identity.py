@@ -19,6 +19,7 @@ Token = Annotated[str, StringConstraints(max_length=200)]
 SignInMessage = Annotated[str, StringConstraints(max_length=8192)]
 SignatureText = Annotated[str, StringConstraints(max_length=2 + 2 * 8192)]
 PermissionName = Literal["consumer", "provider", "operator"]
+PermissionNames = Annotated[list[PermissionName], Field(max_length=20, fail_fast=True)]
 RoleName = Literal["owner", "member", "viewer"]
 ScopeName = Literal[
     "tasks:read",
@@ -346,13 +347,13 @@ class UserPage(Answer):
 
 
 class UserPatch(Document):
-    permissions: list[PermissionName] | None = None
+    permissions: PermissionNames | None = None
     disabled: bool | None = None
     quota: QuotaDocument | None = None
 
 
 class UserInviteRequest(Document):
-    permissions: list[PermissionName] | None = None  # null: the default permissions
+    permissions: PermissionNames | None = None  # null: the default permissions
     team: str | None = None
     role: RoleName | None = None
     expires_in_s: Annotated[int, Field(ge=60, le=30 * DAY_S)] = 7 * DAY_S

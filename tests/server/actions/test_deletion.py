@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -209,7 +210,25 @@ async def test_a_deleted_account_leaves_nothing_behind(desk: Desk) -> None:
     audit = (await desk.get("/v1/audit")).json()["items"]
     [noted] = [one for one in audit if one["action"] == "account.delete"]
     assert (noted["actor"], noted["thing"], noted["facts"]) == (ada.id, ada.id, {})
-    assert (await registered(desk, "ada")).id != ada.id  # the name is free again
+
+
+async def test_nobody_takes_the_name_of_a_deleted_account_and_the_nodes_lent_to_it(
+    desk: Desk,
+) -> None:
+    """Finding 22, with a user instead of a team."""
+    lent = replace(an_offer(), audience=("user:ada",))
+    agent = await desk.agent(offer=lent)
+    ada = await registered(desk, "ada")
+    await agent.again().connect()
+    await submitted(ada)
+    assert await desk.schedule() == 1  # the control: the node is lent to her
+    assert (await ada.ask("DELETE", "/v1/me", {"password": PASSWORD})).status_code == 204
+    await RetainTasks(desk.server).run_once(desk.server.now)
+    wanted = {"name": "ada", "password": PASSWORD}
+    refused = await desk.bare.post("/v1/users", json=wanted)
+    assert refused.status_code == 409, refused.text
+    assert "deleted account" in refused.json()["detail"]
+    assert (await registered(desk, "ada-2")).name == "ada-2"
 
 
 async def test_an_account_is_deleted_only_with_its_password(desk: Desk) -> None:

@@ -86,6 +86,19 @@ async def parts(attacker: Attacker) -> None:
         await attacker.desk.bare.put(path, content=content, headers=headers)
 
 
+async def parts_with_another_total(attacker: Attacker) -> None:
+    """A second request that names a smaller total, or starts elsewhere, must not return the room of stored bytes."""
+    for number in range(8):
+        content = RANDOM.randbytes(FILE)
+        path = f"/v1/artifacts/{hashlib.sha256(content).hexdigest()}"
+        for piece, place in (
+            (content, f"bytes 0-{FILE - 1}/{FILE + 1}"),
+            (b"x", ("bytes 0-0/1", "bytes 5-5/7")[number % 2]),
+        ):
+            headers = {**attacker.headers, "content-range": place}
+            await attacker.desk.bare.put(path, content=piece, headers=headers)
+
+
 async def parallel(attacker: Attacker) -> None:
     await asyncio.gather(*(attacker.put(RANDOM.randbytes(FILE)) for _ in range(12)))
 
@@ -184,6 +197,7 @@ async def upload_and_delete(attacker: Attacker) -> None:
 
 ATTACKS: tuple[Callable[[Attacker], Awaitable[None]], ...] = (
     parts,
+    parts_with_another_total,
     parallel,
     unmeasured,
     same_again,
@@ -246,6 +260,36 @@ async def test_all_attempts_one_after_another_stay_within_the_quota(data: Path) 
             await attack(attacker)
 
     assert await growth(everything, data, QUOTA) <= QUOTA * 1.1
+
+
+async def test_a_node_keeps_none_of_its_consumer_s_quota_after_the_lease(desk: Desk) -> None:
+    """A node that begins an upload of the whole quota under its lease, and never goes on."""
+    ann = await desk.person("ann", Permission.CONSUMER)
+    user = await desk.server.store.read(users.user_by_name("ann"))
+    assert user is not None
+    await set_quota(desk.server, user, ("user", user.id), GivenQuota(storage_bytes=QUOTA))
+    agent = await desk.agent()
+    task = (await desk.bare.post("/v1/tasks", json={"command": ["true"]}, headers=ann)).json()
+    await desk.schedule()
+    [lease] = agent.leases()
+    await agent.report(Started(lease.task, lease.epoch))
+    room = QUOTA - 10_000
+    path = f"/v1/artifacts/{'ab' * 32}"
+    async with desk.http_of(agent, f"{task['ids'][0]}:1") as node:
+        begun = await node.put(path, content=b"x", headers={"content-range": f"bytes 0-0/{room}"})
+        assert begun.status_code == 202, begun.text
+        offset = (await node.head(path)).headers["upload-offset"]
+        assert offset == "1", "the node can go on"
+    content = RANDOM.randbytes(MIB)
+    attacker = Attacker(desk, agent, user.id, ann)
+    prune = PruneStore(desk.server)
+    await prune.run_once(desk.server.now)
+    assert (await attacker.put(content)).status_code == 403  # the control: the lease is held
+    await agent.report(Finished(lease.task, 1, EndReason.EXITED, exit_code=0))
+    await prune.run_once(desk.server.now)
+    assert (await attacker.put(content)).status_code == 201
+    incoming = Path(desk.server.settings.data) / "artifacts" / "incoming"
+    assert list(incoming.iterdir()) == []
 
 
 async def test_a_refusal_says_what_to_delete(desk: Desk) -> None:

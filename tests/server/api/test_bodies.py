@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Iterator
+from typing import Annotated, Any, get_args, get_origin
 
 import pytest
+from annotated_types import MaxLen
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from gpool.core.errors import GpoolError, Invalid, TooLarge
 from gpool.server.api.bodies import MAX_MEMBERS, UNSCANNED_BYTES, parsed, scanned
+from gpool.server.api.routing import endpoints
 from gpool.wire.documents import MAX_ANONYMOUS_BODY_BYTES, MAX_ENV, TaskRequest
 from gpool.wire.nodes import NodeRequest
 from tests.server.server_desk import Desk
@@ -33,6 +36,15 @@ HOSTILE = {
     "environment": '{"command":["true"],"env":{' + numbered('"AN":""') + "}}",
     "escapes in the environment": r'{"env":{' + numbered(r'"AN\\":"\\"') + "}}",
     "secrets": '{"command":["true"],"secrets":{' + numbered('"AN":1') + "}}",
+    "fields after a NaN": '{"name":NaN,' + numbered('"xN":1') + "}",
+    "fields after an Infinity in an input": '{"inputs":[{"path":-Infinity,'
+    + numbered('"xN":1')
+    + "}]}",
+    "fields of an environment spec after a NaN": '{"recipe":{"x":NaN,' + numbered('"xN":1') + "}}",
+    "lists in a command": '{"command":[' + numbered("[]") + "]}",
+    "members of an object in place of a list": '{"command":{' + numbered('"xN":1') + "}}",
+    "members of a list in place of an object": '{"env":[' + numbered("[]") + "]}",
+    "calls": '{"calls":[' + numbered("{}") + "]}",
 }
 
 
@@ -47,12 +59,57 @@ def test_a_body_with_many_faults_is_refused_at_the_first(kind: str) -> None:
     assert len(errors) == 1
 
 
-@pytest.mark.parametrize("kind", ["fields", "fields of an input", "secrets"])
+@pytest.mark.parametrize("kind", ["fields", "fields of an input", "secrets", "fields after a NaN"])
 def test_pydantic_alone_makes_an_error_of_each(kind: str) -> None:
     """The control."""
     with pytest.raises(ValidationError) as refused:
         TaskRequest.model_validate_json(HOSTILE[kind])
     assert refused.value.error_count() >= MANY
+
+
+def types_in(annotation: Any) -> Iterator[Any]:
+    yield annotation
+    for each in get_args(annotation):
+        yield from types_in(each)
+
+
+def is_limited(annotation: Any) -> bool:
+    """Every list and mapping inside has a limit of members."""
+    bare = [each for each in types_in(annotation) if get_origin(each) in (list, dict)]
+    limited = [
+        each
+        for each in types_in(annotation)
+        if any(
+            isinstance(limit, MaxLen)
+            for part in getattr(each, "__metadata__", ())
+            for limit in (part, *getattr(part, "metadata", ()))
+        )
+        and get_origin(each.__origin__) in (list, dict)
+    ]
+    return len(bare) == len(limited)
+
+
+def test_every_list_and_mapping_of_a_request_has_a_limit() -> None:
+    bodies = {each.body for each in endpoints() if isinstance(each.body, type)}
+    models = [each for each in bodies if issubclass(each, BaseModel)]
+    assert len(models) > 20
+    unlimited, seen = set(), set()
+    while models:
+        model = models.pop()
+        seen.add(model)
+        for name, field in model.model_fields.items():
+            whole: Any = field.annotation
+            if field.metadata:
+                whole = Annotated[whole, *field.metadata]
+            if not is_limited(whole):
+                unlimited.add(f"{model.__name__}.{name}")
+            inside = [
+                each
+                for each in types_in(whole)
+                if isinstance(each, type) and issubclass(each, BaseModel)
+            ]
+            models += [each for each in inside if each not in seen]
+    assert unlimited == set()
 
 
 def test_a_body_of_more_members_than_any_document_has_is_refused_unread() -> None:
@@ -82,10 +139,21 @@ def test_an_environment_as_large_as_allowed_is_taken() -> None:
         parsed(TaskRequest, json.dumps(document).encode())
 
 
-@pytest.mark.parametrize("raw", [b"", b"[1]", b'"x"', b'{"name":', b"\xff", b'{"name":"\xff"}'])
-def test_what_is_no_document_is_refused_as_before(raw: bytes) -> None:
-    padded = raw + b" " * (UNSCANNED_BYTES + 1)
-    assert scanned(TaskRequest, padded) is padded
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        (b"", "the body is not JSON"),
+        (b'{"name":', "the body is not JSON"),
+        (b"\xff", "the body is not JSON"),
+        (b'{"name":"\xff"}', "the body is not JSON"),
+        (b'{"cpus":NaN}', "the body is not JSON"),
+        (b"[1]", "the body must be an object"),
+        (b'"x"', "the body must be an object"),
+    ],
+)
+def test_what_is_no_document_is_refused(raw: bytes, says: str) -> None:
+    with pytest.raises(Invalid, match=says):
+        parsed(TaskRequest, raw + b" " * (UNSCANNED_BYTES + 1))
 
 
 texts = st.text(max_size=20)

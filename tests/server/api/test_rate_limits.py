@@ -9,8 +9,8 @@ import pytest
 
 from gpool.core.errors import TooMany
 from gpool.core.ids import decode
-from gpool.core.model import Permission
-from gpool.server.identity.throttle import CLASS_RATES, UNKNOWN_KEYS, RouteClass
+from gpool.core.model import SECOND, Permission
+from gpool.server.identity.throttle import CLASS_RATES, RATES, UNKNOWN_KEYS, RouteClass
 from tests.server.identity_routes.people_desk import PASSWORD, registered, signed_in
 from tests.server.server_desk import Desk, Live
 from tests.tools.processes import PATIENCE_S
@@ -100,6 +100,31 @@ async def test_sign_ins_and_refreshes_that_succeed_do_not_count(desk: Desk) -> N
     wrong = {"name": "ann", "password": "not this one"}
     assert (await desk.bare.post("/v1/auth/password", json=wrong)).status_code == 401
     assert (await desk.bare.post("/v1/auth/password", json=wrong)).status_code == 429
+
+
+async def test_an_account_that_signs_in_in_a_loop_does_not_keep_others_from_it(desk: Desk) -> None:
+    """Finding 9, with right passwords: each costs a hash of the few that are done at once, and a session."""
+    await registered(desk, "mallory")
+    await registered(desk, "ann")
+    right = {"name": "mallory", "password": PASSWORD}
+    statuses = [
+        (await desk.bare.post("/v1/auth/password", json=right)).status_code
+        for _ in range(RATES.right.burst + 5)
+    ]
+    assert statuses.count(200) == RATES.right.burst - 1  # one of them when she registered
+    assert set(statuses[-5:]) == {429}
+    await signed_in(desk, "ann")  # the control: the same address, another account
+    desk.clock.advance(RATES.right.every / SECOND)
+    await signed_in(desk, "mallory")
+
+
+async def test_a_guesser_does_not_use_up_the_owner_s_right_passwords(desk: Desk) -> None:
+    await registered(desk, "ann")
+    guard = desk.server.guard
+    for number in range(RATES.right.burst + 5):
+        async with guard.sign_in("ann", f"10.6.{number}.1"):
+            pass
+    await signed_in(desk, "ann")
 
 
 async def test_a_made_up_invite_is_refused_before_the_password_is_hashed(desk: Desk) -> None:

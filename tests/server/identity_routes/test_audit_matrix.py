@@ -38,6 +38,7 @@ def declared() -> set[Action]:
 async def test_every_change_of_the_route_table_leaves_a_row_in_its_own_transaction(
     desk: Desk,
 ) -> None:
+    """Counts of the address are returned: all requests come from one address in one moment."""
     pool = await a_pool(desk)
     wrong, seen = [], set()
     for key, row in TABLE.items():
@@ -71,6 +72,27 @@ async def test_every_change_of_the_route_table_leaves_a_row_in_its_own_transacti
     first = {action_of(key) for key in TABLE}
     assert always & first - seen == BY_HAND
     assert others <= seen
+
+
+async def test_every_route_by_which_an_operator_reads_others_objects_leaves_a_row(
+    desk: Desk,
+) -> None:
+    """By route, not by action: several routes share an action."""
+    pool = await a_pool(desk)
+    silent, recorded = [], 0
+    for key, row in TABLE.items():
+        own = row.objects == ("-",) and not key[2]  # a list of the caller's own objects
+        if RULES[action_of(key)].audit is not AuditRule.OTHERS or own:
+            continue
+        for thing in row.objects:
+            desk.clock.advance(3601)  # a repeated read is recorded once an hour
+            pool.store.audited.clear()
+            status = await pool.ask("operator", key[:2], row, thing)
+            recorded += len(pool.store.audited)
+            if status == "ok" and not pool.store.audited:
+                silent.append((*key, thing, status))
+    assert not silent, "\n".join(map(str, silent))
+    assert recorded > 20
 
 
 async def test_what_the_matrix_cannot_do_is_recorded(desk: Desk) -> None:

@@ -50,6 +50,7 @@ async def a_bench(desk: Desk, somebody: Somebody) -> RealBench:
 
 
 async def test_no_route_takes_a_forged_token(desk: Desk) -> None:
+    """Counts of the address are returned: routes of sign-ins now count it whatever the token is."""
     ada = await registered(desk, "forged")
     pool = await a_pool(desk)
     bench = await a_bench(desk, ada)

@@ -152,6 +152,40 @@ async def test_a_key_for_a_team_does_not_see_how_far_an_upload_of_its_user_came(
     assert (hidden.status_code, hidden.headers.get("upload-offset")) == (404, None)
 
 
+async def test_a_key_for_a_team_deletes_only_its_own_uploads(desk: Desk) -> None:
+    """Finding 21, with DELETE: such a key deleted the finished and unfinished uploads of the account behind it."""
+    ada = await registered(desk, "ada")
+    team = await a_team(ada)
+    key = bearer((await ada.ask("POST", "/v1/keys", {"name": "ci", "team": team})).json()["key"])
+    of_ada = await uploaded(desk, ada.headers, b"ada's own")
+    of_key = await uploaded(desk, key, b"uploaded by the key")
+
+    async def delete(sha256: str, headers: dict[str, str]) -> int:
+        return (await desk.bare.delete(f"/v1/artifacts/{sha256}", headers=headers)).status_code
+
+    assert await delete(of_ada, key) == 404
+    assert await delete(of_key, key) == 204
+    content = b"in two parts"
+    sha256 = hashlib.sha256(content).hexdigest()
+    part = {"content-range": f"bytes 0-5/{len(content)}"}
+    for headers in (ada.headers, key):
+        begun = {**headers, **part}
+        await desk.bare.put(f"/v1/artifacts/{sha256}", content=content[:6], headers=begun)
+    assert await delete(sha256, key) == 204
+    assert await delete(sha256, key) == 404
+    begun = await desk.bare.head(f"/v1/artifacts/{sha256}", headers=ada.headers)
+    assert begun.headers["upload-offset"] == "6"
+    assert await delete(sha256, ada.headers) == 204  # the control
+    # The account itself deletes what its keys uploaded, and is not told of other accounts' tasks.
+    own_task = {"command": ["true"], "inputs": [{"path": "in", "sha256": of_ada, "size_bytes": 9}]}
+    assert (await ada.ask("POST", "/v1/tasks", own_task)).status_code == 202
+    assert await uploaded(desk, key, b"ada's own") == of_ada
+    assert await delete(of_ada, key) == 204, "used by a task that the key does not see"
+    assert await delete(of_ada, ada.headers) == 409
+    of_key = await uploaded(desk, key, b"uploaded by the key")
+    assert await delete(of_key, ada.headers) == 204
+
+
 async def uploaded(desk: Desk, headers: dict[str, str], content: bytes) -> str:
     sha256 = hashlib.sha256(content).hexdigest()
     put = await desk.bare.put(f"/v1/artifacts/{sha256}", content=content, headers=headers)

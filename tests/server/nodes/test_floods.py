@@ -136,7 +136,7 @@ def test_who_was_closed_for_flooding_is_not_let_in_at_once(data: Path) -> None:
 
 
 def test_a_stranger_who_only_names_a_node_spends_nothing_of_its_budget(data: Path) -> None:
-    """Nothing is proved: whatever is sent is cut off, the node itself is let in and heard."""
+    """Nothing is proved: whatever is sent, the node itself is let in and heard."""
     with serving(data, node_frames_per_s=50) as live:  # so little that a hello is held back
         badge = joined(live, "named")
         with bare_socket(live, badge) as stranger:
@@ -146,7 +146,8 @@ def test_a_stranger_who_only_names_a_node_spends_nothing_of_its_budget(data: Pat
             sending.join()
             with suppress(OSError):  # closed already
                 stranger.socket.shutdown(SHUT_RDWR)
-        assert refused is None or refused.code == "not_signed_in"
+        assert refused is not None
+        assert refused.code == "not_signed_in"
         with agent_socket(live, badge) as socket:
             socket.send(hello())
             assert isinstance(received(socket), Welcome)

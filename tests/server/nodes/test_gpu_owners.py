@@ -15,7 +15,9 @@ from gpool.server.store.operations.identity import accounts, users
 from gpool.server.store.operations.nodes import KEPT_AFTER
 from gpool.transfer.node_proofs import NodeKey
 from gpool.wire.frames import OfferChanged
+from tests.server.identity_routes.people_desk import PASSWORD, registered
 from tests.server.server_desk import Agent, Desk, an_offer
+from tests.tools.nodes import a_key
 
 pytestmark = pytest.mark.anyio
 UUID = "GPU-5f1c9b1e-0000-4000-8000-000000000001"
@@ -199,10 +201,34 @@ async def test_a_holder_that_is_offline_keeps_its_gpu(desk: Desk) -> None:
     assert "another owner" in str((await flags(desk))["claimant"])
 
 
-async def test_a_flag_lapses_when_the_rival_s_account_is_disabled(desk: Desk) -> None:
+@pytest.mark.parametrize("patch", [{"disabled": True}, {"permissions": ["consumer"]}])
+async def test_a_flag_lapses_when_the_rival_s_account_is_suspended(
+    desk: Desk, patch: dict[str, object]
+) -> None:
     squatter = await owned(desk, "squatter", offering(UUID))
     await desk.agent("honest", offering(UUID))
     owner = encode("user", squatter.credentials.owner)
-    answer = await desk.http.patch(f"/v1/users/{owner}", json={"disabled": True})
+    answer = await desk.http.patch(f"/v1/users/{owner}", json=patch)
     assert answer.status_code == 200
     assert (await flags(desk))["honest"] is None
+
+
+@pytest.mark.parametrize("is_settled", [False, True])
+async def test_a_flag_lapses_when_the_rival_deletes_the_account(
+    desk: Desk, is_settled: bool
+) -> None:
+    squatter = await registered(desk, "squatter")
+    node = await desk.join(a_key(9), offering(UUID), squatter.headers, name="claims")
+    await node.connect()
+    honest = await desk.agent("honest", offering(UUID))
+    if is_settled:
+        listed = (await squatter.ask("GET", "/v1/resources?kind=gpu")).json()["items"]
+        [mine] = [gpu["id"] for gpu in listed if gpu["uuid"] == UUID]
+        decided = await desk.http.patch(f"/v1/resources/{mine}", json={"flagged": None})
+        assert decided.status_code == 200, decided.text
+    assert (await flags(desk))["honest"] is not None
+    gone = await squatter.ask("DELETE", "/v1/me", {"password": PASSWORD})
+    assert gone.status_code == 204, gone.text
+    assert await flags(desk) == {"honest": None}
+    bound = await desk.server.store.read(gpu_bindings.binding(UUID))
+    assert (bound and bound.owner) == honest.credentials.owner

@@ -92,6 +92,7 @@ async def test_a_boot_that_is_a_book_is_not_remembered(desk: Desk) -> None:
 
 
 def test_a_real_card_cut_into_slices_and_a_node_of_64_gpus_are_taken() -> None:
+    """64 is the default of `max_gpus_per_node`: a node cannot claim a thousand GPUs by its own word."""
     assert offer_problem(cut(*H200)) is None
     many = tuple(
         Gpu(number, f"GPU-{number:036}", "NVIDIA H200", "nvidia", 141 * GIB) for number in range(65)

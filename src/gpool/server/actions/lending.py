@@ -95,11 +95,22 @@ async def remove(
     removing = audited(_remove(id_, who, force, server.now), [removal])
     answered = await server.write_once(who.user, once, removing, lambda _: b"")
     if answered.value is not None:
-        server.gate.forget()
-        server.picture.absorb(answered.value.recording)
-        server.picture.node_removed(id_)
-        for row in answered.value.unflagged:
-            server.picture.node_changed(row.node)
+        _apply_removal(server, id_, answered.value)
+
+
+async def remove_of_deleted_account(server: Server, id_: NodeId) -> None:
+    """End the node's leases, whose tasks are queued again, and delete it."""
+    withdrawn = await server.write(_delete_node(id_, server.now, force=True))
+    if withdrawn is not None:
+        _apply_removal(server, id_, withdrawn)
+
+
+def _apply_removal(server: Server, id_: NodeId, withdrawn: _Withdrawn) -> None:
+    server.gate.forget()
+    server.picture.absorb(withdrawn.recording)
+    server.picture.node_removed(id_)
+    for row in withdrawn.unflagged:
+        server.picture.node_changed(row.node)
 
 
 async def suspend(server: Server, owner: UserId, why: str = nodes.MAY_NOT_LEND) -> None:
@@ -168,10 +179,18 @@ def _unflag(id_: GpuId, who: Caller, at: Instant) -> Operation[tuple[NodeRow, ..
 def _remove(id_: NodeId, who: Caller, force: bool, at: Instant) -> Operation[_Withdrawn]:
     found = yield from nodes.node(id_)
     permit(who, Action.NODE_REMOVE, node_thing(found), _named(id_))
+    withdrawn = yield from _delete_node(id_, at, force=force)
+    if withdrawn is None:
+        raise no_node(id_)
+    return withdrawn
+
+
+@operation
+def _delete_node(id_: NodeId, at: Instant, *, force: bool) -> Operation[_Withdrawn | None]:
     recording = (yield from leases.expire(id_, at)) if force else Recording()
     uuids = yield from gpus.uuids_of(id_)
     if not (yield from nodes.remove_node(id_, None)):
-        raise no_node(id_)
+        return None
     freed = yield from gpus.lapse(uuids, at)
     return _Withdrawn(recording, (yield from reconciliation.rows_with(freed)))
 

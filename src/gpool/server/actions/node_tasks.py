@@ -8,6 +8,7 @@ from gpool.core.ids import NodeId, TaskId, encode
 from gpool.core.model import Instant, Network
 from gpool.core.permissions import Action
 from gpool.core.specs import gpu as gpuspec
+from gpool.server.actions.audit import note_read
 from gpool.server.identity.authorization import node_thing, permit
 from gpool.server.server import Server
 from gpool.server.store.identity_values import Caller
@@ -25,6 +26,7 @@ async def node_tasks(server: Server, who: Caller, id_: NodeId, limit: int) -> No
     """Held leases and the newest `limit` ended tasks; `NotFound` or `Forbidden` unless owner or operator."""
     found = await server.store.read(nodes.node(id_))
     permit(who, Action.NODE_TASKS, node_thing(found), f"node {encode('node', id_)}")
+    await note_read(server, who, Action.NODE_TASKS, node_thing(found), encode("node", id_))
     held = await server.store.read(node_history.held_by(id_))
     ended: list[node_history.NodeTask] = []
     before: TaskId | None = None

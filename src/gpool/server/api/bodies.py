@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import msgspec
 from annotated_types import MaxLen
@@ -43,13 +44,16 @@ def parsed(model: type[M], raw: bytes) -> M:
 
 
 def scanned(model: type[BaseModel], raw: bytes) -> bytes:
-    """The body, without repeated fields; `Invalid` at the first unknown field. Malformed JSON is left to pydantic."""
+    """The body, without repeated fields; `Invalid` at the first unknown field and for anything that is not JSON.
+
+    pydantic would accept NaN and Infinity: a body with one of them must not reach it unscanned.
+    """
     members = raw.count(b",")
     if members > MAX_MEMBERS:
         raise TooLarge(f"the body has {members} members; at most {MAX_MEMBERS} are accepted")
     fields = _form_of(model).fields(raw, ())
     if fields is None:
-        return raw
+        return b"[]"  # pydantic refuses it as it does the large one
     kept = sum(len(name) + len(memoryview(value)) for name, value in fields.items())
     if len(raw) - kept <= UNUSED_BYTES:
         return raw
@@ -62,10 +66,9 @@ def _member(name: str, value: msgspec.Raw) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Nested:
-    """Field with documents inside (`form`), or a mapping with at most `most` keys."""
+    """Field with documents inside (`form`), or a list or mapping with at most `most` members."""
 
     form: _DocumentForm | None
-    is_list: bool
     most: int | None
 
 
@@ -74,18 +77,16 @@ class _DocumentForm:
     decoder: msgspec.json.Decoder[Any]
     names: tuple[str, ...]
     nested: Mapping[str, _Nested]
-    plain: frozenset[str]  # neither lists nor objects
+    openers: Mapping[str, bytes]  # by name: '[' if the field is a list, '{' if it is an object
 
     def fields(self, raw: bytes, place: tuple[str, ...]) -> dict[str, msgspec.Raw] | None:
-        """Values by field name, the last one of repeated names; None: not a JSON object."""
+        """Values by field name, the last one of repeated names; None: JSON, but not an object."""
         try:
-            found = self.decoder.decode(raw)
+            found = _decoded(self.decoder, raw, place)
         except msgspec.ValidationError as error:
             unknown = _UNKNOWN.search(str(error))
             if unknown is not None:
                 raise invalid([_fault("extra_forbidden", *place, unknown[1])]) from None
-            return None
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
         values = {
             name: value
@@ -93,46 +94,46 @@ class _DocumentForm:
             if len(memoryview(value))
         }
         for name, value in values.items():
-            if name in self.nested:
+            first = bytes(memoryview(value)[:1])
+            if first in _EMPTY and first not in self.openers[name]:
+                values[name] = _EMPTY[first]  # pydantic refuses it as it does the large one
+            elif name in self.nested:
                 _check(self.nested[name], bytes(value), (*place, name))
-            elif name in self.plain and bytes(memoryview(value)[:1]) in (b"{", b"["):
-                values[name] = _EMPTY_OBJECT  # pydantic refuses it as it does the large one
         return values
 
 
 def _check(nested: _Nested, raw: bytes, place: tuple[str, ...]) -> None:
-    if nested.form is None:
-        assert nested.most is not None
+    if raw[:1] == b"{":
+        if nested.form is not None:
+            nested.form.fields(raw, place)
         # At least two of the four quotes of a member follow no backslash, whatever its texts are.
-        if raw.count(b'"') - raw.count(b'\\"') > 4 * nested.most:
+        elif raw.count(b'"') - raw.count(b'\\"') > 4 * (nested.most or MAX_MEMBERS):
             raise invalid(
                 [_fault("too_long", *place, max_length=nested.most, actual_length="more")]
             )
-        return
-    if not nested.is_list:
-        nested.form.fields(raw, place)
-        return
-    if b"{" not in raw:
-        return
-    items = _decoded(_ARRAY, raw) or ()
-    if nested.most is not None and len(items) > nested.most:
-        raise invalid(
-            [_fault("too_long", *place, max_length=nested.most, actual_length=len(items))]
-        )
-    for number, item in enumerate(items):
-        if bytes(memoryview(item)[:1]) == b"{":
-            nested.form.fields(bytes(item), (*place, str(number)))
+    elif raw[:1] == b"[":
+        items = _decoded(_ARRAY, raw, place)
+        if nested.most is not None and len(items) > nested.most:
+            raise invalid(
+                [_fault("too_long", *place, max_length=nested.most, actual_length=len(items))]
+            )
+        if nested.form is not None and b"{" in raw:
+            for number, item in enumerate(items):
+                if bytes(memoryview(item)[:1]) == b"{":
+                    nested.form.fields(bytes(item), (*place, str(number)))
 
 
-_EMPTY_OBJECT = msgspec.Raw(b"{}")
+_EMPTY = {b"{": msgspec.Raw(b"{}"), b"[": msgspec.Raw(b"[]")}
 _ARRAY = msgspec.json.Decoder(list[msgspec.Raw])
 
 
-def _decoded(decoder: msgspec.json.Decoder[Any], raw: bytes) -> Any:
+def _decoded(decoder: msgspec.json.Decoder[Any], raw: bytes, place: tuple[str, ...]) -> Any:
     try:
         return decoder.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None  # pydantic names the fault
+    except msgspec.ValidationError:
+        raise
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid([_fault("json_invalid", *place, error=str(error)[:100])]) from None
 
 
 def _fault(kind: str, *place: str, **limits: object) -> dict[str, Any]:
@@ -152,23 +153,39 @@ def _form_of(model: type[BaseModel]) -> _DocumentForm:
     )
     nested = {name: found for name, field in members if (found := _nested_in(field)) is not None}
     names = tuple(name for name, _ in members)
-    plain = frozenset(name for name, field in members if _is_plain(field.annotation))
-    return _DocumentForm(msgspec.json.Decoder(struct), names, nested, plain)
+    openers = {name: _openers_of(field.annotation) for name, field in members}
+    return _DocumentForm(msgspec.json.Decoder(struct), names, nested, openers)
 
 
-def _is_plain(annotation: Any) -> bool:
-    inside = list(_types_in(annotation))
-    has_documents = any(isinstance(each, type) and issubclass(each, BaseModel) for each in inside)
-    return not has_documents and not {list, dict, tuple, frozenset, set, Any} & set(inside)
+def _openers_of(annotation: Any) -> bytes:
+    """First bytes of the lists and objects that a value of this type may be."""
+    origin = get_origin(annotation)
+    if origin in (Annotated, Union, UnionType):
+        inside = get_args(annotation)[:1] if origin is Annotated else get_args(annotation)
+        return b"".join(map(_openers_of, inside))
+    kind = origin or annotation
+    if kind in (list, tuple, set, frozenset):
+        return b"["
+    if kind is dict or (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        return b"{"
+    return b"[{" if kind in (Any, object) else b""
 
 
 def _nested_in(field: FieldInfo) -> _Nested | None:
     inside = list(_types_in(field.annotation))
-    most = next((each.max_length for each in field.metadata if isinstance(each, MaxLen)), None)
+    limits = [*field.metadata, *_metadata_in(field.annotation)]
+    most = next((each.max_length for each in limits if isinstance(each, MaxLen)), None)
     for each in inside:
         if isinstance(each, type) and issubclass(each, BaseModel):
-            return _Nested(_form_of(each), list in inside, most)
-    return _Nested(None, False, most) if dict in inside and most is not None else None
+            return _Nested(_form_of(each), most)
+    return _Nested(None, most) if most is not None and {list, dict} & set(inside) else None
+
+
+def _metadata_in(annotation: Any) -> Iterator[Any]:
+    """Limits of the alternatives of a union; those of a list's items are not the list's."""
+    for each in get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ():
+        for limit in getattr(each, "__metadata__", ()):
+            yield from limit.metadata if isinstance(limit, FieldInfo) else (limit,)
 
 
 def _types_in(annotation: Any) -> Iterator[Any]:

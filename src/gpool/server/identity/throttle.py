@@ -15,6 +15,8 @@ an account's owner:
   minute at one name, and an owner at a new address competes only with guessers at fresh addresses.
 - one customer may have a whole IPv6 /48, that is 65,536 networks of /64. So a /48 has an address bucket of its own,
   and after ten first attempts at a name its further ones count as later ones: it cannot drain the large bucket.
+- right passwords take from a bucket of their name (30, then one per 5 s), which a guesser cannot drain: each costs a
+  hash and a session, so one account in a loop would keep everybody else from signing in.
 Nothing locks an account: every wait is bounded, and waiting is always enough.
 
 Each replica has its own buckets, so n replicas allow n times the rate. Quotas are rows in the store instead.
@@ -152,6 +154,7 @@ class SignInRates:
     name: Rate = Rate(20, Span(10 * SECOND))
     fresh: Rate = Rate(2, Span(DAY // 4))  # attempts of an address at a name that count as first
     fresh_site: Rate = Rate(10, Span(DAY // 24))  # likewise of an IPv6 /48
+    right: Rate = Rate(30, Span(5 * SECOND))  # right passwords of a name
     remembered: Span = Span(30 * DAY)  # noqa: RUF009 - life of a known address
 
 
@@ -178,12 +181,18 @@ class SignInThrottle:
         self._fresh = Buckets(
             most
         )  # separate: these recover in hours and would evict buckets that recover in seconds
+        self._right = Buckets(most)
         self._known: dict[tuple[str, str], Instant] = {}
 
     def attempt(self, attempt: Attempt, now: Instant) -> Admitted | Wait:
         """Take tokens before the password is checked, so that parallel guesses count too."""
         name, network = attempt.name.casefold(), network_of(attempt.address)
         rates = self._rates
+        right: list[Spending] = [(name, rates.right)]
+        wait = self._right.spend(right, now)
+        if wait is not None:
+            return wait
+        self._right.give_back(right)  # taken only if the password is right
         if self._known.get((name, network), Instant(0)) > now:
             return self._take(
                 attempt, self._trusted, (("known", name, network), rates.known), now=now
@@ -218,7 +227,9 @@ class SignInThrottle:
 
     def succeeded(self, admitted: Admitted, now: Instant) -> None:
         self.not_tried(admitted)
-        key = (admitted.attempt.name.casefold(), network_of(admitted.attempt.address))
+        name = admitted.attempt.name.casefold()
+        self._right.spend([(name, self._rates.right)], now)
+        key = (name, network_of(admitted.attempt.address))
         self._known.pop(key, None)  # moves it to the end: the least recently used goes first
         self._known[key] = Instant(now + self._rates.remembered)
         if len(self._known) > MAX_KNOWN:
@@ -326,7 +337,7 @@ class Guard:
         """
         admitted = self._sign_ins.attempt(Attempt(name, address), self._now())
         if isinstance(admitted, Wait):
-            raise _slow_down("too many failed sign-ins", admitted)
+            raise _slow_down("too many sign-ins with this name or from your address", admitted)
         guess = GuardedSignIn(admitted)
         try:
             yield guess

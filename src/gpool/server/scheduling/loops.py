@@ -214,6 +214,8 @@ class PruneStore:
         server.blobs.remove_stale_parts(now, span(settings.keep_unreferenced_s))
         while await server.write(storage.forget_uploads(before, PRUNE_ROWS)) >= PRUNE_ROWS:
             pass
+        for upload in await server.write(storage.forget_uploads_of_ended_leases()):
+            server.blobs.remove_part(upload.sha256, upload.uploader)
         server.picture.drop_unused_specs()
         await quotas.refresh(server)  # another replica may have changed them
         await policy.refresh(server)

@@ -1,4 +1,4 @@
-"""Rows of the tables. Written by `make docs` from `schema`; do not edit."""
+"""Rows of the tables. Written by `make docs` from `schema`; do not edit. One file because it is generated."""
 
 from __future__ import annotations
 
@@ -72,6 +72,10 @@ class TeamsRecord(NamedTuple):
 class TeamNamesRecord(NamedTuple):
     name: str
     team_id: TeamId
+
+
+class RetiredNamesRecord(NamedTuple):
+    hashed: str
 
 
 class MembershipsRecord(NamedTuple):

@@ -114,6 +114,13 @@ team_names = Table(
 )
 """Every name that a team has or had, of deleted teams too: no other team gets it."""
 
+retired_names = Table(
+    "retired_names",
+    metadata,
+    text_column("hashed", primary_key=True),
+)
+"""SHA-256 of the names of deleted accounts: owners' policies name users, so nobody else gets such a name."""
+
 memberships = Table(
     "memberships",
     metadata,

@@ -37,7 +37,7 @@ REFERENCES = {
 INSTANTS = frozenset({"at", "idle_until", "since", "signs_from", "verifies_until"})
 TYPES = {BigInteger: "int", Text: "str", LargeBinary: "bytes"}
 
-HEAD = '''"""Rows of the tables. Written by `make docs` from `schema`; do not edit."""
+HEAD = '''"""Rows of the tables. Written by `make docs` from `schema`; do not edit. One file because it is generated."""
 
 from __future__ import annotations
 

@@ -400,9 +400,5 @@ class Shares:
             amounts[2] * ALL // memories if memories else 0,
         )
 
-    @property
-    def free_gpus(self) -> int:
-        return self._lent[0] - self._all[0]
-
     def truth(self) -> Mapping[Holder, list[int]]:
         return self._held

@@ -14,7 +14,6 @@ from gpool.server.identity.authorization import own, permit
 from gpool.server.identity.passwords import Match
 from gpool.server.server import Server
 from gpool.server.store.identity_values import Caller
-from gpool.server.store.operations import nodes
 from gpool.server.store.operations.identity import account_deletion as operations
 from gpool.server.store.operations.identity import accounts
 from gpool.server.store.operations.tasks import deletion, tasks
@@ -39,8 +38,7 @@ async def delete_account(server: Server, who: Caller, wanted: AccountDeletion) -
     server.credentials.forget()
     await lending.suspend(server, who.user.id, REMOVED)
     for node in owned:
-        if await server.write(nodes.remove_node(node, None)):
-            server.picture.node_removed(node)
+        await lending.remove_of_deleted_account(server, node)
     server.blobs.remove_parts_of(f"u{who.user.id}")
     await purge(server, who.user.id)
 

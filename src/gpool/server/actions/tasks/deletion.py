@@ -12,6 +12,7 @@ from gpool.core.ids import BatchId, TaskId, encode
 from gpool.core.model import Instant, Permission
 from gpool.core.permissions import Action, ObjectKind, TeamId, Thing, missing
 from gpool.server.actions.audit import audited, entry
+from gpool.server.actions.tasks.outputs import uploader_of
 from gpool.server.actions.tasks.query import named
 from gpool.server.identity.authorization import batch_thing, own, permit, task_thing
 from gpool.server.server import Once, Server
@@ -141,7 +142,7 @@ def _document(found: StoredArtifact) -> StoredArtifactDocument:
 async def delete_artifact(server: Server, who: Caller, sha256: str, once: Once | None) -> None:
     """Delete the caller's upload, finished or not; `Conflict` while a task of the caller names it."""
     note = entry(server.now, who, "artifact.delete", sha256)
-    room = UploadReservation(f"u{who.user.id}", sha256, 0, ("user", who.user.id))
+    room = UploadReservation(uploader_of(who), sha256, 0, ("user", who.user.id))
     unfinished = server.blobs.remove_part(sha256, room.uploader)
     deleting = audited(_delete_artifact(sha256, who, room if unfinished else None), [note])
     answered = await server.write_once(who.user, once, deleting, lambda _: b"")
@@ -158,7 +159,7 @@ def _delete_artifact(
         return DeletedTasks((), ())
     thing = yield from _artifact_thing(sha256, who)
     permit(who, Action.ARTIFACT_DELETE, thing, f"artifact {sha256}")
-    found = yield from deletion.delete_upload(who.user.id, sha256)
+    found = yield from deletion.delete_upload(who.user.id, sha256, who.team_key, who.key_team)
     if found is None:
         raise NotFound(f"no upload {sha256} of yours")
     if not isinstance(found, DeletedTasks):
@@ -168,10 +169,11 @@ def _delete_artifact(
 
 
 def _artifact_thing(sha256: str, who: Caller) -> Operation[Thing]:
-    if (yield from artifact_operations.visible(sha256, who.user.id)) is not None:
+    key = who.team_key
+    if (yield from artifact_operations.visible(sha256, who.user.id, (), key)) is not None:
         return Thing(ObjectKind.ARTIFACT, owner=who.user.id, team=who.key_team)
     for team in who.teams:
-        if (yield from artifact_operations.visible(sha256, who.user.id, (team,))) is not None:
+        if (yield from artifact_operations.visible(sha256, who.user.id, (team,), key)) is not None:
             return Thing(ObjectKind.ARTIFACT, team=team)
     known = yield from artifact_operations.known(sha256)
     if known and Permission.OPERATOR in who.user.permissions:

@@ -51,21 +51,21 @@ async def put(
         raise TooLarge(
             f"the artifact has {declared} bytes; the limit is {server.settings.max_artifact_bytes}"
         )
-    sha256, account = upload.sha256, charged.account
+    sha256, account, uploader = upload.sha256, charged.account, uploader_of(who, upload.lease)
     with server.blobs.pinned(sha256):
         if upload.part is None and await server.store.read(storage.is_stored(account, sha256)):
             size = await server.blobs.verify(sha256, body)  # charged already, so not stored again
-            none = UploadReservation(_uploader(who), sha256, server.ids.next(), account)
+            none = UploadReservation(uploader, sha256, server.ids.next(), account)
             await _refer(server, charged.upload, none, size)
             return size
         server.blobs.check_free(declared)
         number = server.ids.next() if upload.part is None else 0
-        room = UploadReservation(_uploader(who), sha256, number, account)
+        room = UploadReservation(uploader, sha256, number, account)
         await _reserve(server, room, declared)
         try:
             return await _store(server, charged.upload, room, upload.part, declared, body)
         finally:
-            if upload.part is None or server.blobs.offset(sha256, _uploader(who)) is None:
+            if upload.part is None or server.blobs.offset(sha256, uploader) is None:
                 await server.write(storage.release_upload(room))
 
 
@@ -169,7 +169,7 @@ async def size_of(
     try:
         permit(who, Action.ARTIFACT_READ, thing, f"artifact {sha256}")
     except NotFound as hidden:
-        offset = server.blobs.offset(sha256, _uploader(who))
+        offset = server.blobs.offset(sha256, uploader_of(who, lease))
         if offset is not None:
             raise NotFound(hidden.detail, offset=offset) from None
         raise
@@ -202,10 +202,13 @@ async def _seen(
     return size, missing(ObjectKind.ARTIFACT) if size is None else Thing(ObjectKind.ARTIFACT)
 
 
-def _uploader(who: Caller | NodeCredentials) -> str:
-    """Name under which parts are kept; a key for one team does not see the parts of its user."""
+def uploader_of(who: Caller | NodeCredentials, lease: Hold | None = None) -> str:
+    """Name under which parts are kept; a key for one team does not see the parts of its user.
+
+    Those of a node are kept per task: they are charged to its owner, and dropped when the lease ends.
+    """
     if isinstance(who, NodeCredentials):
-        return f"n{who.node}"
+        return storage.node_uploader(who.node, 0 if lease is None else lease.task)
     return f"u{who.user.id}" if who.team_key is None else f"k{who.team_key}"
 
 

@@ -1,7 +1,7 @@
 """GPUs: bindings of a hardware uuid to its owner and wallet (the first claim holds), measurements, verification results.
 
 A later claim by another owner flags only the claimant's row, which is not scheduled until an operator decides or the
-holder's claim is gone (its nodes removed or its account disabled); if the holder's rows were flagged too, any account
+holder's claim is gone (its nodes removed, its account disabled or not allowed to lend); if the holder's rows were flagged too, any account
 could take a GPU out of the pool by naming its uuid.
 """
 
@@ -105,7 +105,10 @@ class _Claim(NamedTuple):
     owner_id: UserId
 
 
-_DISABLED = "SELECT 1 FROM users u WHERE u.id = n.owner_id AND u.disabled_at IS NOT NULL"
+_MAY_NOT_LEND = (
+    "SELECT 1 FROM users u WHERE u.id = n.owner_id AND (u.disabled_at IS NOT NULL "
+    "OR ',' || u.permissions || ',' NOT LIKE '%,provider,%')"
+)
 
 
 def _drop_abandoned(uuids: Collection[str]) -> Operation[list[str]]:
@@ -115,7 +118,7 @@ def _drop_abandoned(uuids: Collection[str]) -> Operation[list[str]]:
             str,
             "DELETE FROM gpu_bindings WHERE uuid IN (SELECT name FROM {wanted} AS w) AND settled_at IS NULL "  # noqa: S608
             "AND NOT EXISTS (SELECT 1 FROM gpus g JOIN nodes n ON n.id = g.node_id WHERE g.uuid = gpu_bindings.uuid "
-            f"AND n.owner_id = gpu_bindings.owner_id AND NOT EXISTS ({_DISABLED})) RETURNING uuid",
+            f"AND n.owner_id = gpu_bindings.owner_id AND NOT EXISTS ({_MAY_NOT_LEND})) RETURNING uuid",
             {},
             {"wanted": of_names(uuids)},
         )
@@ -134,7 +137,7 @@ def uuids_of(node: NodeId) -> Operation[tuple[str, ...]]:
 def lapse(uuids: Collection[str], at: Instant) -> Operation[tuple[str, ...]]:
     """Give bindings that nobody claims any more to the earliest claimant and clear its flags; return their uuids.
 
-    Call it after nodes with these uuids were removed or their owner was disabled.
+    Call it after nodes with these uuids were removed or their owner was suspended.
     """
     if not uuids:
         return ()
@@ -144,8 +147,9 @@ def lapse(uuids: Collection[str], at: Instant) -> Operation[tuple[str, ...]]:
     claims = yield from select(
         _Claim,
         "SELECT g.uuid, n.owner_id FROM {freed} AS f JOIN gpus g ON g.uuid = f.name "  # noqa: S608
-        f"JOIN nodes n ON n.id = g.node_id WHERE g.flagged = :taken AND NOT EXISTS ({_DISABLED}) ORDER BY g.id DESC",
-        {"taken": TAKEN},
+        f"JOIN nodes n ON n.id = g.node_id WHERE g.flagged IN (:taken, :anothers) "
+        f"AND NOT EXISTS ({_MAY_NOT_LEND}) ORDER BY g.id DESC",
+        {"taken": TAKEN, "anothers": ANOTHERS},
         {"freed": of_names(freed)},
     )
     earliest = sorted({claim.uuid: claim.owner_id for claim in claims}.items())
@@ -160,9 +164,9 @@ def lapse(uuids: Collection[str], at: Instant) -> Operation[tuple[str, ...]]:
         relation,
     )
     yield Statement(
-        "UPDATE gpus SET flagged = NULL FROM {claims} AS c WHERE gpus.uuid = c.uuid AND gpus.flagged = :taken "
-        "AND gpus.node_id IN (SELECT n.id FROM nodes n WHERE n.owner_id = c.owner)",
-        {"taken": TAKEN},
+        "UPDATE gpus SET flagged = NULL FROM {claims} AS c WHERE gpus.uuid = c.uuid "
+        "AND gpus.flagged IN (:taken, :anothers) AND gpus.node_id IN (SELECT n.id FROM nodes n WHERE n.owner_id = c.owner)",
+        {"taken": TAKEN, "anothers": ANOTHERS},
         relation,
     )
     return tuple(uuid for uuid, _ in earliest)

@@ -1,5 +1,6 @@
 """Deleting an account: credentials and names go at once, its tasks in bounded batches, its row last.
 
+A hash of the name stays: nodes lent to `user:NAME` must not be lent to another account that takes the name.
 Teams of which the user is the only member go with the account; a team with other members must have another owner. Ids
 stay in the audit log and in tasks of other teams.
 """
@@ -12,6 +13,7 @@ from gpool.core.errors import Conflict, NotFound
 from gpool.core.ids import NodeId, TaskId, UserId, encode
 from gpool.core.model import Instant
 from gpool.core.permissions import TeamId
+from gpool.server.store.operations.identity.accounts import hashed_name
 from gpool.server.store.operations.tasks.artifacts import ArtifactReference, release
 from gpool.server.store.operations.tasks.storage import Account, forget_uploads_of
 from gpool.server.store.protocol import Operation, Statement, operation
@@ -31,12 +33,12 @@ class _Membership(NamedTuple):
 @operation
 def delete_account(user: UserId, at: Instant) -> Operation[tuple[NodeId, ...]]:
     """Make the account unusable and nameless; return its nodes. `Conflict` for the last operator or a team's last owner."""
-    there = yield from values(
-        UserId,
-        "SELECT id FROM users WHERE id = :user AND deleted_at IS NULL /*postgresql FOR UPDATE*/",
+    names = yield from values(
+        str,
+        "SELECT name FROM users WHERE id = :user AND deleted_at IS NULL /*postgresql FOR UPDATE*/",
         {"user": user},
     )
-    if not there:
+    if not names:
         raise NotFound("there is no such user")
     operators = yield from values(
         UserId,
@@ -54,12 +56,17 @@ def delete_account(user: UserId, at: Instant) -> Operation[tuple[NodeId, ...]]:
         "DELETE FROM oidc_identities WHERE user_id = :user",
         "DELETE FROM invites WHERE owner_id = :user",
         "DELETE FROM user_invites WHERE made_by = :user AND used_at IS NULL",
-        "DELETE FROM gpu_bindings WHERE owner_id = :user",
+        # the claims end with the nodes (`gpus.lapse`), an operator's decision for this account too
+        "UPDATE gpu_bindings SET settled_at = NULL WHERE owner_id = :user",
         "DELETE FROM quotas WHERE kind = 'user' AND id = :user",
         "DELETE FROM usage WHERE kind = 'user' AND id = :user",
         "DELETE FROM idempotency WHERE user_id = :user",
     ):
         yield Statement(sql, {"user": user})
+    yield Statement(
+        "INSERT INTO retired_names (hashed) VALUES (:hashed) ON CONFLICT (hashed) DO NOTHING",
+        {"hashed": hashed_name(names[0])},
+    )
     yield Statement(
         "UPDATE users SET name = :name, permissions = '', password_hash = NULL, "
         "disabled_at = :at, deleted_at = :at WHERE id = :user",
@@ -166,6 +173,7 @@ def finish_deletion(account: Account) -> Operation[tuple[str, ...] | None]:
         ):
             yield Statement(sql, {"id": number})
     else:
+        yield Statement("DELETE FROM gpu_bindings WHERE owner_id = :id", {"id": number})
         yield Statement(
             "DELETE FROM users WHERE id = :id AND deleted_at IS NOT NULL", {"id": number}
         )

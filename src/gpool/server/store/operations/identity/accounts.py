@@ -6,6 +6,7 @@ One file past 400 lines: registration, login methods and operators' changes shar
 
 from __future__ import annotations
 
+import hashlib
 from typing import NamedTuple
 
 from gpool.core.errors import Conflict, Forbidden, NotFound
@@ -100,6 +101,14 @@ def check_registration(name: str, invite_hash: str | None, at: Instant) -> Opera
 def _check_free_name(name: str) -> Operation[None]:
     if (yield from exists("SELECT 1 FROM users WHERE name = :name", {"name": name})):
         raise Conflict(f"there is a user {name!r} already; choose another name")
+    retired = "SELECT 1 FROM retired_names WHERE hashed = :hashed"
+    if (yield from exists(retired, {"hashed": hashed_name(name)})):
+        raise Conflict(f"a deleted account had the name {name!r}; choose another name")
+
+
+def hashed_name(name: str) -> str:
+    """Form in which the name of a deleted account is kept."""
+    return hashlib.sha256(name.encode()).hexdigest()
 
 
 @operation
@@ -296,34 +305,6 @@ def payout_wallet(user: UserId) -> Operation[str | None]:
         str, "SELECT address FROM wallets WHERE user_id = :user AND payout = 1", {"user": user}
     )
     return found[0] if found else None
-
-
-@operation
-def link_oidc(user: UserId, issuer: str, subject: str) -> Operation[bool]:
-    yield from _locked(user)
-    owners = yield from values(
-        UserId,
-        "SELECT user_id FROM oidc_identities WHERE issuer = :issuer AND subject = :subject",
-        {"issuer": issuer, "subject": subject},
-    )
-    if owners == [user]:
-        return False
-    if owners:
-        raise Conflict("this identity belongs to another account; sign in with it, or use another")
-    yield from _put_identity(user, issuer, subject)
-    return True
-
-
-@operation
-def unlink_oidc(user: UserId, issuer: str, subject: str) -> Operation[bool]:
-    yield from _locked(user)
-    named = {"issuer": issuer, "subject": subject, "user": user}
-    mine = "issuer = :issuer AND subject = :subject AND user_id = :user"
-    if not (yield from exists(f"SELECT 1 FROM oidc_identities WHERE {mine}", named)):  # noqa: S608
-        return False
-    yield from _another_login(user)
-    yield Statement(f"DELETE FROM oidc_identities WHERE {mine}", named)  # noqa: S608
-    return True
 
 
 @operation

@@ -13,7 +13,7 @@ from gpool.core.model import Instant
 from gpool.server.store.generated_rows import SessionsRecord, SigningKeysRecord
 from gpool.server.store.identity_values import Rotation, SigningKey, StoredSession
 from gpool.server.store.protocol import Operation, Statement, operation
-from gpool.server.store.rows import columns, exists, of_names, select, values
+from gpool.server.store.rows import columns, exists, select, values
 
 SESSION = columns(SessionsRecord, SessionsRecord, "sessions")
 KEYS_LOCK = 0x67706B657973  # "gpkeys"
@@ -121,19 +121,6 @@ def sessions_of(user: UserId, at: Instant) -> Operation[tuple[StoredSession, ...
         {"user": user, "at": at},
     )
     return tuple(_session(row) for row in rows)
-
-
-@operation
-def live_sessions(ids: Collection[str], at: Instant) -> Operation[frozenset[str]]:
-    """Sessions that have not ended. An idle one counts: its access token may still be valid."""
-    live = yield from values(
-        str,
-        "SELECT s.id FROM {wanted} AS w JOIN sessions s ON s.id = w.name JOIN users u ON u.id = s.user_id "
-        "WHERE s.ended_at IS NULL AND s.expires_at > :at AND u.disabled_at IS NULL",
-        {"at": at},
-        {"wanted": of_names(ids)},
-    )
-    return frozenset(live)
 
 
 @operation

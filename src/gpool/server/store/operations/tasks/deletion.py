@@ -351,13 +351,19 @@ def artifacts_of(
 
 
 @operation
-def delete_upload(user: UserId, sha256: str) -> Operation[DeletedTasks | TaskId | None]:
-    """Delete the user's upload; None: there is none. A task that names the artifact is returned instead."""
+def delete_upload(
+    user: UserId, sha256: str, key: int | None = None, team: TeamId | None = None
+) -> Operation[DeletedTasks | TaskId | None]:
+    """Delete the user's upload; None: there is none. A task that names the artifact is returned instead.
+
+    `key`: an API key for `team` only, which deletes its own uploads and learns of the team's tasks only.
+    """
+    of_team = "" if key is None else "AND r.team_id = :team "
     used = yield from select(
         _Use,
         "SELECT r.kind, r.holder FROM artifact_refs r WHERE r.sha256 = :sha256 AND r.user_id = :user "  # noqa: S608
-        f"AND r.kind IN {STRONG} LIMIT 1",
-        {"sha256": sha256, "user": user},
+        f"{of_team}AND r.kind IN {STRONG} LIMIT 1",
+        {"sha256": sha256, "user": user} | ({} if key is None else {"team": team}),
     )
     for use in used:
         if use.kind != "spec":
@@ -366,11 +372,12 @@ def delete_upload(user: UserId, sha256: str) -> Operation[DeletedTasks | TaskId 
             TaskId, "SELECT id FROM tasks WHERE spec_id = :spec LIMIT 1", {"spec": use.holder}
         )
         return found[0] if found else TaskId(use.holder)
+    by_key = "" if key is None else "AND holder = :key "
     dropped = yield from select(
         ArtifactReference,
-        "DELETE FROM artifact_refs WHERE sha256 = :sha256 AND kind = 'upload' AND holder = :user "
-        "RETURNING user_id, team_id, sha256",
-        {"sha256": sha256, "user": user},
+        "DELETE FROM artifact_refs WHERE sha256 = :sha256 AND kind = 'upload' AND user_id = :user "  # noqa: S608
+        f"{by_key}RETURNING user_id, team_id, sha256",
+        {"sha256": sha256, "user": user} | ({} if key is None else {"key": key}),
     )
     if not dropped:
         return None

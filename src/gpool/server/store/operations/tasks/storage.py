@@ -17,7 +17,7 @@ from gpool.core.model import Instant
 from gpool.server.store.generated_rows import UploadsRecord
 from gpool.server.store.identity_values import Holder
 from gpool.server.store.protocol import Operation, Relation, Statement, operation
-from gpool.server.store.rows import columns, exists, select
+from gpool.server.store.rows import columns, exists, of_ids, select
 
 Account = tuple[Holder, int]
 
@@ -151,9 +151,13 @@ def is_stored(account: Account, sha256: str) -> Operation[bool]:
 def reserve(
     upload: UploadReservation, size: int, limits: StorageLimits, at: Instant
 ) -> Operation[StorageFull | None]:
-    """Charge `size` bytes in all for an upload before its bytes are stored; return the error if they do not fit."""
+    """Charge `size` bytes in all for an upload before its bytes are stored; return the error if they do not fit.
+
+    A reservation never shrinks: an earlier request may have stored as many bytes as it reserved.
+    """
     before = yield from _reservation(upload)
     charged = 0 if before is None else before.size_bytes
+    size = max(size, charged)
     account = upload.account if before is None else _account(before)
     room = (yield from rooms([account], limits)).get(account)
     if room is not None and size - charged > max(0, room):
@@ -215,6 +219,49 @@ def forget_interrupted() -> Operation[int]:
 @operation
 def forget_uploads_of(uploader: str) -> Operation[int]:
     return (yield from _forget("uploader = :uploader", uploader=uploader))
+
+
+class _HeldTask(NamedTuple):
+    id: int
+    node_id: int | None  # None: a gang
+
+
+class UnfinishedUpload(NamedTuple):
+    uploader: str
+    sha256: str
+
+
+def node_uploader(node: int, task: int) -> str:
+    return f"n{node}t{task}"
+
+
+@operation
+def forget_uploads_of_ended_leases() -> Operation[list[UnfinishedUpload]]:
+    """Release the room of nodes' uploads in parts whose lease is over: a node must not keep its consumer's quota."""
+    rows = yield from select(
+        UploadsRecord,
+        f"SELECT {UPLOAD} FROM uploads u WHERE u.number = 0 AND u.uploader LIKE 'n%'",  # noqa: S608
+        {},
+    )
+    if not rows:
+        return []
+    tasks = {row: int(row.uploader.partition("t")[2] or 0) for row in rows}
+    held = yield from select(
+        _HeldTask,
+        "SELECT t.id, t.node_id FROM {wanted} AS w JOIN tasks t ON t.id = w.id WHERE t.holding = 1",
+        {},
+        {"wanted": of_ids(tasks.values())},
+    )
+    nodes = {task.id: task.node_id for task in held}
+
+    def is_over(row: UploadsRecord) -> bool:
+        task = tasks[row]
+        node = nodes.get(task, 0)
+        return node is not None and row.uploader != node_uploader(node, task)
+
+    over = [row for row in rows if is_over(row)]
+    yield from _delete_uploads(over)
+    return [UnfinishedUpload(row.uploader, row.sha256) for row in over]
 
 
 def _forget(where: str, **parameters: int | str) -> Operation[int]:
