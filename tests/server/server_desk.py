@@ -186,7 +186,17 @@ class Desk:
         return await self.http.post(path, json=document, **options)
 
     async def schedule(self) -> int:
-        return await self.server.scheduler.run_once(self.server.now)
+        """Run a pass. Between passes the desk holds the planner, so that submissions start nothing by themselves."""
+        planning = self.server.scheduler.planning
+        if planning.locked():
+            planning.release()
+        granted = await self.server.scheduler.run_once(self.server.now)
+        await planning.acquire()
+        return granted
+
+    def plan_submissions(self) -> None:
+        """From now on until the next pass, submissions may start in their own commit, as in a running server."""
+        self.server.scheduler.planning.release()
 
     async def person(self, name: str, *permissions: Permission) -> dict[str, str]:
         """Headers of a new account."""
@@ -272,6 +282,7 @@ async def open_desk(data: Path, clock: StoppedClock, **settings: Any) -> Desk:
         headers={"authorization": f"Bearer {key}"},
     )
     bare = httpx2.AsyncClient(transport=transport, base_url="http://desk")
+    await server.scheduler.planning.acquire()
     return Desk(server, app, clock, key, http, bare)
 
 

@@ -1,12 +1,13 @@
 """All REST routes, and their installation into the application with middleware and error handlers.
 
-Saves matching, dependencies and exit stacks; answers errors as the error handlers do. Submissions with a query
-string, and aliases, go through FastAPI.
+`FastPaths` saves matching, dependencies and exit stacks; it answers errors as the error handlers do. Submissions with
+any query but `wait`, and aliases, go through FastAPI.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 
 from fastapi import FastAPI
 from starlette.requests import ClientDisconnect, Request
@@ -25,6 +26,8 @@ from gpool.wire.frames import CHANNEL_PATH
 
 log = logging.getLogger(__name__)
 TASKS_PATH = "/v1/tasks"
+_SUBMISSION_QUERY = re.compile(rb"(?:wait=([0-9]{1,4}(?:\.[0-9]{1,9})?))?")
+"""Nothing, or a plain `wait` that its parameter's limits allow."""
 
 
 class FastPaths:
@@ -39,17 +42,17 @@ class FastPaths:
             kind == "http"
             and path == TASKS_PATH
             and scope["method"] == "POST"
-            and not scope["query_string"]
+            and (found := _SUBMISSION_QUERY.fullmatch(scope["query_string"])) is not None
         ):
-            await _submission(scope, receive, send)
+            await _submission(scope, receive, send, float(found[1] or 0))
         else:
             await self._app(scope, receive, send)
 
 
-async def _submission(scope: Scope, receive: Receive, send: Send) -> None:
+async def _submission(scope: Scope, receive: Receive, send: Send, wait_s: float) -> None:
     request = Request(scope, receive, send)
     try:
-        response = await submit_tasks(request)
+        response = await submit_tasks(request, wait=wait_s)
     except GpoolError as error:
         response = await problems.ours(request, error)
     except ClientDisconnect as error:

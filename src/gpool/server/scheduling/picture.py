@@ -185,6 +185,7 @@ class StatePicture:
             self.invalidate()
 
     def add_submission(self, submitted: SubmittedTasks, submission: Submission) -> None:
+        """Fold new tasks. The caller wakes the next pass (`changed`) unless it starts them itself."""
         shape = self.specs.add(submitted.spec_id, submission)
         at = submission.at
         self.fold(
@@ -192,7 +193,6 @@ class StatePicture:
         )
         self.forecasts.arrived(shape, at)
         self._metrics.submitted.inc(len(submitted.tasks))
-        self.changed.call()
 
     def absorb(self, recording: Recording) -> None:
         if recording.withdrawn:

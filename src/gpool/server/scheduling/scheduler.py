@@ -1,30 +1,57 @@
 """Scheduling passes: plan on the picture, write the plan, fold the grants, deliver them to the nodes.
 
 A plan is a proposal: the store checks each start again (`leases.apply_plan`), so a plan overtaken by a commit grants
-less, never wrongly. Only `_plan` calls the planner.
+less, never wrongly. Only `_plan` calls the planner. While nothing waits, small submissions are planned before they are
+written (`propose`), so that tasks and leases are one commit; a pass and a proposal exclude each other, because the
+store does not count capacity.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from time import thread_time
 
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import Instant
 from gpool.core.scheduler.passes.plan import plan
 from gpool.core.scheduler.place.index import PlacementIndex
-from gpool.core.scheduler.state.events import PassPlan, Placement, Preempt, TasksPreempted
+from gpool.core.scheduler.state.events import (
+    PassPlan,
+    Placement,
+    Preempt,
+    QueuedTask,
+    TasksPreempted,
+    TasksQueued,
+    TasksWithdrawn,
+)
+from gpool.core.scheduler.state.waiting import shape_of
 from gpool.server.identity.sealer import Sealer
 from gpool.server.metrics import Metrics
+from gpool.server.nodes.registry import OpenSecrets
 from gpool.server.scheduling import delivery
 from gpool.server.scheduling.picture import StatePicture
 from gpool.server.store.operations.leases import grants, leases
-from gpool.server.store.protocol import brief
+from gpool.server.store.operations.tasks.submissions import Submission
+from gpool.server.store.protocol import Operation, brief
 from gpool.server.store.values import AppliedPlan, GrantedLine
 from gpool.wire.frames import Hold
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Starts of tasks that are about to be written, on the picture of `term`."""
+
+    places: tuple[Placement, ...]
+    term: int
+    at: Instant
+
+    def write(self) -> Operation[AppliedPlan]:
+        return leases.apply_plan(self.places, self.term, self.at)
 
 
 class Scheduler:
@@ -33,8 +60,13 @@ class Scheduler:
         self._sealer = sealer
         self._metrics = metrics
         self._index = PlacementIndex()
+        self.planning = asyncio.Lock()  # held from a plan until its grants are folded
 
     async def run_once(self, now: Instant) -> int:
+        async with self.planning:
+            return await self._pass(now)
+
+    async def _pass(self, now: Instant) -> int:
         picture = self._picture
         if picture.is_stale:
             await picture.rebuild(now)
@@ -58,6 +90,8 @@ class Scheduler:
         state, policy = self._picture.state, self._picture.policy
         began = thread_time()
         state.pass_time(now)
+        if not state.queued_count:
+            return PassPlan()
         decided = plan(state, self._index, now, policy.current, policy.orders)
         self._metrics.planning.inc(thread_time() - began)
         return decided
@@ -71,10 +105,50 @@ class Scheduler:
             places, term, now, specs.with_secrets, specs.with_checkpoints, sealed
         )
         applied = await picture.write(brief(writing, asked))
+        self._fold(places, applied, now)
+        await self._deliver(applied, shared, now)
+        return sum(len(line.leases) for line in applied.lines)
+
+    # ---- starts in the commit of their submission
+
+    def propose(self, submissions: Sequence[Submission], now: Instant) -> Proposal | None:
+        """Plan tasks that are not yet written, if no task waits. The caller holds `planning` until `accept`.
+
+        None: they wait for a pass, as do gangs, tasks with secrets and tasks that must preempt others. The picture is
+        left as it was: it contains committed tasks only.
+        """
+        picture, state = self._picture, self._picture.state
+        if picture.is_stale or picture.waiting:
+            return None
+        if any(each.secrets or each.spec.requirements.nodes > 1 for each in submissions):
+            return None
+        proposed: list[TaskId] = []
+        for each in submissions:
+            tasks = tuple([QueuedTask(task.id, 0, each.at) for task in each.tasks])
+            state.fold(TasksQueued(shape_of(each.spec, each.user, each.team), tasks))
+            proposed += [task.id for task in tasks]
+        decided = self._plan(now)
+        state.fold(TasksWithdrawn(tuple(proposed)))
+        if decided.preemptions or not decided.places:
+            return None
+        return Proposal(decided.places, picture.term, now)
+
+    def accept(self, proposal: Proposal, applied: AppliedPlan) -> int:
+        """Fold and deliver the starts of a written proposal, after its submissions were folded."""
+        self._fold(proposal.places, applied, proposal.at)
+        self._send(applied.lines, {}, {})
+        granted = sum(len(line.leases) for line in applied.lines)
+        self._metrics.granted.inc(granted)
+        return granted
+
+    # ---- after the commit
+
+    def _fold(self, places: Sequence[Placement], applied: AppliedPlan, now: Instant) -> None:
+        picture = self._picture
         if applied.deposed:
             log.warning("another server took the scheduling term; rebuilding the picture")
             picture.invalidate()
-            return 0
+            return
         for line in applied.lines:
             tasks = tuple(TaskId(lease.task) for _, lease in line.leases)
             picture.forecasts.started(tasks, now)
@@ -82,8 +156,6 @@ class Scheduler:
             for node in delivery.nodes_of(line):  # one that expired since the plan was made
                 picture.nodes.ensure_deadline(node, now)
         self._count_rejected(places, applied, now)
-        await self._deliver(applied, shared, now)
-        return sum(len(line.leases) for line in applied.lines)
 
     def _count_rejected(
         self, places: Sequence[Placement], applied: AppliedPlan, now: Instant
@@ -123,6 +195,17 @@ class Scheduler:
         picture = self._picture
         secrets, undecryptable = self._sealer.opened(applied.secrets)
         lines, ended = delivery.deliverable(applied.lines, undecryptable)
+        self._send(lines, shared, secrets)
+        for node_id, finished in ended:
+            picture.absorb(await picture.write(leases.record([(node_id, finished)], now)))
+
+    def _send(
+        self,
+        lines: Sequence[GrantedLine],
+        shared: delivery.GangSecrets,
+        secrets: OpenSecrets,
+    ) -> None:
+        picture = self._picture
         by_node: dict[NodeId, list[GrantedLine]] = {}
         for line in lines:
             for node in delivery.nodes_of(line) if line.place.members else (line.place.node,):
@@ -135,5 +218,3 @@ class Scheduler:
             owner = entry.node.owner if entry is not None and entry.node is not None else None
             wire_lines = delivery.wire_lines(granted, node_id, owner, shared)
             connection.grant(wire_lines, picture.specs.spec, secrets)
-        for node_id, finished in ended:
-            picture.absorb(await picture.write(leases.record([(node_id, finished)], now)))

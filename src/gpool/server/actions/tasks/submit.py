@@ -5,7 +5,9 @@ from __future__ import annotations
 import binascii
 from binascii import a2b_base64
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,6 +23,7 @@ from gpool.server.actions.tasks.query import acting_account
 from gpool.server.actions.tasks.specs import secrets_of, spec_of
 from gpool.server.identity.authorization import batch_thing, permit
 from gpool.server.identity.sealer import secret_place
+from gpool.server.scheduling.scheduler import Proposal
 from gpool.server.server import Answered, Once, Server
 from gpool.server.store.batching import WriteBatcher
 from gpool.server.store.identity_values import Caller
@@ -33,6 +36,7 @@ from gpool.server.store.operations.tasks.submissions import (
     SubmittedTasks,
 )
 from gpool.server.store.protocol import Operation, brief, operation
+from gpool.server.store.values import AppliedPlan
 from gpool.wire.documents import MAX_BATCH, TaskRequest
 from gpool.wire.frames import weight_of
 
@@ -144,37 +148,69 @@ _APART = Conflict("the submissions of this group are decided in smaller groups")
 """Makes `WriteBatcher` halve the group. Never raised for one submission."""
 
 
-def batching() -> WriteBatcher[_Pending, list[_Outcome], _Outcome]:
+class _Written(NamedTuple):
+    outcomes: list[_Outcome]
+    proposal: Proposal | None = None
+    applied: AppliedPlan | None = None  # None: nothing was proposed, or nothing of it is fresh
+
+
+def batching() -> WriteBatcher[_Pending, _Written, _Outcome]:
     return WriteBatcher(_write, _fold)
 
 
-async def _write(group: Sequence[_Pending]) -> list[_Outcome]:
+async def _write(group: Sequence[_Pending]) -> _Written:
+    """Write the group; if nothing waits and no pass is under way, together with the leases of its tasks."""
     server, is_written = group[0].server, False
     for entry in group:
         entry.is_in_group = True
         entry.arrives()
     rows = sum(len(entry.submission.tasks) for entry in group)
+    planning = server.scheduler.planning
+    can_propose = rows <= GATHERED_TASKS and not planning.locked()
     try:
-        written = await server.write(brief(_submit(group, most_queued(server)), rows))
-        is_written = True
-        return written
+        async with planning if can_propose else nullcontext():
+            proposal = None
+            if can_propose:
+                submissions = [entry.submission for entry in group]
+                proposal = server.scheduler.propose(submissions, server.now)
+            writing = _submit_and_start(group, most_queued(server), proposal)
+            written = await server.write(brief(writing, rows))
+            is_written = True
+            return written  # `_fold` is called before any other coroutine runs
     finally:
         if not is_written:
             _leave(group)
 
 
-def _fold(group: Sequence[_Pending], answers: list[_Outcome]) -> list[_Outcome]:
-    picture, is_folded = group[0].server.picture, False
+@operation
+def _submit_and_start(
+    group: Sequence[_Pending], most: int | None, proposal: Proposal | None
+) -> Operation[_Written]:
+    outcomes = yield from _submit(group, most)
+    is_fresh = any(isinstance(each, Answered) and each.value is not None for each in outcomes)
+    if proposal is None or not is_fresh:
+        return _Written(outcomes)
+    return _Written(outcomes, proposal, (yield from proposal.write()))
+
+
+def _fold(group: Sequence[_Pending], written: _Written) -> list[_Outcome]:
+    server, is_folded = group[0].server, False
+    picture, added, granted = server.picture, 0, 0
     try:
-        for entry, answered in zip(group, answers, strict=True):
+        for entry, answered in zip(group, written.outcomes, strict=True):
             if isinstance(answered, Answered) and answered.value is not None:
                 picture.add_submission(answered.value, entry.submission)
+                added += len(answered.value.tasks)
+        if written.proposal is not None and written.applied is not None:
+            granted = server.scheduler.accept(written.proposal, written.applied)
+        if granted < added:
+            picture.changed.call()
         is_folded = True
     finally:
         _leave(group)
         if not is_folded:
             picture.invalidate()  # those behind it are committed too
-    return answers
+    return written.outcomes
 
 
 def _leave(group: Sequence[_Pending]) -> None:
@@ -265,7 +301,6 @@ def _tasks(server: Server, request: TaskRequest) -> list[NewTask]:
     return new
 
 
-@operation
 def _submit(group: Sequence[_Pending], most: int | None) -> Operation[list[_Outcome]]:
     outcomes: dict[int, _Outcome] = {}
     saved = yield from idempotency.saved({entry.key for entry in group if entry.key is not None})
