@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -38,10 +38,30 @@ class RootTree:
 
 
 @dataclass(frozen=True, slots=True)
+class SandboxSetup:
+    """Properties of every sandbox that the launcher makes ahead."""
+
+    hostname: str
+    inside_uid: int
+    masked: Sequence[str]  # names in /proc
+    stat: str  # text of /proc/stat
+    overlays: Sequence[tuple[str, str]]  # (source, target) in the launcher's namespace
+    probe_uid: int  # of a sandbox that shows whether the kernel allows this
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedOrder:
+    trees: Sequence[tuple[str, str]]  # (source in the launcher's namespace, writable path inside)
+    tmpfs_bytes: int
+    variables_at: int  # number of the descriptor with NAME=VALUE texts
+    landlock: tuple[int, int, int, Sequence[tuple[str, int]]] | None
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchOrder:
     """`descriptors` become 0, 1, 2 … and are closed here once sent."""
 
-    mode: str  # "bubblewrap" or "process"
+    mode: str  # "bubblewrap", "process", or "prepared": a sandbox that the launcher makes itself, if it `prepares`
     argv: Sequence[str]
     descriptors: Sequence[int]
     uid: int = 0  # 0: keep the agent's
@@ -52,6 +72,7 @@ class LaunchOrder:
     namespaces: Sequence[int] = ()  # entered first, in this order; the caller closes them
     binds: Sequence[Bind] = ()  # beyond those of every sandbox
     overlays: Sequence[tuple[str, str]] = ()  # (source, target) in the launcher's namespace
+    prepared: PreparedOrder | None = None  # with mode "prepared"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +139,7 @@ class Launcher:
         binds: Sequence[Bind],
         seccomp: bytes,
         tree: RootTree | None = None,
+        setup: SandboxSetup | None = None,
     ) -> None:
         tree = tree or RootTree()
         self._settings = {
@@ -125,6 +147,7 @@ class Launcher:
             "binds": [_bind(bind) for bind in binds],
             "seccomp": seccomp.hex(),
             "tree": {"folders": tree.folders, "links": tree.links, "binds": tree.binds},
+            "setup": asdict(setup) if setup is not None else None,
         }
         self._channel: socket.socket | None = None
         self._child: subprocess.Popen[bytes] | None = None
@@ -134,6 +157,12 @@ class Launcher:
         self._last = 0
         self.shared: tuple[str, ...] = ()
         """Read-only folders that sandboxes get as bind mounts, because no overlay of them can be mounted."""
+        self._prepares = False
+
+    async def prepares(self) -> bool:
+        """Start the launcher; return whether it makes sandboxes ahead."""
+        await self._ensure_running()
+        return self._prepares
 
     async def start(self, order: LaunchOrder) -> LaunchedProcess:
         try:
@@ -142,7 +171,7 @@ class Launcher:
             number = self._last
             exit: asyncio.Future[ProcessExit] = asyncio.get_running_loop().create_future()
             self._running[number] = exit
-            document = {
+            document: dict[str, object] = {
                 "start": number,
                 "mode": order.mode,
                 "argv": list(order.argv),
@@ -154,7 +183,10 @@ class Launcher:
                 "namespaces": len(order.namespaces),
                 "binds": [_bind(bind) for bind in order.binds],
                 "overlays": list(order.overlays),
+                "trees": [],
             }
+            if order.prepared is not None:
+                document |= asdict(order.prepared)
             await self.send(document, (*order.descriptors, *order.namespaces))
         finally:
             for descriptor in order.descriptors:
@@ -246,6 +278,7 @@ class Launcher:
                 elif self._ready is not None and not self._ready.done():
                     if message["ready"]:
                         self.shared = tuple(message["shared"])
+                        self._prepares = message["prepares"]
                         self._ready.set_result(None)
                     else:
                         self._ready.set_exception(SandboxFailed(message["detail"]))

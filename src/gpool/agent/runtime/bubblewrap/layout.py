@@ -14,13 +14,15 @@ from pathlib import Path
 import cloudpickle  # type: ignore[import-untyped]
 
 import gpool
-from gpool.agent.runtime.bubblewrap.launcher_client import Bind, RootTree
+from gpool.agent.runtime.bubblewrap.launcher_client import Bind, RootTree, SandboxSetup
+from gpool.agent.runtime.bubblewrap.read_only import BIND_MOUNTS, ReadOnlyMounts
 from gpool.agent.runtime.protocol import (
     ENVIRONMENT_AT,
     TASK_VARIABLES,
     CommandJob,
     PreparedEnvironment,
     RunnerJob,
+    SandboxLimits,
     SandboxNetwork,
 )
 from gpool.agent.runtime.work_directory import WorkDirectory
@@ -161,24 +163,6 @@ def system_tree(seen: Iterable[tuple[str, str]]) -> RootTree:
     return RootTree(FOLDERS, tuple(links), tuple(binds))
 
 
-@dataclass(frozen=True, slots=True)
-class ReadOnlyMounts:
-    """bwrap's options for read-only folders of the host: overlays, so that locks on their files are the sandbox's own; bind
-    mounts if `empty`, the second layer that overlays need, is "" or other mounts lie below the folder.
-    """
-
-    empty: str = ""
-    mounted: frozenset[str] = frozenset()
-
-    def words(self, source: str, inside: str) -> list[str]:
-        if not self.empty or any(point.startswith(f"{source}/") for point in self.mounted):
-            return ["--ro-bind", source, inside]
-        return ["--overlay-src", self.empty, "--overlay-src", source, "--ro-overlay", inside]
-
-
-BIND_MOUNTS = ReadOnlyMounts()
-
-
 def as_arguments(tree: RootTree, mounts: ReadOnlyMounts = BIND_MOUNTS) -> list[str]:
     words = []
     for inside, source in tree.binds:
@@ -262,6 +246,10 @@ def _write_venv(
 LEAST_TMPFS_BYTES = 1 << 20
 
 
+def tmpfs_bytes(limits: SandboxLimits) -> int:
+    return max(LEAST_TMPFS_BYTES, limits.memory_bytes // 2)
+
+
 def joined(words: Sequence[str]) -> bytes:
     return b"".join(word.encode() + b"\0" for word in words)
 
@@ -341,6 +329,22 @@ class BwrapArguments:
             words += ["--remount-ro", "/"]
         return common, words
 
+    def setup(self, probe_uid: int) -> SandboxSetup:
+        """Properties of sandboxes with the prepared root, of a root agent's launcher."""
+        masked = [name for name in MASKED if os.path.exists(f"/proc/{name}")]
+        return SandboxSetup(
+            HOSTNAME, INSIDE_UID, masked, self._stat, self._root_overlays(), probe_uid
+        )
+
+    def trees(self, place: WorkDirectory, job: CommandJob | RunnerJob) -> list[tuple[str, str]]:
+        """Return (source, path inside) of the writable directories."""
+        reach = f"{self._sources['sandboxes']}/{place.root.name}"
+        names = ("work", "values") if isinstance(job, RunnerJob) else ("work",)
+        return [(f"{reach}/{name}", f"/{name}") for name in names]
+
+    def _root_overlays(self) -> list[tuple[str, str]]:
+        return [(source, f"{self._launcher_at}/tree{at}") for at, source in self.tree.binds]
+
     def overlays(
         self,
         job: CommandJob | RunnerJob,
@@ -353,7 +357,7 @@ class BwrapArguments:
         if not self._launcher_at:
             return []
         if not mounts and not devices:
-            return [(source, f"{self._launcher_at}/tree{at}") for at, source in self.tree.binds]
+            return self._root_overlays()
         seen = self._layout.bare if mounts else self._layout.seen
         sources = [source for _, source in self._tree(seen).binds]
         sources += [self._source(bind) for bind, _ in mounts]
@@ -365,7 +369,7 @@ class BwrapArguments:
         self, place: WorkDirectory, job: CommandJob | RunnerJob, mounts: Sequence[tuple[Bind, str]]
     ) -> list[str]:
         reach = f"{self._sources['sandboxes']}/{place.root.name}"
-        half = str(max(LEAST_TMPFS_BYTES, job.limits.memory_bytes // 2))
+        half = str(tmpfs_bytes(job.limits))
         words = ["--size", half, "--perms", "1777", "--tmpfs", "/tmp"]
         words += ["--size", half, "--perms", "1777", "--tmpfs", "/dev/shm"]
         words += ["--bind", reach + "/work", "/work"]
