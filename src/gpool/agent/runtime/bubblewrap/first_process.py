@@ -16,10 +16,13 @@ import select
 import signal
 import socket
 import stat
-from collections.abc import Sequence
-from typing import Any, NoReturn
 
 from gpool.agent.runtime.bubblewrap import kernel
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # without importing `typing`: each sandbox is a fork of this memory
+    from collections.abc import Sequence
+    from typing import Any, NoReturn
 
 NODES = ("null", "zero", "full", "random", "urandom", "tty")
 DEVICE_LINKS = (

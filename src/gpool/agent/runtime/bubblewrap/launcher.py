@@ -28,11 +28,9 @@ import select
 import signal
 import socket
 import sys
-from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
 
 if __name__ == "__main__":  # run by path and isolated: nothing of gpool is importable yet
-    sys.path.append(str(Path(__file__).resolve().parents[4]))
+    sys.path.append(os.path.abspath(f"{os.path.dirname(__file__)}/../../../.."))
 
 from gpool.agent.runtime.bubblewrap import kernel
 from gpool.agent.runtime.bubblewrap.first_process import (
@@ -60,6 +58,10 @@ from gpool.agent.runtime.bubblewrap.process_trees import (
     reap_all_below,
     supervise,
 )
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # without importing `typing`: each sandbox is a fork of this memory
+    from typing import Any, NoReturn
 
 MOST_MOUNTED = 64  # every sandbox's mount namespace starts as a copy of the launcher's
 MOST_SPARES = 64
@@ -133,15 +135,15 @@ def bind(source: int, target: str, *, writable: bool) -> None:
         mount("none", target, None, MS_BIND | MS_REMOUNT | SEALED)
 
 
-class SlotKey(NamedTuple):
-    groups: tuple[str, ...]
-    uid: int
+SlotKey = tuple[tuple[str, ...], int]
+"""Groups and uid."""
 
 
-class Spare(NamedTuple):
-    mode: str
-    pid: int
-    channel: socket.socket
+class Spare:
+    def __init__(self, mode: str, pid: int, channel: socket.socket) -> None:
+        self.mode = mode
+        self.pid = pid
+        self.channel = channel
 
 
 class LaunchedSandbox:
@@ -254,15 +256,16 @@ class LauncherProcess:
         if slot in self.spares or len(self.spares) >= MOST_SPARES:
             return
         first = self.first if mode == PREPARED else None
-        if first is None and not slot.groups:
+        groups, _ = slot
+        if first is None and not groups:
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
                 if first is None:
-                    pid = self.fork_joined(slot.groups, theirs)
+                    pid = self.fork_joined(groups, theirs)
                 else:
-                    pid = self.fork_first(first, slot.groups, None, [theirs.fileno()])
+                    pid = self.fork_first(first, groups, None, [theirs.fileno()])
             except OSError:
                 ours.close()
                 return  # the next start meets the same fault and reports it
@@ -331,7 +334,7 @@ class LauncherProcess:
         split = len(descriptors) - order["namespaces"]
         descriptors, namespaces = descriptors[:split], descriptors[split:]
         report_end = given_end = filter_end = filter_in = -1
-        mode, slot = order["mode"], SlotKey(tuple(order["groups"]), order["uid"])
+        mode, slot = order["mode"], (tuple(order["groups"]), order["uid"])
         if mode != "process":
             report_end, given_end = os.pipe()
             os.set_blocking(report_end, False)
@@ -363,7 +366,8 @@ class LauncherProcess:
     def fork(self, slot: SlotKey, order: dict[str, Any], given: list[int]) -> int:
         if order["mode"] == PREPARED and self.first is not None:
             try:
-                return self.fork_first(self.first, slot.groups, order, given)
+                groups, _ = slot
+                return self.fork_first(self.first, groups, order, given)
             except OSError as failure:
                 order["refused"] = str(failure)
         pid = os.fork()
@@ -554,6 +558,8 @@ def main() -> int:
                 settings["place"], settings["binds"], settings["tree"]
             )
         launcher = LauncherProcess(channel, settings, can_overlay)
+        gc.collect()
+        kernel.libc.malloc_trim(0)
         gc.freeze()  # a collection in a child copies no page
     except OSError as failure:
         channel.send(json.dumps({"ready": False, "detail": str(failure)}).encode())

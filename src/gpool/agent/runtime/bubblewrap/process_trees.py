@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable
-from typing import NoReturn
 
 from gpool.agent.runtime.bubblewrap import kernel
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # without importing `typing`: each sandbox is a fork of this memory
+    from collections.abc import Callable
+    from typing import NoReturn
 
 
 def children(pid: int) -> list[int]:
