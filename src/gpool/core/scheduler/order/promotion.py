@@ -79,12 +79,14 @@ class Promotions:
 
     def _starving_runs(self, user: UserId) -> list[_Starving]:
         if self._running is None:
-            self._running = {}
+            self._running, starvation = {}, self._policy.starvation
             for line in self._state.stoppable.values():
-                ran = self._now - line.since
                 for task, lease in line.leases.items():
-                    waited = self._now - lease.queued_at - lease.attained - ran
-                    if waited >= self._policy.starvation:
+                    age = self._now - lease.queued_at
+                    if age < starvation:
+                        continue
+                    waited = age - lease.attained - (self._now - line.since)
+                    if waited >= starvation:
                         found = self._running.setdefault(line.shape.user, [])
                         found.append(_Starving(lease.queued_at, task, line.amounts[0], waited))
             for found in self._running.values():

@@ -125,6 +125,7 @@ class Exchange(NamedTuple):
     running: ExchangeSide
     ran: Span  # since the running task last started
     evens: tuple[bool, bool] = (False, False)  # the waiting side holds less now, and not more after
+    is_own: bool = False  # both tasks are of one user
 
 
 def outranks(exchange: Exchange, order: Order, policy: Policy) -> bool:
@@ -143,7 +144,9 @@ def outranks(exchange: Exchange, order: Order, policy: Policy) -> bool:
             if _exceeds(others, had, NEAR_MILLI) and waiting.holds[part] < running.holds[part]:
                 return True
             return others >= had and (exchange.evens[part] or _exceeds(more, less, margin))
-    return order.class_of(waiting.rank.key) < order.class_of(running.rank.key)
+    if exchange.is_own:
+        return order.class_of(waiting.rank.key) < order.class_of(running.rank.key)
+    return waiting.rank.key < running.rank.key
 
 
 def _exceeds(more: int, less: int, margin_milli: int) -> bool:

@@ -263,7 +263,7 @@ def _victims_for(ctx: PassContext, cursor: QueueCursor) -> Iterator[Victim]:
                 rank=rank_of(ctx, cursor, without=line), shares=tenants.shares(shape, line)
             )
             gained = tenants.shares(shape, line, asked)
-        exchange = Exchange(waiting, gained, running, Span(0), evens)
+        exchange = Exchange(waiting, gained, running, Span(0), evens, shape.user == other.user)
         victims = group.victims()
         if shape.user == other.user:
             period = protection_period(ctx.order, ctx.policy, is_own=True)
@@ -302,7 +302,7 @@ def _outranked(ctx: PassContext, victims: list[Victim], exchange: Exchange) -> I
     for victim in victims:
         ran = Span(ctx.now - victim.line.since)
         standing = ExchangeSide(victim.rank, running.shares, running.had, running.holds)
-        tried = Exchange(waiting, exchange.gained, standing, ran, exchange.evens)
+        tried = exchange._replace(running=standing, ran=ran)
         if outranks(tried, ctx.order, policy):
             yield victim
         elif not is_decided or ran >= policy.quantum:

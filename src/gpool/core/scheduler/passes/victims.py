@@ -297,18 +297,26 @@ class VictimSearch:
 
     def _in_sight(self) -> dict[GroupKey, list[HeldAllocation]]:
         if self._unprotected is None:
-            self._unprotected = {}
-            period = protection_period(self._order, self._policy, is_own=False)
             now, promotion_of = self._now, self._promotions.of
+            period = protection_period(self._order, self._policy, is_own=False)
+            by_key: dict[tuple[object, ...], list[HeldAllocation]] = {}
+            keys: dict[tuple[object, ...], GroupKey] = {}
             for line in in_sight(self._state, now):
-                if is_protected(line, now, period):
+                since = line.since
+                if since > now - period and is_protected(line, now, period):
                     continue
                 shape = line.shape
                 task, lease = next(iter(line.leases.items()))
-                level = level_of(Span(lease.attained + max(0, now - line.since)))
+                level = level_of(Span(lease.attained + max(0, now - since)))
                 promotion = promotion_of(shape.user, task)
-                key = GroupKey(shape.user, shape.team, line.amounts, level, promotion, shape.by)
-                self._unprotected.setdefault(key, []).append(line)
+                key = (shape.user, shape.team, line.amounts, level, promotion, shape.by)
+                lines = by_key.get(key)
+                if lines is None:
+                    keys[key] = GroupKey(*key)
+                    by_key[key] = [line]
+                else:
+                    lines.append(line)
+            self._unprotected = {keys[key]: lines for key, lines in by_key.items()}
         return self._unprotected
 
     def _group(self, lines: list[HeldAllocation]) -> VictimGroup | None:
