@@ -6,7 +6,8 @@ python -m bench.jct --trace FILE --nodes 52 --first 2017-10-30 --last 2017-12-11
 gpool goes through its State, plan and events as in the server, and preempts, restarts and waits as it would there; a restart
 costs 60 seconds of every GPU. A pass is made at each submission, each end, and whenever who comes before whom may have changed
 by mere time: no step of the clock decides anything (`--step` makes passes rarer). It is told sizes, submission times and virtual
-clusters (as users, where it predicts). The references work on bare counts, the preempting ones once a minute as published.
+clusters (as users, where it predicts or shares fairly between them: `gpool fair share`). The references work on bare counts, the
+preempting ones once a minute as published.
 """
 
 from __future__ import annotations
@@ -45,19 +46,23 @@ EPOCH = 10**15
 class Gpool:
     """A pool of these nodes under gpool's own planner."""
 
-    def __init__(self, nodes: int, policy: Policy, *, preemptible: bool, step: float) -> None:
+    def __init__(
+        self, nodes: int, policy: Policy, *, preemptible: bool, step: float, tenants: bool = False
+    ) -> None:
         self.state = State()
         self.index = PlacementIndex()
         for node in as_nodes(nodes):
             self.state.fold(NodeChanged(node))
         self.policy, self.preemptible, self.step = policy, preemptible, step
+        self.tenants = tenants  # each virtual cluster is a tenant; else all are one user
         self.shapes: dict[tuple[int, int], Shape] = {}
         self.users: dict[str, int] = {}
         self.jobs: dict[TaskId, Job] = {}
         self.epochs: dict[TaskId, int] = {}
         self.ends: list[tuple[float, int, TaskId]] = []
         self.begun: dict[TaskId, float] = {}
-        self.looks: list[float] = []  # when who comes before whom may change though nothing happens
+        # When who comes before whom may change though nothing happens: of a task that has this epoch, and waits or runs.
+        self.looks: list[tuple[float, TaskId, int, bool]] = []
         self.passes = 0
 
     def run(self, jobs: Sequence[Job]) -> None:
@@ -66,10 +71,12 @@ class Gpool:
             due = [self.ends[0][0]] if self.ends else []
             if coming < len(jobs):
                 due.append(jobs[coming].at)
+            while self.looks and self.is_idle(*self.looks[0]):
+                heappop(self.looks)
             if self.state.queued_count and self.looks:
-                due.append(self.looks[0])
+                due.append(self.looks[0][0])
             now = max(now + self.step, min(due))
-            while self.looks and self.looks[0] <= now:
+            while self.looks and self.looks[0][0] <= now:
                 heappop(self.looks)
             while self.ends and self.ends[0][0] <= now:
                 done += self.finish(*heappop(self.ends))
@@ -78,17 +85,28 @@ class Gpool:
                 coming += 1
             self.schedule(now)
 
+    def look_at(self, at: float, task: TaskId) -> None:
+        """Make a pass then, unless the task has started or stopped before."""
+        heappush(self.looks, (at + MOMENT, task, self.epochs[task], task in self.begun))
+
+    def is_idle(self, _: float, task: TaskId, epoch: int, runs: bool) -> bool:
+        return self.epochs[task] != epoch or (task in self.begun) != runs
+
     def submit(self, job: Job) -> None:
         task = TaskId(job.number + 1)
         self.jobs[task], self.epochs[task] = job, 0
         self.state.fold(TasksQueued(self.shape(job), (QueuedTask(task, 0, instant(job.at)),)))
-        heappush(self.looks, job.at + self.policy.promotion / SECOND + MOMENT)
+        self.look_at(job.at + self.policy.restart / SECOND, task)
+        waits = self.policy.starvation if self.preemptible else self.policy.promotion
+        self.look_at(job.at + waits / SECOND, task)
 
     def shape(self, job: Job) -> Shape:
-        user = 1 if self.preemptible else self.users.setdefault(job.cluster, len(self.users) + 1)
+        is_one = self.preemptible and not self.tenants
+        user = 1 if is_one else self.users.setdefault(job.cluster, len(self.users) + 1)
         key = (user, job.gpus)
         if key not in self.shapes:
-            self.shapes[key] = shape_of(job, user, 1, preemptible=self.preemptible)
+            team = None if self.tenants else 1
+            self.shapes[key] = shape_of(job, user, team, preemptible=self.preemptible)
         return self.shapes[key]
 
     def finish(self, at: float, epoch: int, task: TaskId) -> bool:
@@ -121,15 +139,17 @@ class Gpool:
 
     def start(self, task: TaskId, epoch: int, now: float) -> None:
         job = self.jobs[task]
+        self.epochs[task], self.begun[task] = epoch, now
         if epoch > 1:
             job.left += RESTART
-            heappush(self.looks, now + self.policy.protection / SECOND + MOMENT)
-        self.epochs[task], self.begun[task] = epoch, now
+            self.look_at(now + self.policy.protection / SECOND, task)
+        if self.tenants:
+            self.look_at(now + self.policy.quantum / SECOND, task)
         if self.preemptible:
             ran = self.state.attained(task, instant(now))
             for age in AGES:
                 if age > ran and age - ran < job.left * SECOND:
-                    heappush(self.looks, now + (age - ran) / SECOND + MOMENT)
+                    self.look_at(now + (age - ran) / SECOND, task)
         heappush(self.ends, (now + job.left, epoch, task))
 
     def stop(self, task: TaskId, now: float) -> None:
@@ -139,7 +159,7 @@ class Gpool:
         attained = self.state.attained(task, at)
         self.state.fold(TasksReleased((task,), at))
         waiting = QueuedTask(task, self.epochs[task], instant(job.at), attained)
-        heappush(self.looks, job.at + (attained + self.policy.promotion) / SECOND + MOMENT)
+        self.look_at(job.at + (attained + self.policy.starvation) / SECOND, task)
         self.state.fold(TasksQueued(self.shape(job), (waiting,)))
 
 
@@ -155,8 +175,13 @@ def gpool_without_preemption(jobs: Sequence[Job], nodes: int, step: float) -> No
     Gpool(nodes, Policy(order="shortest"), preemptible=False, step=step).run(jobs)
 
 
+def gpool_fair_share(jobs: Sequence[Job], nodes: int, step: float) -> None:
+    Gpool(nodes, Policy(), preemptible=True, step=step, tenants=True).run(jobs)
+
+
 OWN: dict[str, Callable[[Sequence[Job], int, float], None]] = {
     "gpool": gpool,
+    "gpool fair share": gpool_fair_share,
     "gpool without preemption": gpool_without_preemption,
 }
 

@@ -108,8 +108,6 @@ class RunningCommand:
         await self.ended()
         for descriptor in tuple(self._streams):
             self._close(descriptor)
-        if os.listdir(self._place.work):
+        if not self._place.remove_if_empty():
             await asyncio.to_thread(self._place.remove)
-        else:
-            self._place.remove()
         release()

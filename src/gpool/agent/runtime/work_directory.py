@@ -45,11 +45,22 @@ class WorkDirectory:
         return self.root / "values"
 
     def make(self, *, with_values: bool = False) -> None:
-        if self.stays and self.root.exists():
-            self.remove()  # empty, unless an earlier removal was interrupted
-        else:
+        wanted = (self.work, self.values) if with_values else (self.work,)
+        try:
+            if not self.stays:
+                self.root.mkdir(mode=0o711)
+            self._make(wanted)
+        except FileNotFoundError:  # the first use of a directory that stays
             self.root.mkdir(mode=0o711)
-        for path in (self.work, self.values) if with_values else (self.work,):
+            self._make(wanted)
+        except FileExistsError:  # an earlier removal was interrupted
+            if not self.stays:
+                raise
+            self.remove()
+            self._make(wanted)
+
+    def _make(self, wanted: Sequence[Path]) -> None:
+        for path in wanted:
             path.mkdir(mode=0o700)
             self._chown(path)
 
@@ -110,6 +121,21 @@ class WorkDirectory:
                 _copy(source.fileno(), target, quota_bytes)
             os.unlink(name, dir_fd=top)
         return target
+
+    def remove_if_empty(self) -> bool:
+        """Remove the directory of a task that left nothing, and files aside; return False if there is more to remove."""
+        try:
+            self.work.rmdir()
+        except OSError:
+            return False
+        for name in os.listdir(self.root):
+            aside = self.root / name
+            if not stat.S_ISREG(aside.lstat().st_mode):
+                return False
+            aside.unlink()
+        if not self.stays:
+            self.root.rmdir()
+        return True
 
     def remove(self) -> None:
         """At any depth and permissions: directories are moved to the top first."""

@@ -67,7 +67,7 @@ def test_a_due_task_takes_the_place_of_its_own_users_other_one() -> None:
     submit(state, a_task(preemptible=True), 1)
     lease_all(state, NOW)
     soon = NOW + 60 * SECOND
-    submit(state, a_task(by=soon + HOUR), 2, at=soon)
+    submit(state, a_task(by=soon + HOUR), 2, at=soon - FAIR.restart)
     assert [each.task for each in plan(state, Instant(soon), FAIR).preemptions] == [1]
 
 
@@ -76,7 +76,7 @@ def test_a_task_without_a_deadline_does_not_do_so() -> None:
     submit(state, a_task(preemptible=True), 1)
     lease_all(state, NOW)
     soon = NOW + 60 * SECOND
-    submit(state, a_task(), 2, at=soon)
+    submit(state, a_task(), 2, at=soon - FAIR.restart)
     assert plan(state, Instant(soon), FAIR).preemptions == ()
 
 

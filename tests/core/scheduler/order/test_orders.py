@@ -14,7 +14,7 @@ from gpool.core.model import SECOND, GpuRequest, Instant, Span
 from gpool.core.scheduler.order.builtin import ORDERS
 from gpool.core.scheduler.order.builtin.fair_share import FairShareKey
 from gpool.core.scheduler.order.fair_share import HALF_LIFE
-from gpool.core.scheduler.order.orders import Candidate, Order, Policy, Rank
+from gpool.core.scheduler.order.orders import Candidate, Order, Policy, Promotion, Rank
 from gpool.core.scheduler.order.ranking import NEAR_MILLI, Exchange, ExchangeSide, outranks
 from gpool.core.scheduler.state.events import RunTimesObserved, TasksReleased
 from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, enqueue, plan
@@ -51,8 +51,6 @@ def test_a_key_never_gets_smaller_when_what_it_looks_at_grows(
     grown = (team + more, user) if field == "shares" else getattr(first, field) + more
     order, policy = ORDERS[name], Policy(order=name)
     now = Instant(4 * 10**12)
-    if field == "attained":  # a long wait lifts by levels: compared at the same waiting
-        policy = replace(policy, promotion=Span(10**18))
     assert order.rank(first, now, policy) <= order.rank(
         first._replace(**{field: grown}), now, policy
     )
@@ -128,6 +126,7 @@ def test_a_task_always_starts_one_day_whatever_arrives(
         order=name,
         ageing=ROUND,
         promotion=Span(20 * ROUND),
+        starvation=Span(10 * ROUND),
         urgency=Span(100 * ROUND),
         patience=ROUND,
     )
@@ -196,7 +195,7 @@ FAIR = ORDERS["fair_share"]
 def side(
     share: int, task: int, had: int = 0, holds: int = 0, level: int = 0, band: int = 0
 ) -> ExchangeSide:
-    rank = Rank(band, FairShareKey(share, share, 1, level, 0, TaskId(task)))
+    rank = Rank(band, FairShareKey(share, share, 1, level, Promotion.NONE, 0, TaskId(task)))
     return ExchangeSide(rank, (share, share), (had, had), (holds, holds))
 
 

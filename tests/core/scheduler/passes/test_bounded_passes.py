@@ -227,7 +227,7 @@ class AnyKey(NamedTuple):
     user_share: int
     is_due: int
     level: int
-    age: int
+    promotion: int
     task: int
 
 
@@ -258,7 +258,8 @@ def test_no_group_is_ever_passed_over_of_which_something_may_be_stopped(
     groups, waiting = [], standing(mine, had[0], held[0])
     for key in theirs:
         line = HeldAllocation(NodeId(1), Allocation(0, 0, 0, ()), entry.shape)
-        groups.append(VictimGroup([Victim(rank_of(key), line)], (key[1], key[2])))
+        victim = Victim(rank_of(key), line)
+        groups.append(VictimGroup([victim], (key[1], key[2])))
     victims = VictimGroups(groups, [had[1]] * len(groups), [held[1]] * len(groups))
     looked = list(victims.worth_comparing(a_shape(1), waiting, ORDERS[order], policy))
     gained, evens = (mine[1] + gain, mine[2] + gain), (held[0] < held[1],) * 2

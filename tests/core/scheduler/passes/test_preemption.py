@@ -75,7 +75,7 @@ def test_a_fresh_task_takes_the_place_of_one_that_has_run_for_long() -> None:
     submit(state, old, 1)
     write(state, plan(state, NOW, FAIR), NOW)
     later = Instant(NOW + HOUR)
-    submit(state, new, 2, at=later)
+    submit(state, new, 2, at=later - FAIR.restart)
     decided = plan(state, later, FAIR)
     assert [each.task for each in decided.preemptions] == [1]
     assert decided.preemptions[0].epoch == 1
@@ -106,7 +106,7 @@ def test_the_cheapest_whole_set_is_stopped() -> None:
     write(state, plan(state, NOW, FAIR), NOW)
     assert running(state) == {1, 2, 3, 4}
     later = Instant(NOW + HOUR)
-    submit(state, a_gpu_task(2), 5, at=later)
+    submit(state, a_gpu_task(2), 5, at=later - FAIR.restart)
     stopped = {each.task for each in plan(state, later, FAIR).preemptions}
     assert stopped in ({4}, {2, 3})  # two GPUs, not four
 
@@ -130,7 +130,7 @@ def test_a_gang_is_placed_whole_and_leaves_whole() -> None:
     assert {place.node, *(member.node for member in place.members)} == {1, 2, 3}
     write(state, decided, NOW)
     later = Instant(NOW + HOUR)
-    submit(state, a_gpu_task(1), 2, at=later)
+    submit(state, a_gpu_task(1), 2, at=later - FAIR.restart)
     decided = plan(state, later, FAIR)
     assert [each.task for each in decided.preemptions] == [1]
     write(state, decided, later)
@@ -171,6 +171,68 @@ def test_a_task_that_waits_in_vain_rises() -> None:
     assert plan(state, late, FAIR).places[0].grants[0].task == 1
 
 
+def test_a_task_waits_as_long_as_a_restart_costs_before_it_stops_another() -> None:
+    state, shape = a_state(a_node(1, gpus=1)), a_gpu_task()
+    submit(state, shape, 1)
+    write(state, plan(state, NOW, FAIR), NOW)
+    later = NOW + HOUR
+    submit(state, shape, 2, at=later)
+    assert plan(state, Instant(later + FAIR.restart - 1), FAIR).preemptions == ()
+    worth_it = plan(state, Instant(later + FAIR.restart), FAIR).preemptions
+    assert [each.task for each in worth_it] == [1]
+
+
+def test_an_older_task_does_not_stop_a_younger_one_of_its_level() -> None:
+    state, shape = a_state(a_node(1, gpus=1)), a_gpu_task()
+    submit(state, shape, 2, at=NOW + 1, ran=3 * HOUR)
+    write(state, plan(state, Instant(NOW + 1), FAIR), NOW + 1)
+    submit(state, shape, 1, ran=4 * HOUR)
+    later = Instant(NOW + HOUR)
+    assert plan(state, later, FAIR).preemptions == ()
+    submit(state, shape, 3, ran=HOUR)  # control: of a lower level
+    assert [each.beneficiary for each in plan(state, later, FAIR).preemptions] == [3]
+
+
+def test_of_two_sets_the_one_of_the_last_level_is_stopped_though_it_is_larger() -> None:
+    """The other would stop the larger one in turn: two restarts instead of one."""
+    state = a_state(a_node(1, cpus=8, gpus=2), a_node(2, cpus=8, gpus=2))
+    submit(state, a_gpu_task(2), 1, ran=40 * HOUR)
+    submit(state, a_gpu_task(1), 2, 3, ran=HOUR)
+    write(state, plan(state, NOW, FAIR), NOW)
+    assert running(state) == {1, 2, 3}
+    later = Instant(NOW + HOUR // 2)
+    submit(state, a_gpu_task(1), 4, at=NOW + 1)
+    assert [each.task for each in plan(state, later, FAIR).preemptions] == [1]
+
+
+def test_starving_tasks_go_before_long_ones_within_their_part_and_never_before_short_ones() -> None:
+    """Ten GPUs, three of them for promoted tasks; all waiting tasks waited for two days."""
+    state = a_state(*(a_node(n, gpus=1) for n in range(1, 11)))
+    starved = NOW - 2 * 24 * HOUR
+    submit(state, a_gpu_task(), *range(1, 7), ran=40 * HOUR)
+    submit(state, a_gpu_task(), *range(7, 11))
+    write(state, plan(state, NOW, FAIR), NOW)
+    assert running(state) == set(range(1, 11))
+    submit(state, a_gpu_task(), *range(11, 20), at=starved - 200 * HOUR, ran=200 * HOUR)
+    later = Instant(NOW + FAIR.protection)
+    decided = plan(state, later, FAIR)
+    assert len(decided.preemptions) == 3
+    assert {each.task for each in decided.preemptions} <= set(range(1, 7))
+    assert {each.beneficiary for each in decided.preemptions} == {11, 12, 13}
+    waits = replace(FAIR, starvation=Span(10 * 24 * HOUR))  # control: not starving yet
+    assert plan(state, later, waits).preemptions == ()
+
+
+def test_one_starving_task_at_a_time_goes_before_short_ones() -> None:
+    state = a_state(a_node(1, gpus=1), a_node(2, gpus=1))
+    submit(state, a_gpu_task(), 1, 2)
+    write(state, plan(state, NOW, FAIR), NOW)
+    old = NOW - FAIR.promotion - 200 * HOUR
+    submit(state, a_gpu_task(), 3, 4, at=old, ran=200 * HOUR)
+    decided = plan(state, Instant(NOW + SECOND), FAIR)
+    assert [each.beneficiary for each in decided.preemptions] == [3]
+
+
 def test_waiting_for_long_comes_before_everything_that_has_not() -> None:
     """Whatever arrives: the longest wait is bounded by the policy, not by the load."""
     state, shape = a_state(a_node(1, gpus=1)), a_gpu_task()
@@ -186,7 +248,7 @@ def test_of_equal_costs_the_last_in_the_order_is_stopped() -> None:
         submit(state, a_gpu_task(), task, at=NOW, ran=hours * HOUR)
     write(state, plan(state, NOW, FAIR), NOW)
     later = Instant(NOW + HOUR)
-    submit(state, a_gpu_task(), 5, at=later)
+    submit(state, a_gpu_task(), 5, at=later - FAIR.restart)
     assert [each.task for each in plan(state, later, FAIR).preemptions] == [2]
 
 
@@ -288,6 +350,7 @@ def test_who_was_stopped_for_another_never_takes_the_room_back_at_once(
                 is_own = shapes[each.beneficiary].user == shapes[each.task].user
                 alone = FAIR.protection if is_own else FAIR.quantum
                 assert not stops[each.task] or ran >= alone
+                assert not is_own or now - came[each.beneficiary] >= FAIR.restart
                 if is_own and (each.beneficiary, each.task) in stopped_for:
                     done = tasks[each.task - 1][2] * tenth - left[each.task] + ran
                     assert done >= AGES[0]

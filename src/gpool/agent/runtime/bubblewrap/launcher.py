@@ -1,23 +1,26 @@
-"""The launcher: a small process beside the agent that starts sandboxes. A script, standard library only.
+"""The launcher: a small process beside the agent that starts sandboxes. A script; imports the standard library and the
+modules beside it that do the same.
 
 Small, so that forking is cheap; single-threaded, so that forking is safe. It reaps every sandbox: when the agent is
 gone, the socket ends, and the launcher kills every descendant and exits. (A parent death signal alone would miss a
 sandbox that has not requested one yet.) As root it moves into its own mount namespace, in which interpreter, packages
 and work directories are reachable for a dropped uid; each child drops to its uid before `exec`. Reads no task data.
 
+After each end it makes the slot's next sandbox ahead (`first_process`), or if bwrap starts that slot's sandboxes, a child
+that has joined the slot's groups. Either serves one order.
+
 Messages on the socket (one JSON document each, descriptors beside it):
-  in   {"start": n, "argv", "uid", "gids", "groups", "limits", "mode", "namespaces", "binds", "overlays",
-       "cpus"}  ·
-       {"kill": n}  ·  {"warn": n}
-  out  {"ready": true, "shared": [paths]}   ·   {"ended": n, "status": s, "ran": bool, "killed": bool}
-One file because it is run by path, without imports of gpool.
+  in   {"start": n, "argv", "uid", "gids", "groups", "limits", "mode", "namespaces", "binds", "overlays", "cpus", "trees",
+       …}  ·  {"kill": n}  ·  {"warn": n}
+  out  {"ready": true, "shared": [paths], "prepares": bool}   ·   {"ended": n, "status": s, "ran": bool, "killed": bool}
+One file because all of it reads and writes the table of running sandboxes.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
-import ctypes
+import gc
 import json
 import os
 import resource
@@ -25,47 +28,54 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
-CLONE_NEWNS = 0x00020000
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND = 1, 2, 4, 32, 4096
-MS_REC, MS_SLAVE = 16384, 1 << 19
-SEALED = MS_RDONLY | MS_NOSUID | MS_NODEV
-MNT_DETACH = 2
-EMPTY = "empty"  # the second layer of overlays
+if __name__ == "__main__":  # run by path and isolated: nothing of gpool is importable yet
+    sys.path.append(os.path.abspath(f"{os.path.dirname(__file__)}/../../../.."))
+
+from gpool.agent.runtime.bubblewrap import kernel
+from gpool.agent.runtime.bubblewrap.first_process import (
+    CHANGED_SIGNALS,
+    QUIET_SIGNALS,
+    FirstProcess,
+    argument_area,
+    arrange,
+    join,
+)
+from gpool.agent.runtime.bubblewrap.kernel import (
+    MS_BIND,
+    MS_NODEV,
+    MS_NOSUID,
+    MS_REC,
+    MS_REMOUNT,
+    MS_SLAVE,
+    SEALED,
+    mount,
+    overlay,
+)
+from gpool.agent.runtime.bubblewrap.process_trees import (
+    children,
+    exec_program,
+    reap_all_below,
+    supervise,
+)
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # without importing `typing`: each sandbox is a fork of this memory
+    from typing import Any, NoReturn
+
 MOST_MOUNTED = 64  # every sandbox's mount namespace starts as a copy of the launcher's
 MOST_SPARES = 64
 SPARE_BYTES = 128 * 1024  # certainly passes through a socket in one message
 MESSAGE_BYTES = 1 << 20
 MAX_DESCRIPTORS = 16
-QUIET_SIGNALS = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-)  # meant for the agent; the launcher ends after it
-CHANGED_SIGNALS = (*QUIET_SIGNALS, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD)
-
-libc = ctypes.CDLL(None, use_errno=True)
-
-
-def checked(result: int, what: str) -> None:
-    if result != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"{what}: {os.strerror(code)}")
-
-
-def mount(source: str, target: str, kind: bytes | None, flags: int, data: bytes = b"") -> None:
-    arguments = (source.encode(), target.encode(), kind, ctypes.c_ulong(flags), data)
-    checked(libc.mount(*arguments), f"mount {target}")
+PREPARED = "prepared"  # the mode of sandboxes made ahead
 
 
 def enter_own_namespace(
     place: str, binds: list[dict[str, Any]], tree: dict[str, Any]
 ) -> dict[str, bool]:
     """Return, per source of a read-only folder, whether a sandbox can have an overlay of it."""
-    checked(libc.unshare(CLONE_NEWNS), "unshare")
+    kernel.unshare(kernel.CLONE_NEWNS)
     mount("none", "/", None, MS_REC | MS_SLAVE)
     # opened in the new namespace, and before the tmpfs, which could hide one of them
     sources = [(os.open(b["source"], os.O_PATH), b["name"], b["writable"]) for b in binds]
@@ -73,20 +83,12 @@ def enter_own_namespace(
     for descriptor, name, writable in sources:
         bind(descriptor, os.path.join(place, name), writable=writable)
         os.close(descriptor)
-    os.makedirs(os.path.join(place, EMPTY), 0o755, exist_ok=True)
+    os.makedirs(os.path.join(place, kernel.EMPTY), 0o755, exist_ok=True)
     folders = {os.path.join(place, b["name"]) for b in binds if not b["writable"]}
     folders.update(source for _, source in tree["binds"])
     can_overlay = {source: is_overlayable(source, place) for source in sorted(folders)}
     mount_root(place, tree, can_overlay)
     return can_overlay
-
-
-def overlay(source: str, target: str, place: str) -> None:
-    """Mount a read-only view of `source`: its inodes are the mount's own, so that neither locks nor watches of a sandbox
-    reach the host's files, and the mount table names no path of the host.
-    """
-    layers = f"lowerdir={os.path.join(place, EMPTY)}:{source}"  # the kernel demands two
-    mount("overlay", target, b"overlay", SEALED, layers.encode())
 
 
 def is_overlayable(source: str, place: str) -> bool:
@@ -101,7 +103,7 @@ def is_overlayable(source: str, place: str) -> bool:
         overlay(source, probe, place)
     except OSError:
         return False
-    checked(libc.umount2(probe.encode(), MNT_DETACH), f"umount {probe}")
+    kernel.unmount(probe)
     return True
 
 
@@ -133,103 +135,47 @@ def bind(source: int, target: str, *, writable: bool) -> None:
         mount("none", target, None, MS_BIND | MS_REMOUNT | SEALED)
 
 
-def children(pid: int) -> list[int]:
-    found = []
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/children", "rb") as listing:
-                found += [int(word) for word in listing.read().split()]
-    return found
+SlotKey = tuple[tuple[str, ...], int]
+"""Groups and uid."""
 
 
-def descendants(root: int) -> list[int]:
-    """Processes below `root`, nearest first. Races with forks: repeat until there are none."""
-    found, wave = [], [root]
-    while wave:
-        below = [child for pid in wave for child in children(pid)]
-        found += below
-        wave = below
-    return found
-
-
-def reap_all_below(me: int) -> None:
-    while True:
-        for pid in descendants(me):
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        try:
-            os.waitpid(-1, 0)
-        except ChildProcessError:
-            return
-
-
-def exec_program(program: list[str], environment: dict[str, str]) -> NoReturn:
-    try:
-        os.execvpe(program[0], program, environment)
-    except OSError as failure:
-        missing = isinstance(failure, (FileNotFoundError, NotADirectoryError))
-        os.write(2, f"gpool: {program[0]}: {failure.strerror}\n".encode())
-        os._exit(127 if missing else 126)
-
-
-def supervise(run: Callable[[], NoReturn]) -> NoReturn:
-    """Run an unisolated command; its descendants die with it, with this process, or on SIGTERM."""
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    wanted = {signal.SIGTERM, signal.SIGCHLD}
-    signal.pthread_sigmask(signal.SIG_BLOCK, wanted)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    launcher = os.getppid()
-    child = os.fork()
-    if child == 0:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, wanted)
-        os.setsid()
-        run()
-    os.closerange(0, 1024)  # the command's pipes must end with the command
-    status = 9
-    while os.getppid() == launcher:
-        if signal.sigwait(wanted) == signal.SIGTERM:
-            break
-        ended = False
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                pid, state = os.waitpid(-1, os.WNOHANG)
-                if pid == 0:
-                    break
-                if pid == child:
-                    status, ended = state, True
-        if ended:
-            break
-    reap_all_below(os.getpid())
-    os._exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))
-
-
-def join(groups: Sequence[str]) -> None:
-    for path in groups:
-        joining = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        os.write(joining, b"0")
-        os.close(joining)
-
-
-def arrange(descriptors: list[int]) -> None:
-    targets = len(descriptors)
-    high = [*descriptors]
-    while high and min(high) < targets:
-        high = [os.dup(d) for d in high]  # past every target: no dup2 hits one still needed
-    for target, descriptor in enumerate(high):
-        os.dup2(descriptor, target)
+class Spare:
+    def __init__(self, mode: str, pid: int, channel: socket.socket) -> None:
+        self.mode = mode
+        self.pid = pid
+        self.channel = channel
 
 
 class LaunchedSandbox:
-    """Live pids (0: gone), and the descriptor of bwrap's report (-1: not started by bwrap)."""
+    """Live pids (0: gone), and the descriptor of the report (-1: mode "process")."""
 
-    def __init__(self, monitor: int, report: int, groups: tuple[str, ...]) -> None:
-        self.monitor = monitor
-        self.groups = groups
+    def __init__(self, monitor: int, report: int, slot: SlotKey, mode: str) -> None:
+        self.monitor = monitor  # of a prepared sandbox: its first process
+        self.slot = slot
+        self.mode = mode
         self.inner = 0
         self.status = 0
         self.report = report
         self.ran = False  # the command started and ended, with any code
         self.killed = False
+
+
+def close_others(kept: list[int]) -> None:
+    """Close all descriptors past 2 but these."""
+    below = 3
+    for descriptor in sorted(kept):
+        os.closerange(below, descriptor)
+        below = max(below, descriptor + 1)
+    os.closerange(below, 65536)
+
+
+def await_order() -> tuple[dict[str, Any], list[int]]:
+    """Wait at the socket 0, in a spare child."""
+    with socket.socket(fileno=os.dup(0)) as waiting:
+        message, descriptors, _, _ = socket.recv_fds(waiting, SPARE_BYTES, MAX_DESCRIPTORS)
+    if not message:
+        os._exit(0)  # the launcher is gone, or has no use for this child
+    return json.loads(message), list(descriptors)
 
 
 class LauncherProcess:
@@ -244,14 +190,88 @@ class LauncherProcess:
         self.known: dict[int, LaunchedSandbox] = {}  # by number
         self.place = settings["place"]
         self.mounted: dict[str, tuple[int, int]] = {}  # name -> (device, inode) mounted there
-        self.spares: dict[tuple[str, ...], socket.socket] = {}  # by groups: see `prepare`
-        self.spare_pids: dict[tuple[str, ...], int] = {}
+        self.spares: dict[SlotKey, Spare] = {}  # see `prepare`
+        self.own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        self.first: FirstProcess | None = None
+        self.overlays: list[tuple[str, str]] = []
+        setup = settings["setup"]
+        if setup:
+            self.overlays = [(a, b) for a, b in setup["overlays"] if can_overlay.get(a)]
+            first = FirstProcess(self.place, setup, self.seccomp, argument_area())
+            self.first = first if self.can_prepare(first, setup["probe_uid"]) else None
 
-    def prepare(self, groups: tuple[str, ...]) -> None:
-        """Fork a spare child already in its groups: joining is slow (an RCU grace period)."""
-        if not groups or groups in self.spares or len(self.spares) >= MOST_SPARES:
+    def can_prepare(self, first: FirstProcess, uid: int) -> bool:
+        """Start a sandbox made by `first`; a kernel or container may forbid a step of it."""
+        variables = os.memfd_create("variables")
+        report_end, given_end = os.pipe()
+        quiet = os.open(os.devnull, os.O_RDWR)
+        order = {"argv": ["/usr/bin/true"], "cwd": "/", "uid": uid, "limits": [], "trees": []}
+        order |= {"groups": [], "refused": "", "landlock": None}
+        order |= {"tmpfs_bytes": 1 << 20, "variables_at": 3}
+        try:
+            given = [quiet, quiet, quiet, variables, given_end]
+            pid = self.fork_first(first, (), order, given)
+            return os.waitpid(pid, 0)[1] == 0
+        except OSError:
+            return False
+        finally:
+            for descriptor in (variables, report_end, given_end, quiet):
+                os.close(descriptor)
+
+    def fork_first(
+        self,
+        first: FirstProcess,
+        groups: tuple[str, ...],
+        order: dict[str, Any] | None,
+        descriptors: list[int],
+    ) -> int:
+        """Fork a sandbox's first process. Without an order it waits for one on the socket `descriptors[0]`."""
+        kernel.unshare(kernel.CLONE_NEWPID)  # of the next child
+        try:
+            pid = os.fork()
+        except OSError:
+            kernel.setns(self.own_pids, kernel.CLONE_NEWPID)
+            raise
+        if pid:
+            kernel.setns(self.own_pids, kernel.CLONE_NEWPID)
+            return pid
+        try:
+            refused = ""
+            if order is None:
+                os.dup2(descriptors[0], 0)
+            close_others([] if order is None else descriptors)
+            try:
+                first.make(groups, self.overlays)
+            except OSError as failure:
+                refused = str(failure)
+            if order is None:
+                order, descriptors = await_order()
+            order["refused"] = order["refused"] or refused
+            first.run(order, descriptors)
+        finally:
+            os._exit(125)
+
+    def prepare(self, slot: SlotKey, mode: str) -> None:
+        """Fork the slot's next child ahead: a whole sandbox, or one in its groups (joining takes an RCU grace period)."""
+        if slot in self.spares or len(self.spares) >= MOST_SPARES:
+            return
+        first = self.first if mode == PREPARED else None
+        groups, _ = slot
+        if first is None and not groups:
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                if first is None:
+                    pid = self.fork_joined(groups, theirs)
+                else:
+                    pid = self.fork_first(first, groups, None, [theirs.fileno()])
+            except OSError:
+                ours.close()
+                return  # the next start meets the same fault and reports it
+        self.spares[slot] = Spare(mode, pid, ours)
+
+    def fork_joined(self, groups: tuple[str, ...], theirs: socket.socket) -> int:
         pid = os.fork()
         if pid == 0:
             try:
@@ -259,35 +279,29 @@ class LauncherProcess:
                 os.dup2(theirs.fileno(), 0)
                 os.closerange(3, 65536)
                 join(groups)
-                waiting = socket.socket(fileno=0)
-                message, descriptors, _, _ = socket.recv_fds(
-                    waiting, MESSAGE_BYTES, MAX_DESCRIPTORS
-                )
-                if not message:
-                    os._exit(0)  # the launcher is gone
-                waiting.detach()
-                order = json.loads(message)
+                order, descriptors = await_order()
                 order["groups"] = ()
-                self.run_child(order, order["refused"], list(descriptors))
+                self.run_child(order, order["refused"], descriptors)
             except BaseException:  # noqa: BLE001 - a forked child must never return
                 os._exit(125)
-        theirs.close()
-        self.spares[groups], self.spare_pids[groups] = ours, pid
+        return pid
 
-    def use_spare(self, order: dict[str, Any], refused: str, descriptors: list[int]) -> int:
-        spare = self.spares.pop(tuple(order["groups"]), None)
+    def use_spare(self, slot: SlotKey, order: dict[str, Any], descriptors: list[int]) -> int:
+        """Return the pid of the slot's spare child, which has got the order; 0 if none could take it."""
+        spare = self.spares.pop(slot, None)
         if spare is None:
             return 0
-        with spare:
-            pid = self.spare_pids.pop(tuple(order["groups"]))
-            message = json.dumps({**order, "refused": refused}).encode()
+        with spare.channel:  # its end makes a child that got no order exit
+            if spare.mode != order["mode"]:
+                return 0
+            message = json.dumps(order).encode()
             if len(message) > SPARE_BYTES:
                 return 0
             try:
-                socket.send_fds(spare, [message], descriptors)
+                socket.send_fds(spare.channel, [message], descriptors)
             except OSError:
                 return 0
-            return pid
+            return spare.pid
 
     def expose(self, order: dict[str, Any]) -> None:
         """Mount where a dropped uid reaches it; again if another directory replaced it."""
@@ -313,37 +327,53 @@ class LauncherProcess:
     def unmount(self, name: str) -> None:
         del self.mounted[name]
         target = os.path.join(self.place, name)
-        checked(libc.umount2(target.encode(), MNT_DETACH), f"umount {target}")
+        kernel.unmount(target)
 
     def start(self, order: dict[str, Any], descriptors: list[int]) -> None:
         number = order["start"]
         split = len(descriptors) - order["namespaces"]
         descriptors, namespaces = descriptors[:split], descriptors[split:]
         report_end = given_end = filter_end = filter_in = -1
-        if order["mode"] == "bubblewrap":
+        mode, slot = order["mode"], (tuple(order["groups"]), order["uid"])
+        if mode != "process":
             report_end, given_end = os.pipe()
             os.set_blocking(report_end, False)
+        if mode == "bubblewrap":
             filter_end, filter_in = os.pipe()
             os.write(filter_in, self.seccomp)
             os.close(filter_in)
             descriptors = [*descriptors, filter_end, given_end]
-        refused = ""
+        order["refused"] = ""
+        trees: list[int] = []
         try:
             for each in order["binds"]:
                 self.expose(each)
+            for path, _ in order["trees"]:
+                trees.append(kernel.detached_bind(path))
         except OSError as failure:
-            refused = str(failure)
+            order["refused"] = str(failure)
         order["overlays"] = [each for each in order["overlays"] if self.can_overlay.get(each[0])]
         given = [*descriptors, *namespaces]
-        pid = self.use_spare(order, refused, given)
-        if not pid:
-            pid = os.fork()
-            if pid == 0:
-                self.run_child(order, refused, given)
+        if mode == PREPARED:
+            order["trees"] = order["trees"][: len(trees)]
+            given = [*descriptors, given_end, *trees]
+        pid = self.use_spare(slot, order, given) or self.fork(slot, order, given)
         for descriptor in given:
             os.close(descriptor)
         self.children[pid] = number
-        self.known[number] = LaunchedSandbox(pid, report_end, tuple(order["groups"]))
+        self.known[number] = LaunchedSandbox(pid, report_end, slot, mode)
+
+    def fork(self, slot: SlotKey, order: dict[str, Any], given: list[int]) -> int:
+        if order["mode"] == PREPARED and self.first is not None:
+            try:
+                groups, _ = slot
+                return self.fork_first(self.first, groups, order, given)
+            except OSError as failure:
+                order["refused"] = str(failure)
+        pid = os.fork()
+        if pid == 0:
+            self.run_child(order, order["refused"], given)
+        return pid
 
     def run_child(self, order: dict[str, Any], refused: str, descriptors: list[int]) -> NoReturn:
         try:
@@ -360,11 +390,11 @@ class LauncherProcess:
         """In the child: join, limit, drop, exec. The program's `given` descriptors come first, then the namespaces'."""
         join(order["groups"])
         if order["overlays"]:
-            checked(libc.unshare(CLONE_NEWNS), "unshare")
+            kernel.unshare(kernel.CLONE_NEWNS)
             for source, target in order["overlays"]:
                 overlay(source, target, self.place)
         for namespace in range(given, given + order["namespaces"]):
-            checked(libc.setns(namespace, 0), "setns")
+            kernel.setns(namespace)
         os.closerange(given, 65536)
         for kind, limit in order["limits"]:
             resource.setrlimit(kind, (limit, limit))
@@ -384,7 +414,7 @@ class LauncherProcess:
         environment = order["env"]
         if order["mode"] == "process":
             supervise(lambda: exec_program(program, environment))
-        libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        kernel.prctl("no new privileges", kernel.PR_SET_NO_NEW_PRIVS, 1)
         os.execve(program[0], program, environment)
 
     def kill(self, number: int) -> None:
@@ -406,7 +436,7 @@ class LauncherProcess:
         if entry is None:
             return
         self.learn_inner(number, entry)
-        above = entry.inner if entry.report >= 0 else entry.monitor
+        above = entry.inner if entry.mode == "bubblewrap" else entry.monitor
         for pid in children(above) if above else []:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
@@ -465,7 +495,7 @@ class LauncherProcess:
                 "killed": entry.killed,
             }
             self.channel.send(json.dumps(message).encode())
-            self.prepare(entry.groups)  # for the next sandbox of this slot
+            self.prepare(entry.slot, entry.mode)
 
     def is_gone(self, pid: int) -> bool:
         try:
@@ -483,7 +513,8 @@ class LauncherProcess:
         poll.register(self.channel, select.POLLIN)
         poll.register(alarm_out, select.POLLIN)
         shared = [path for path, can in self.can_overlay.items() if not can]
-        self.channel.send(json.dumps({"ready": True, "shared": shared}).encode())
+        ready = {"ready": True, "shared": shared, "prepares": self.first is not None}
+        self.channel.send(json.dumps(ready).encode())
         while True:
             for descriptor, _ in poll.poll():
                 if descriptor == alarm_out:
@@ -518,7 +549,7 @@ class LauncherProcess:
 
 
 def main() -> int:
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    kernel.prctl("subreaper", kernel.PR_SET_CHILD_SUBREAPER, 1)
     for quiet in QUIET_SIGNALS:
         signal.signal(quiet, signal.SIG_IGN)
     channel = socket.socket(fileno=0)
@@ -530,6 +561,9 @@ def main() -> int:
                 settings["place"], settings["binds"], settings["tree"]
             )
         launcher = LauncherProcess(channel, settings, can_overlay)
+        gc.collect()
+        kernel.libc.malloc_trim(0)
+        gc.freeze()  # a collection in a child copies no page
     except OSError as failure:
         channel.send(json.dumps({"ready": False, "detail": str(failure)}).encode())
         return 1

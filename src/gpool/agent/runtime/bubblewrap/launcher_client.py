@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -42,10 +42,30 @@ class RootTree:
 
 
 @dataclass(frozen=True, slots=True)
+class SandboxSetup:
+    """Properties of every sandbox that the launcher makes ahead."""
+
+    hostname: str
+    inside_uid: int
+    masked: Sequence[str]  # names in /proc
+    stat: str  # text of /proc/stat
+    overlays: Sequence[tuple[str, str]]  # (source, target) in the launcher's namespace
+    probe_uid: int  # of a sandbox that shows whether the kernel allows this
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedOrder:
+    trees: Sequence[tuple[str, str]]  # (source in the launcher's namespace, writable path inside)
+    tmpfs_bytes: int
+    variables_at: int  # number of the descriptor with NAME=VALUE texts
+    landlock: tuple[int, int, int, Sequence[tuple[str, int]]] | None
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchOrder:
     """`descriptors` become 0, 1, 2 … and are closed here once sent."""
 
-    mode: str  # "bubblewrap" or "process"
+    mode: str  # "bubblewrap", "process", or "prepared": a sandbox that the launcher makes itself, if it `prepares`
     argv: Sequence[str]
     descriptors: Sequence[int]
     uid: int = 0  # 0: keep the agent's
@@ -58,6 +78,7 @@ class LaunchOrder:
     binds: Sequence[Bind] = ()  # beyond those of every sandbox
     overlays: Sequence[tuple[str, str]] = ()  # (source, target) in the launcher's namespace
     cpus: Sequence[int] = ()  # to run on; empty: all of the agent's
+    prepared: PreparedOrder | None = None  # with mode "prepared"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +145,7 @@ class Launcher:
         binds: Sequence[Bind],
         seccomp: bytes,
         tree: RootTree | None = None,
+        setup: SandboxSetup | None = None,
     ) -> None:
         tree = tree or RootTree()
         self._settings = {
@@ -131,6 +153,7 @@ class Launcher:
             "binds": [_bind(bind) for bind in binds],
             "seccomp": seccomp.hex(),
             "tree": {"folders": tree.folders, "links": tree.links, "binds": tree.binds},
+            "setup": asdict(setup) if setup is not None else None,
         }
         self._channel: socket.socket | None = None
         self._child: subprocess.Popen[bytes] | None = None
@@ -138,6 +161,12 @@ class Launcher:
         self._ready: asyncio.Future[None] | None = None
         self._sending = asyncio.Lock()
         self._last = 0
+        self._prepares = False
+
+    async def prepares(self) -> bool:
+        """Start the launcher; return whether it makes sandboxes ahead."""
+        await self._ensure_running()
+        return self._prepares
 
     async def start(self, order: LaunchOrder) -> LaunchedProcess:
         try:
@@ -146,7 +175,7 @@ class Launcher:
             number = self._last
             exit: asyncio.Future[ProcessExit] = asyncio.get_running_loop().create_future()
             self._running[number] = exit
-            document = {
+            document: dict[str, object] = {
                 "start": number,
                 "mode": order.mode,
                 "argv": list(order.argv),
@@ -160,7 +189,10 @@ class Launcher:
                 "binds": [_bind(bind) for bind in order.binds],
                 "overlays": list(order.overlays),
                 "cpus": list(order.cpus),
+                "trees": [],
             }
+            if order.prepared is not None:
+                document |= asdict(order.prepared)
             await self.send(document, (*order.descriptors, *order.namespaces))
         finally:
             for descriptor in order.descriptors:
@@ -252,6 +284,7 @@ class Launcher:
                 elif self._ready is not None and not self._ready.done():
                     if message["ready"]:
                         _report_shared(message["shared"])
+                        self._prepares = message["prepares"]
                         self._ready.set_result(None)
                     else:
                         self._ready.set_exception(SandboxFailed(message["detail"]))

@@ -14,7 +14,8 @@ from pathlib import Path
 import cloudpickle  # type: ignore[import-untyped]
 
 import gpool
-from gpool.agent.runtime.bubblewrap.launcher_client import Bind, RootTree
+from gpool.agent.runtime.bubblewrap.launcher_client import Bind, RootTree, SandboxSetup
+from gpool.agent.runtime.bubblewrap.read_only import BIND_MOUNTS, ReadOnlyMounts
 from gpool.agent.runtime.protocol import (
     ENVIRONMENT_AT,
     TASK_VARIABLES,
@@ -161,6 +162,7 @@ def system_tree(seen: Iterable[tuple[str, str]]) -> RootTree:
     return RootTree(FOLDERS, tuple(links), tuple(binds))
 
 
+<<<<<<< ours
 @dataclass(frozen=True, slots=True)
 class ReadOnlyMounts:
     """bwrap's options for read-only folders of the host: overlays, so that locks on their files are the sandbox's own; bind
@@ -180,6 +182,8 @@ class ReadOnlyMounts:
 BIND_MOUNTS = ReadOnlyMounts()
 
 
+=======
+>>>>>>> theirs
 def as_arguments(tree: RootTree, mounts: ReadOnlyMounts = BIND_MOUNTS) -> list[str]:
     words = []
     for inside, source in tree.binds:
@@ -339,6 +343,22 @@ class BwrapArguments:
             words += ["--remount-ro", "/"]
         return common, words
 
+    def setup(self, probe_uid: int) -> SandboxSetup:
+        """Properties of sandboxes with the prepared root, of a root agent's launcher."""
+        masked = [name for name in MASKED if os.path.exists(f"/proc/{name}")]
+        return SandboxSetup(
+            HOSTNAME, INSIDE_UID, masked, self._stat, self._root_overlays(), probe_uid
+        )
+
+    def trees(self, place: WorkDirectory, job: CommandJob | RunnerJob) -> list[tuple[str, str]]:
+        """Return (source, path inside) of the writable directories."""
+        reach = f"{self._sources['sandboxes']}/{place.root.name}"
+        names = ("work", "values") if isinstance(job, RunnerJob) else ("work",)
+        return [(f"{reach}/{name}", f"/{name}") for name in names]
+
+    def _root_overlays(self) -> list[tuple[str, str]]:
+        return [(source, f"{self._launcher_at}/tree{at}") for at, source in self.tree.binds]
+
     def overlays(
         self,
         job: CommandJob | RunnerJob,
@@ -351,7 +371,7 @@ class BwrapArguments:
         if not self._launcher_at:
             return []
         if not mounts and not devices:
-            return [(source, f"{self._launcher_at}/tree{at}") for at, source in self.tree.binds]
+            return self._root_overlays()
         seen = self._layout.bare if mounts else self._layout.seen
         sources = [source for _, source in self._tree(seen).binds]
         sources += [self._source(bind) for bind, _ in mounts]

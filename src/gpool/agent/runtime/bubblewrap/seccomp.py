@@ -84,13 +84,20 @@ def perl() -> str:
     return "/usr/bin/perl" if found and os.path.exists("/usr/bin/perl") else ""
 
 
+def domain(
+    known: int, *, names_threads: bool = False
+) -> tuple[int, int, int, tuple[tuple[str, int], ...]]:
+    """Return (bytes of the ruleset attribute, handled rights, scopes, rights per path) under Landlock version `known`."""
+    handled, given = rules(known, names_threads=names_threads)
+    size = 0 if not known else (8 if known < 4 else 16 if known < SCOPES_FROM else 24)
+    return size, handled, SCOPES if known >= SCOPES_FROM else 0, given
+
+
 def command(
     variables_at: int, processes: int, known: int, *, names_threads: bool = False
 ) -> Sequence[str]:
     """Words before the command. Variables come from descriptor `variables_at`; 0 processes: no limit."""
-    handled, given = rules(known, names_threads=names_threads)
-    scoped = SCOPES if known >= SCOPES_FROM else 0
-    size = 0 if not known else (8 if known < 4 else 16 if known < SCOPES_FROM else 24)
+    size, handled, scoped, given = domain(known, names_threads=names_threads)
     numbers = (variables_at, processes, size, handled, scoped, PRLIMIT[platform.machine()])
     listed = ":".join(f"{path}={rights}" for path, rights in given)
     return (perl(), "-e", CONFINE, *map(str, numbers), listed)

@@ -3,7 +3,7 @@
 Levels begin at 0, 0.5, 2, 8, 32 and 128 hours of run time in all attempts; within a level the older goes first. Run
 times have heavy tails: a task that has run long will probably run as long again, so stopping it for short ones costs it
 little. This holds at every scale, hence factors of four: with one level above 8 hours, a task of ten hours would wait
-behind tasks of two weeks. After waiting for `promotion` a task is at level 0: none starves.
+behind tasks of two weeks. Starving tasks are promoted, but never past the levels of short tasks (`order.promotion`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -22,6 +24,9 @@ from gpool.core.scheduler.place.pricing import USUAL, Pricing
 AGES = tuple(Span(1800 * 4**level * SECOND) for level in range(5))
 """Attained run time at which the next level begins."""
 
+LEVEL_OF_PROMOTED = 3
+"""Level whose tasks come after promoted ones: 8 hours."""
+
 
 def level_of(attained: Span) -> int:
     return bisect_right(AGES, attained)
@@ -29,10 +34,6 @@ def level_of(attained: Span) -> int:
 
 def attained_at(level: int) -> Span:
     return AGES[level - 1] if level else Span(0)
-
-
-def risen(level: int, waited: int, promotion: Span) -> int:
-    return 0 if waited >= promotion else level
 
 
 def at_level(shape: Shape, level: int) -> Shape:
@@ -48,7 +49,7 @@ _SECOND = 1_000_000
 _PREFETCH_TARGET, _AGEING, _PATIENCE = Span(300_000), Span(300 * _SECOND), Span(60 * _SECOND)
 HOUR = Span(3600 * _SECOND)
 _PROTECTION, _PROMOTION, _URGENCY = Span(HOUR // 4), Span(3 * 24 * HOUR), Span(2 * HOUR)
-_QUANTUM = Span(HOUR // 6)
+_QUANTUM, _STARVATION, _RESTART = Span(HOUR // 6), Span(24 * HOUR), Span(60 * _SECOND)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +66,21 @@ class Policy:
     preemption: bool = True  # of tasks that allow it
     protection: Span = _PROTECTION  # after a restart; at most `quantum` against other users' tasks
     max_preemptions_per_pass: int = 200
-    promotion: Span = _PROMOTION  # waiting time after which a task is at level 0 and counts as due
+    promotion: Span = _PROMOTION  # waiting time after which a user's oldest task goes first
+    starvation: Span = _STARVATION  # waiting time after which it goes before long tasks
+    promoted_milli: int = 300  # part of their user's GPUs that promoted tasks may hold
+    restart: Span = _RESTART  # assumed cost of stopping and restarting a task
     urgency: Span = _URGENCY  # time before its deadline from which a task counts as due
     margin_milli: int = 100  # shares nearer to each other than this are equal in preemption
     quantum: Span = _QUANTUM  # run time after which tenants that had less may take the GPUs
+
+
+class Promotion(IntEnum):
+    """Of a starving task (`order.promotion`)."""
+
+    FIRST = 0  # before all tasks of its user
+    LONG = 1  # before its user's tasks of `LEVEL_OF_PROMOTED` and above
+    NONE = 2
 
 
 class Candidate(NamedTuple):
@@ -83,6 +95,7 @@ class Candidate(NamedTuple):
     shares: tuple[int, int] = (0, 0)  # of the tenant and of the user (`order.fair_share`)
     predicted: Span | None = None  # run time; None: unknown, or the order does not use it
     band: int = WITHIN  # WITHIN a guarantee, or BORROWED
+    promotion: Promotion = Promotion.NONE
 
 
 Key = tuple[Any, ...]
@@ -96,10 +109,19 @@ class Rank(NamedTuple):
     key: Key
 
 
+@cache
+def _fields_of(names: tuple[str, ...]) -> Callable[[Key], tuple[int, ...]]:
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda key: tuple([getattr(key, name) for name in names])
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """`decisive` names the fields of the key, first to last, that justify preemption; without any, only a guarantee preempts.
-    `exchanges_by_share`: preemption between tenants follows the shares and time quanta of `order.ranking` instead.
+    `exchanges_by_share`: preemption between tenants follows the shares and time quanta of `order.ranking` instead, and
+    between the tasks of one user the fields in `classes`, computed from level, promotion and deadline alone: tasks that
+    are equal in them never stop each other.
     """
 
     name: str
@@ -108,6 +130,7 @@ class Order:
     uses_predictions: bool = True
     decisive: tuple[str, ...] = ()
     exchanges_by_share: bool = False
+    classes: tuple[str, ...] = ()
 
     @property
     def may_preempt(self) -> bool:
@@ -121,3 +144,7 @@ class Order:
             return False
         fields = attrgetter(*self.decisive)
         return bool(fields(key) < fields(other))
+
+    def class_of(self, key: Key) -> tuple[int, ...]:
+        """Empty for all keys if the order has no classes."""
+        return _fields_of(self.classes)(key)

@@ -10,6 +10,7 @@ from gpool.core.model import Instant, Node, Shape, Span
 from gpool.core.scheduler.order.fair_share import Amounts, compared, tenant_of
 from gpool.core.scheduler.order.limits import Holder, band, least_gpus
 from gpool.core.scheduler.order.orders import Candidate, Order, Policy, Rank, attained_at
+from gpool.core.scheduler.order.promotion import Promotions
 from gpool.core.scheduler.place.fit import unfit
 from gpool.core.scheduler.place.kinds import kind_key
 from gpool.core.scheduler.state.queue import TaskQueueEntry
@@ -26,6 +27,7 @@ _LOOKS = 50_000
 class Ranking:
     def __init__(self, state: State, now: Instant, policy: Policy, order: Order) -> None:
         self._state, self._now, self._policy, self._order = state, now, policy, order
+        self._promotions = Promotions(state, now, policy)
 
     def ahead(
         self, mine: ShapeState, task: TaskId, nodes: list[Node]
@@ -79,6 +81,7 @@ class Ranking:
             self._shares(shape, share),
             state.predictions.of(shape) if self._order.uses_predictions else None,
             band(policy.limits, shape, held, gpus),
+            self._promotions.of(shape.user, entry.task),
         )
         return self._order.rank(candidate, self._now, policy)
 
@@ -122,6 +125,7 @@ class Exchange(NamedTuple):
     running: ExchangeSide
     ran: Span  # since the running task last started
     evens: tuple[bool, bool] = (False, False)  # the waiting side holds less now, and not more after
+    is_own: bool = False  # both tasks are of one user
 
 
 def outranks(exchange: Exchange, order: Order, policy: Policy) -> bool:
@@ -140,6 +144,8 @@ def outranks(exchange: Exchange, order: Order, policy: Policy) -> bool:
             if _exceeds(others, had, NEAR_MILLI) and waiting.holds[part] < running.holds[part]:
                 return True
             return others >= had and (exchange.evens[part] or _exceeds(more, less, margin))
+    if exchange.is_own:
+        return order.class_of(waiting.rank.key) < order.class_of(running.rank.key)
     return waiting.rank.key < running.rank.key
 
 

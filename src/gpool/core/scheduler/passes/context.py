@@ -13,6 +13,7 @@ from gpool.core.model import Allocation, Instant, Shape
 from gpool.core.scheduler.order.fair_share import Amounts, amounts_of, tenant_of, total
 from gpool.core.scheduler.order.limits import WITHIN, Holder, gpus_in
 from gpool.core.scheduler.order.orders import Candidate, Order, Policy, Rank, attained_at
+from gpool.core.scheduler.order.promotion import Promotions
 from gpool.core.scheduler.passes.ledger import (
     CapacityLedger,
     Holding,
@@ -175,6 +176,7 @@ class PassContext:
     claims: NodeClaims
     tenants: TenantLedger
     run_times: RunTimeMemo
+    promotions: Promotions
     victims: VictimSearch
     budget: PassBudget
     draft: PlanDraft
@@ -194,6 +196,7 @@ def begin(
 ) -> PassContext:
     run_times = RunTimeMemo(state, now)
     tenants = TenantLedger(state, policy, uses_shares=order.uses_shares)
+    promotions = Promotions(state, now, policy)
     preempts = policy.preemption and order.may_preempt
     return PassContext(
         state,
@@ -205,7 +208,8 @@ def begin(
         NodeClaims(index, now, run_times, preempts=preempts),
         tenants,
         run_times,
-        VictimSearch(state, index, now, policy, order, tenants),
+        promotions,
+        VictimSearch(state, index, now, policy, order, tenants, promotions),
         PassBudget(state),
         PlanDraft(),
     )
@@ -227,6 +231,7 @@ def rank_of(
         tenants.shares(shape, without),
         ctx.run_times.of(shape) if ctx.order.uses_predictions else None,
         tenants.band(shape, without) if guaranteed else WITHIN,
+        ctx.promotions.of(shape.user, head.task),
     )
     return ctx.order.rank(candidate, ctx.now, ctx.policy)
 

@@ -9,12 +9,15 @@ as if the running one did not run (`order.ranking.outranks`), in this order:
 3. Allocations that do not divide into equal shares alternate by time quantum (`policy.quantum`): after it, a tenant
    that recently had less and holds less may take the slot. Equal recent usage suffices if the waiting tenant does not
    hold more afterwards either.
-4. Between tasks of one user: due before not due, lower level of attained run time, older.
+4. Between tasks of one user, the class decides (`Order.classes`): near its deadline, lower level of attained run time,
+   promoted. Tasks of one class never stop each other, so no task is stopped for one that it could stop later.
 
 Orders other than fair share compare their decisive key fields instead of 2 to 4.
 
 **Protection.** A restarted task is not stopped again for `policy.protection` by its own user, for at most a quantum by
-others. Without checkpoints it runs as long as its lost attempts took before another tenant may stop it.
+others. Without checkpoints it runs as long as its lost attempts took before another tenant may stop it. A task stops its
+own user's tasks only after it has waited for `policy.restart`: a wait as long as a restart costs as much as the restart,
+and most waits end before (the rule of ski rental: at most twice the cost of the best choice in hindsight).
 
 **Example.** 8 GPUs; tenant A runs 8 tasks of 1 GPU; tenant B queues 8. Shares in millionths, without recent usage:
 
@@ -27,6 +30,7 @@ others. Without checkpoints it runs as long as its lost attempts took before ano
 After 10 minutes B has recently had less and holds less (3 < 5), so rule 3 gives it the fourth slot: 4 and 4.
 
 **Choice.** Of the sets that make the whole room, the one with the fewest GPUs, then the fewest tasks (`victim_sets`).
+Among a user's own tasks those of the last class come first: a victim of a better class would stop a third task in turn.
 
     waiting task ─ rank_of ─┐
     running tasks ─ groups ─┴─ worth_comparing ─ outranks ─ victims by node ─ cheapest set ─ Preempt
@@ -43,6 +47,7 @@ from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import Shape, Span
 from gpool.core.scheduler.order.fair_share import asked_by
 from gpool.core.scheduler.order.limits import Holder, holders_of
+from gpool.core.scheduler.order.orders import Rank
 from gpool.core.scheduler.order.ranking import Exchange, ExchangeSide, outranks
 from gpool.core.scheduler.passes.context import (
     PassContext,
@@ -86,12 +91,16 @@ def preempt_for(ctx: PassContext, cursor: QueueCursor) -> bool:
     shape = cursor.shape
     if not ctx.budget.may_search(cursor) or ctx.victims.is_hopeless(shape):
         return False
+    if not ctx.capacity.future_nodes and (
+        ctx.victims.is_vain(shape.user, cursor.rank, is_new=_is_new(ctx, cursor))
+    ):
+        return False
     if not ctx.victims.capacity().nodes(shape).any():
         return False
     ctx.budget.count_vain(shape.user)
     found = _cheapest(ctx, cursor)
     is_certain = not ctx.claims.reserved_count or (shape.preemptible and ctx.preempts_by_order)
-    if found is None and is_certain and not shape.avoids:
+    if found is None and is_certain and not shape.avoids and not _is_new(ctx, cursor):
         ctx.victims.give_up(shape)
     if found is None or not is_within_limits(ctx, cursor, *(each.fit for each in found)):
         return False
@@ -109,6 +118,11 @@ def preempt_for(ctx: PassContext, cursor: QueueCursor) -> bool:
     )
     cursor.take(1)
     return True
+
+
+def _is_new(ctx: PassContext, cursor: QueueCursor) -> bool:
+    """Whether waiting has cost less than a restart."""
+    return ctx.now - cursor.head.queued_at < ctx.policy.restart
 
 
 def _cheapest(ctx: PassContext, cursor: QueueCursor) -> list[Clearing] | None:
@@ -190,6 +204,8 @@ def _clearable(
                     at.setdefault(id_, []).append(victim)
     for id_ in ctx.claims.closed_to_preemption_for(shape):
         at.pop(id_, None)
+    if any(victim.line.shape.user != shape.user for victims in at.values() for victim in victims):
+        at = {id_: [each._replace(regret=()) for each in victims] for id_, victims in at.items()}
     for id_ in _nodes_to_search(ctx, shape, at):
         ctx.budget.use_work(_WORK_PER_NODE)
         node = ctx.capacity.node(id_)
@@ -223,13 +239,16 @@ def _victims_for(ctx: PassContext, cursor: QueueCursor) -> Iterator[Victim]:
         tenants.recent_pair(shape),
         tenants.held_pair(shape),
     )
+    is_new = bool(ctx.order.classes) and _is_new(ctx, cursor)
     own_gain, own_after = tenants.shares(shape, None, asked), tenants.held_pair(shape, asked)
     for group in ctx.victims.groups().worth_comparing(shape, own, ctx.order, ctx.policy):
         ctx.budget.use_work(1)
-        other, line = group.shape, group.victims[0].line
+        other, line = group.shape, group.first.line
+        if shape.user == other.user and (is_new or _is_last(ctx, own.rank, group.first.rank)):
+            continue
         waiting, gained = own, own_gain
         running = ExchangeSide(
-            group.victims[0].rank,
+            group.first.rank,
             group.shares,
             tenants.recent_pair(other),
             tenants.held_pair(other),
@@ -244,8 +263,8 @@ def _victims_for(ctx: PassContext, cursor: QueueCursor) -> Iterator[Victim]:
                 rank=rank_of(ctx, cursor, without=line), shares=tenants.shares(shape, line)
             )
             gained = tenants.shares(shape, line, asked)
-        exchange = Exchange(waiting, gained, running, Span(0), evens)
-        victims = group.victims
+        exchange = Exchange(waiting, gained, running, Span(0), evens, shape.user == other.user)
+        victims = group.victims()
         if shape.user == other.user:
             period = protection_period(ctx.order, ctx.policy, is_own=True)
             victims = [each for each in victims if not is_protected(each.line, ctx.now, period)]
@@ -254,6 +273,14 @@ def _victims_for(ctx: PassContext, cursor: QueueCursor) -> Iterator[Victim]:
         if shape.user != other.user and is_within_band and ctx.order.exchanges_by_share:
             found = (victim for victim in found if not _would_never_end(ctx, victim))
         yield from found
+
+
+def _is_last(ctx: PassContext, own: Rank, other: Rank) -> bool:
+    """Whether the class of a task of the same user is no better than that of the running one."""
+    order = ctx.order
+    if not order.classes or own.band != other.band:
+        return False
+    return order.class_of(own.key) >= order.class_of(other.key)
 
 
 def _would_never_end(ctx: PassContext, victim: Victim) -> bool:
@@ -275,7 +302,7 @@ def _outranked(ctx: PassContext, victims: list[Victim], exchange: Exchange) -> I
     for victim in victims:
         ran = Span(ctx.now - victim.line.since)
         standing = ExchangeSide(victim.rank, running.shares, running.had, running.holds)
-        tried = Exchange(waiting, exchange.gained, standing, ran, exchange.evens)
+        tried = exchange._replace(running=standing, ran=ran)
         if outranks(tried, ctx.order, policy):
             yield victim
         elif not is_decided or ran >= policy.quantum:

@@ -35,6 +35,9 @@ class Contention(NamedTuple):
     most_share: int = 0
     most_recent: int = 0  # recent usage
     mean_held: int = 0
+    is_one_user: bool = (
+        False  # all waiting tasks are of one user, who may be stopped: none is kept out
+    )
 
 
 def contention(ctx: PassContext, cursors: Collection[QueueCursor]) -> Contention:
@@ -50,6 +53,9 @@ def contention(ctx: PassContext, cursors: Collection[QueueCursor]) -> Contention
         max(shares.values(), default=0),
         max(recent.values(), default=0),
         held // max(1, len(tenants)),
+        ctx.preempts_by_order
+        and all(cursor.shape.preemptible for cursor in cursors)
+        and len({cursor.shape.user for cursor in cursors}) == 1,
     )
 
 
@@ -68,7 +74,7 @@ def reserve_for(ctx: PassContext, cursor: QueueCursor, among: Contention) -> Non
     if shape.requirements.nodes > 1:
         nodes = gangs.nearest(ctx.index, shape, claims.closed_to_reservation_for(shape))
         if nodes:  # the whole set for a gang, or none
-            at = Instant(max(_ready_at(ctx, id_, shape) for id_ in nodes))
+            at = max(_opens_at(ctx, id_, shape, among) for id_ in nodes)
             claims.reserve(nodes, BackfillReservation(shape, at, queued_at))
         return
     owed = _allocations_owed(ctx, cursor, among)
@@ -76,10 +82,15 @@ def reserve_for(ctx: PassContext, cursor: QueueCursor, among: Contention) -> Non
         nearest = _nearest(ctx, cursor)
         if nearest is None:
             return
-        at = Instant(_ready_at(ctx, nearest, shape))
+        at = _opens_at(ctx, nearest, shape, among)
         claims.reserve([nearest], BackfillReservation(shape, at, queued_at))
         gpus = 1000 * len(ctx.capacity.room(nearest).gpus)
         owed -= max(1, gpus // max(1, least_gpus(shape)))
+
+
+def _opens_at(ctx: PassContext, id_: NodeId, shape: Shape, among: Contention) -> Instant:
+    """`now` where no waiting task will be compared with it (`NodeClaims.closed_to`)."""
+    return ctx.now if among.is_one_user else Instant(_ready_at(ctx, id_, shape))
 
 
 def _allocations_owed(ctx: PassContext, cursor: QueueCursor, among: Contention) -> int:

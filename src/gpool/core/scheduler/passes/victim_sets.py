@@ -1,6 +1,6 @@
 """Sets of victims on a node, or on several for a gang, that let a task fit at the least cost. Stops nothing.
-The cost is the number of GPUs to restart, a gang's together, then of tasks; then the victims last in the order. A set
-makes the whole room or is not chosen.
+The cost is the number of GPUs to restart, a gang's together, then of tasks; then the victims last in the order. Among
+a user's own tasks their class comes first (`Victim.regret`). A set makes the whole room or is not chosen.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Clearing(NamedTuple):
 
 
 class ClearingCost(NamedTuple):
+    regret: tuple[int, ...]
     gpus: int  # thousandths
     tasks: int
     position: tuple[int, ...]  # negated rank of the victim that is first in the order
@@ -53,7 +54,7 @@ def cheapest(shape: Shape, count: int, places: Iterable[Clearable]) -> list[Clea
     """None if there are fewer than `count`."""
     options = []
     for place in places:
-        chosen = fewest_victims(place, shape)
+        chosen = last_victims(place, shape)
         if chosen is not None:
             options.append(_Option(cost_of(chosen, place.node.id), place, chosen))
     if len(options) < count:
@@ -80,7 +81,11 @@ def cost_of(chosen: list[Victim], node: NodeId) -> ClearingCost:
     if chosen:
         first = min(victim.rank for victim in chosen)
         position = (-first.band, *(-number for number in first.key))
-    return ClearingCost(gpus, len(chosen), position, node)
+    return ClearingCost(_regret(chosen), gpus, len(chosen), position, node)
+
+
+def _regret(victims: Iterable[Victim]) -> tuple[int, ...]:
+    return max([victim.regret for victim in victims], default=())
 
 
 def _cleared(place: Clearable, shape: Shape, chosen: list[Victim]) -> Clearing | None:
@@ -112,6 +117,19 @@ def _take(room: Room, node: NodeId, victim: Victim) -> None:
     for part in victim.parts:
         if part.node == node:
             room.take(part.allocation, victim.line.shape.user)
+
+
+def last_victims(place: Clearable, shape: Shape) -> list[Victim] | None:
+    """Fewest victims of the last classes that suffice."""
+    regrets = {victim.regret for victim in place.victims}
+    if len(regrets) < 2:
+        return fewest_victims(place, shape)
+    for most in sorted(regrets):
+        some = [victim for victim in place.victims if victim.regret <= most]
+        chosen = fewest_victims(Clearable(place.node, place.room, some), shape)
+        if chosen is not None:
+            return chosen
+    return None
 
 
 def fewest_victims(place: Clearable, shape: Shape) -> list[Victim] | None:
@@ -193,9 +211,9 @@ def cheapest_for_gang(
 
 
 class _ClearingSet(NamedTuple):
-    """`cost`: GPUs that stop, tasks that stop, and the node ids."""
+    """`cost`: regret, GPUs that stop, tasks that stop, and the node ids."""
 
-    cost: tuple[int, ...]
+    cost: tuple[tuple[int, ...], ...]
     gpus: int
     found: list[Clearing]
 
@@ -208,8 +226,8 @@ def _cheapest_at(
     """
     best = _cheaper(best, site.copy().clear(count))
     for victim in site.gangs()[:_MAX_GANGS_TRIED]:
-        if best is not None and victim.amounts[0] >= best.gpus:
-            break
+        if best is not None and (victim.regret, victim.amounts[0]) >= (best.cost[0], best.gpus):
+            continue
         without = site.copy()
         without.stop([victim])
         best = _cheaper(best, without.clear(count))
@@ -223,11 +241,14 @@ def _cheaper(best: _ClearingSet | None, found: list[Clearing] | None) -> _Cleari
         return best
     victims = {victim.line: victim for each in found for victim in each.victims}
     gpus = sum(victim.amounts[0] for victim in victims.values())
-    made = _ClearingSet((gpus, len(victims), *sorted(each.node for each in found)), gpus, found)
+    nodes = sorted(each.node for each in found)
+    cost = (_regret(victims.values()), (gpus, len(victims), *nodes))
+    made = _ClearingSet(cost, gpus, found)
     return made if best is None or made.cost < best.cost else best
 
 
 class _NodeCost(NamedTuple):
+    regret: tuple[int, ...]
     gpus: int
     tasks: int
     node: NodeId
@@ -286,13 +307,14 @@ class _SiteClearings:
                 self._weigh(id_)
 
     def _weigh(self, id_: NodeId) -> None:
-        chosen = fewest_victims(self._after_stops(self._left[id_]), self._shape)
+        chosen = last_victims(self._after_stops(self._left[id_]), self._shape)
         if chosen is None:
             self._costs.pop(id_, None)
             self._chosen.pop(id_, None)
         else:
             gpus = sum(victim.amounts[0] for victim in chosen)
-            self._costs[id_], self._chosen[id_] = _NodeCost(gpus, len(chosen), id_), chosen
+            self._costs[id_] = _NodeCost(_regret(chosen), gpus, len(chosen), id_)
+            self._chosen[id_] = chosen
 
     def _after_stops(self, place: Clearable) -> Clearable:
         if not self._stopped:

@@ -1,4 +1,4 @@
-"""Running tasks that a pass may preempt, grouped by user and size, ranked as if they waited.
+"""Running tasks that a pass may preempt, grouped by user, size and level, ranked as if they waited.
 See `passes.preemption` for the rules and `passes.victim_sets` for the choice.
 """
 
@@ -15,7 +15,15 @@ from gpool.core.ids import NodeId, UserId
 from gpool.core.model import SECOND, Allocation, Instant, Shape, Span
 from gpool.core.scheduler.order.fair_share import Amounts
 from gpool.core.scheduler.order.limits import WITHIN
-from gpool.core.scheduler.order.orders import Candidate, Order, Policy, Rank
+from gpool.core.scheduler.order.orders import (
+    Candidate,
+    Order,
+    Policy,
+    Promotion,
+    Rank,
+    level_of,
+)
+from gpool.core.scheduler.order.promotion import Promotions
 from gpool.core.scheduler.order.ranking import ExchangeSide, Pair
 from gpool.core.scheduler.passes.ledger import TenantLedger
 from gpool.core.scheduler.place.index import PlacementIndex
@@ -89,8 +97,13 @@ def asks_no_less(shape: Shape, other: Shape) -> bool:
 
 
 class Victim(NamedTuple):
+    """`regret`: negated class of the order, empty where classes do not count. Of sets of victims, the one whose first task is
+    of the last class is stopped: a task of a better class would stop others in turn.
+    """
+
     rank: Rank
     line: HeldAllocation
+    regret: tuple[int, ...] = ()
 
     @property
     def amounts(self) -> Amounts:
@@ -101,15 +114,27 @@ class Victim(NamedTuple):
         return self.line, *self.line.members
 
 
-class VictimGroup(NamedTuple):
-    """Last in the order first, with their tenant's and user's shares."""
+class VictimGroup:
+    """Running tasks of one user, size, level and promotion: of one class in every order."""
 
-    victims: list[Victim]
-    shares: Pair  # without the first victim
+    __slots__ = ("_ranked", "_rest", "first", "shares")
+
+    def __init__(self, ranked: list[Victim], shares: Pair, rest: Iterable[Victim] = ()) -> None:
+        self._ranked, self._rest = ranked, rest  # the rest is ranked when it is needed
+        self.first = ranked[0]
+        self.shares = shares  # of tenant and user, without one of the tasks
 
     @property
     def shape(self) -> Shape:
-        return self.victims[0].line.shape
+        return self.first.line.shape
+
+    def victims(self) -> list[Victim]:
+        """Last in the order first."""
+        more = list(self._rest)
+        if more:
+            self._ranked = sorted((*self._ranked, *more), key=_rank_of, reverse=True)
+            self._rest = ()
+        return self._ranked
 
 
 class VictimGroups:
@@ -119,7 +144,7 @@ class VictimGroups:
         self._groups = groups
         shapes = [group.shape for group in groups]
         self._had, self._held = _column(had), _column(held)
-        self._bands = _column([group.victims[0].rank.band for group in groups])
+        self._bands = _column([group.first.rank.band for group in groups])
         self._shares = _column([group.shares[0] for group in groups])
         self._users = _column([shape.user for shape in shapes])
         self._teams = _column([-1 if shape.team is None else shape.team for shape in shapes])
@@ -153,35 +178,43 @@ class PreemptibleCapacity:
 
     def __init__(self, index: PlacementIndex, lines: Iterable[HeldAllocation]) -> None:
         self._index = index
-        self._free = index.free()
-        for line in lines:
-            for part in (line, *line.members):
-                self._add(part.node, part.allocation, 1)
+        self._free = free = index.free()
+        slots = index.board.slots
+        rows = [
+            (slot, held.cpu_milli, held.memory_bytes, held.disk_bytes, len(held.slices))
+            for line in lines
+            for slot, held in [
+                (slots.get(part.node), part.allocation) for part in (line, *line.members)
+            ]
+            if slot is not None
+        ]
+        if rows:  # of slices of one GPU each counts as one
+            at, cpu, memory, disk, gpus = np.array(rows, np.int64).T
+            np.add.at(free.cpu, at, cpu)
+            np.add.at(free.memory, at, memory)
+            np.add.at(free.disk, at, disk)
+            np.add.at(free.gpus, at, gpus.astype(free.gpus.dtype))
 
     def take(self, node: NodeId, allocation: Allocation) -> None:
-        self._add(node, allocation, -1)
+        slot, free = self._index.board.slots.get(node), self._free
+        if slot is None:
+            return
+        free.cpu[slot] -= allocation.cpu_milli
+        free.memory[slot] -= allocation.memory_bytes
+        free.disk[slot] -= allocation.disk_bytes
+        free.gpus[slot] -= sum(part.share_milli >= 1000 for part in allocation.slices)
 
     def nodes(self, shape: Shape) -> Bools:
         return self._index.would_fit(shape, self._free)
-
-    def _add(self, node: NodeId, allocation: Allocation, sign: int) -> None:
-        slot = self._index.board.slots.get(node)
-        if slot is None:
-            return
-        free = self._free
-        free.cpu[slot] += sign * allocation.cpu_milli
-        free.memory[slot] += sign * allocation.memory_bytes
-        free.disk[slot] += sign * allocation.disk_bytes
-        if sign > 0:  # of slices of one GPU each counts as one
-            free.gpus[slot] += len(allocation.slices)
-        else:
-            free.gpus[slot] -= sum(part.share_milli >= 1000 for part in allocation.slices)
 
 
 class GroupKey(NamedTuple):
     user: UserId
     team: int | None
     amounts: Amounts
+    level: int
+    promotion: Promotion
+    by: Instant | None  # deadline
 
 
 class VictimSearch:
@@ -195,15 +228,19 @@ class VictimSearch:
         policy: Policy,
         order: Order,
         tenants: TenantLedger,
+        promotions: Promotions,
     ) -> None:
         self._state, self._index, self._now = state, index, now
         self._policy, self._order, self._tenants = policy, order, tenants
+        self._promotions = promotions
         self._stopped: set[HeldAllocation] = set()
         self._hopeless: dict[UserId, list[Shape]] = {}
         self._capacity: PreemptibleCapacity | None = None
         self._unprotected: dict[GroupKey, list[HeldAllocation]] | None = None
         self._groups: dict[GroupKey, VictimGroup | None] = {}
         self._all: VictimGroups | None = None
+        self._users: set[UserId] | None = None
+        self._worst: tuple[int, ...] = ()
 
     def is_stopped(self, line: HeldAllocation) -> bool:
         return line in self._stopped
@@ -214,6 +251,21 @@ class VictimSearch:
     def is_hopeless(self, shape: Shape) -> bool:
         """Whether nothing was found for a shape of the same user that asks for no more."""
         return any(asks_no_less(shape, each) for each in self._hopeless.get(shape.user, ()))
+
+    def is_vain(self, user: UserId, rank: Rank, *, is_new: bool) -> bool:
+        """Whether only tasks of this user could be stopped, and it is too early for that or none is of a worse class."""
+        order = self._order
+        if not order.classes or self._policy.limits.guaranteed:
+            return False
+        if self._users is None:
+            stages = {(key.level, key.promotion, key.by): key for key in self._in_sight()}
+            some = [self._in_sight()[key][0] for key in stages.values()]
+            found = [self._victim(line, 0, 0, (0, 0), WITHIN) for line in some]
+            self._users = {key.user for key in self._in_sight()}
+            self._worst = max([order.class_of(each.rank.key) for each in found], default=())
+        if self._users - {user}:
+            return False
+        return is_new or order.class_of(rank.key) >= self._worst
 
     def give_up(self, shape: Shape) -> None:
         self._hopeless.setdefault(shape.user, []).append(shape)
@@ -245,12 +297,26 @@ class VictimSearch:
 
     def _in_sight(self) -> dict[GroupKey, list[HeldAllocation]]:
         if self._unprotected is None:
-            self._unprotected = {}
+            now, promotion_of = self._now, self._promotions.of
             period = protection_period(self._order, self._policy, is_own=False)
-            for line in in_sight(self._state, self._now):
-                if not is_protected(line, self._now, period):
-                    key = GroupKey(line.shape.user, line.shape.team, line.amounts)
-                    self._unprotected.setdefault(key, []).append(line)
+            by_key: dict[tuple[object, ...], list[HeldAllocation]] = {}
+            keys: dict[tuple[object, ...], GroupKey] = {}
+            for line in in_sight(self._state, now):
+                since = line.since
+                if since > now - period and is_protected(line, now, period):
+                    continue
+                shape = line.shape
+                task, lease = next(iter(line.leases.items()))
+                level = level_of(Span(lease.attained + max(0, now - since)))
+                promotion = promotion_of(shape.user, task)
+                key = (shape.user, shape.team, line.amounts, level, promotion, shape.by)
+                lines = by_key.get(key)
+                if lines is None:
+                    keys[key] = GroupKey(*key)
+                    by_key[key] = [line]
+                else:
+                    lines.append(line)
+            self._unprotected = {keys[key]: lines for key, lines in by_key.items()}
         return self._unprotected
 
     def _group(self, lines: list[HeldAllocation]) -> VictimGroup | None:
@@ -263,20 +329,29 @@ class VictimSearch:
         band = WITHIN
         if self._policy.limits.guaranteed:
             band = tenants.band(shape, first, first.amounts[0])
-        victims = [Victim(self._rank(line, running, served, shares, band), line) for line in lines]
-        victims.sort(reverse=True, key=_rank_of)
-        return VictimGroup(victims, shares)
+        found = (self._victim(line, running, served, shares, band) for line in lines)
+        return VictimGroup([next(found)], shares, found)
 
-    def _rank(
+    def _victim(
         self, line: HeldAllocation, running: int, served: int, shares: Pair, band: int
-    ) -> Rank:
+    ) -> Victim:
         task, lease = next(iter(line.leases.items()))
         ran = Span(lease.attained + max(0, self._now - line.since))
         others = running - 1 - len(line.members)
         candidate = Candidate(
-            line.shape, lease.queued_at, task, others, served, ran, shares, None, band
+            line.shape,
+            lease.queued_at,
+            task,
+            others,
+            served,
+            ran,
+            shares,
+            None,
+            band,
+            self._promotions.of(line.shape.user, task),
         )
-        return self._order.rank(candidate, self._now, self._policy)
+        rank = self._order.rank(candidate, self._now, self._policy)
+        return Victim(rank, line, tuple([-part for part in self._order.class_of(rank.key)]))
 
 
 def _rank_of(victim: Victim) -> Rank:

@@ -185,6 +185,7 @@ class _Run:
 
     def run(self, bounds: Bounds) -> SimulatedSchedule:
         now = first = self.asked.now
+        preempts_at = first + self.rules[0].restart  # when all that waits now may stop others
         self._take_up()
         is_over = False
         for _ in range(bounds.passes):
@@ -194,6 +195,9 @@ class _Run:
             upcoming = min(
                 self.ends[0][0] if self.ends else bounds.horizon + first,
                 self.coming[0][0] if self.coming else bounds.horizon + first,
+                preempts_at
+                if self.state.stoppable and now < preempts_at
+                else bounds.horizon + first,
             )
             if upcoming - first >= bounds.horizon:
                 is_over = not self.ends and not self.coming

@@ -8,7 +8,7 @@ considered within a bounded number of passes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from hashlib import sha256
 from itertools import islice
 from typing import TypeVar
@@ -126,6 +126,9 @@ class WaitingTasks:
 
     def shapes(self) -> Iterator[ShapeState]:
         return iter(self._shapes.values())
+
+    def shapes_of(self, user: UserId) -> Collection[ShapeState]:
+        return self._by_user.get(user, {}).values()
 
     def in_view(self, most: int, due: int, turn: int) -> list[ShapeState]:
         """`turn`: number of the pass; `due`: number of users in rotation."""
