@@ -162,28 +162,6 @@ def system_tree(seen: Iterable[tuple[str, str]]) -> RootTree:
     return RootTree(FOLDERS, tuple(links), tuple(binds))
 
 
-<<<<<<< ours
-@dataclass(frozen=True, slots=True)
-class ReadOnlyMounts:
-    """bwrap's options for read-only folders of the host: overlays, so that locks on their files are the sandbox's own; bind
-    mounts if `empty`, the second layer that overlays need, is "", if other mounts lie below the folder, and for single files.
-    """
-
-    empty: str = ""
-    mounted: frozenset[str] = frozenset()
-
-    def words(self, source: str, inside: str) -> list[str]:
-        has_mounts = any(point.startswith(f"{source}/") for point in self.mounted)
-        if not self.empty or has_mounts or not os.path.isdir(source):
-            return ["--ro-bind", source, inside]
-        return ["--overlay-src", self.empty, "--overlay-src", source, "--ro-overlay", inside]
-
-
-BIND_MOUNTS = ReadOnlyMounts()
-
-
-=======
->>>>>>> theirs
 def as_arguments(tree: RootTree, mounts: ReadOnlyMounts = BIND_MOUNTS) -> list[str]:
     words = []
     for inside, source in tree.binds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,8 @@ class ReadOnlyMounts:
     mounted: frozenset[str] = frozenset()
 
     def words(self, source: str, inside: str) -> list[str]:
-        if not self.empty or any(point.startswith(f"{source}/") for point in self.mounted):
+        has_mounts = any(point.startswith(f"{source}/") for point in self.mounted)
+        if not self.empty or has_mounts or not os.path.isdir(source):
             return ["--ro-bind", source, inside]
         return ["--overlay-src", self.empty, "--overlay-src", source, "--ro-overlay", inside]
 
