@@ -18,21 +18,6 @@ REFUSED = [gpool.UntrustedResult] * WAYS
 
 
 @pytest.fixture
-def real(tmp_path: Path) -> Iterator[RealPool]:
-    pool = RealPool(tmp_path / "data")
-    yield pool
-    pool.close()
-
-
-@pytest.fixture
-def node(real: RealPool) -> Iterator[Node]:
-    """Its owner is the operator."""
-    joined = real.join()
-    yield joined
-    joined.close()
-
-
-@pytest.fixture
 def open_client(real: RealPool) -> Iterator[Callable[..., Client]]:
     clients: list[Client] = []
 

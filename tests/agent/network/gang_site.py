@@ -268,7 +268,7 @@ class Agent:
         return left.process.pid
 
     async def sweep(self, name: str) -> list[str]:
-        """What is left of the interface's after the start of the next agent would have removed it."""
+        """List the remains of the interfaces that the start of the next agent would remove."""
         await self.networks.sweep()  # type: ignore[attr-defined]
         left = [f"process {pid}" for pid in children_of(os.getpid(), name)]
         left += [name for _, found in socket.if_nameindex() if found == name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ import pytest
 from gpool.agent.runtime.protocol import SandboxLimits, StagedInput
 from tests.tools.runtimes import command, using
 
-pytest.importorskip("torch")
 LIMITS = SandboxLimits(cpu_milli=2000, memory_bytes=4 << 30, disk_bytes=256 << 20)
 SCRIPT = """
 import ctypes, json, os, socket, sys
@@ -57,7 +57,10 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_two_and_four_processes_reduce_by_gloo_in_an_ordinary_sandbox(tmp_path: Path) -> None:
+def test_two_and_four_processes_reduce_by_gloo_in_an_ordinary_sandbox(
+    tmp_path: Path, require: Callable[[str], None]
+) -> None:
+    require("torch")
     script = tmp_path / "members.py"
     script.write_text(SCRIPT)
     data = tmp_path / "data"

@@ -62,7 +62,7 @@ def shares_of(machine: DrmMachine, ours: set[int], **more: float) -> DrmShares:
 
 
 def looked(machine: DrmMachine, data: Path, *leased: int) -> dict[str, object]:
-    """What a task in a real sandbox finds with these cards leased."""
+    """Devices and variables of a task in a real sandbox with these cards leased."""
 
     async def run() -> bytes:
         runtime = BubblewrapRuntime(data)

@@ -186,11 +186,8 @@ def nft_program(name: str) -> str | None:
     return shutil.which(name) or shutil.which(name, path=SYSTEM_PATH)
 
 
-async def nft(*arguments: str, text: str = "") -> str:
-    path = nft_program("nft")
-    if path is None:
-        raise NftFailed("nft is not installed (Debian: apt-get install nftables)")
-    given = _enclosed(text)
+async def answer_of(path: str, *arguments: str, given: int) -> tuple[int, bytes, bytes]:
+    """Run a program of the network with `given` as its input, and close `given`. `TimeoutError` after `WITHIN_S`."""
     try:
         child = await asyncio.create_subprocess_exec(
             path,
@@ -199,17 +196,29 @@ async def nft(*arguments: str, text: str = "") -> str:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env={},
+            cwd="/",
         )
     finally:
         os.close(given)
     try:
         async with asyncio.timeout(WITHIN_S):
             out, err = await child.communicate()
-    except TimeoutError as silent:
+    except TimeoutError:
         child.kill()
         await child.wait()
+        raise
+    return child.returncode or 0, out, err
+
+
+async def nft(*arguments: str, text: str = "") -> str:
+    path = nft_program("nft")
+    if path is None:
+        raise NftFailed("nft is not installed (Debian: apt-get install nftables)")
+    try:
+        code, out, err = await answer_of(path, *arguments, given=_enclosed(text))
+    except TimeoutError as silent:
         raise NftFailed(f"nft did not answer within {WITHIN_S:g} s") from silent
-    if child.returncode != 0:
+    if code != 0:
         said = err.decode(errors="replace").strip().splitlines() or ["no error output"]
         raise NftFailed(said[0])
     return out.decode()

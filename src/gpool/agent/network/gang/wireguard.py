@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from gpool.agent.network.gang.member_filter import MemberFilter, derived, ruleset
 from gpool.agent.network.gang.relay_client import MOST_STARTS, UID, listening, resolved
-from gpool.agent.network.host import Netlink, NftFailed, nft_program
+from gpool.agent.network.host import Netlink, NftFailed, answer_of, nft_program
 from gpool.agent.network.namespaces import Inside, in_namespace
 from gpool.agent.network.policy import Gang
 from gpool.core.gangs import INTERFACE, NETWORK, address_of
@@ -190,28 +190,13 @@ async def set_configuration(name: str, text: str) -> None:
     if tool is None:
         raise OSError("wg is not installed (Debian: apt-get install wireguard-tools)")
     given = os.memfd_create("wireguard")
+    os.write(given, text.encode())
+    os.lseek(given, 0, os.SEEK_SET)
     try:
-        os.write(given, text.encode())
-        os.lseek(given, 0, os.SEEK_SET)
-        process = await asyncio.create_subprocess_exec(
-            tool,
-            *("setconf", name, "/dev/stdin"),
-            stdin=given,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-            env={},
-            cwd="/",
-        )
-    finally:
-        os.close(given)
-    try:
-        async with asyncio.timeout(WITHIN_S):
-            _, said = await process.communicate()
+        code, _, said = await answer_of(tool, "setconf", name, "/dev/stdin", given=given)
     except TimeoutError as silent:
-        process.kill()
-        await process.wait()
-        raise OSError(f"wg did not answer within {WITHIN_S:g} s") from silent
-    if process.returncode != 0:
+        raise OSError(f"wg setconf {name} did not answer in time") from silent
+    if code != 0:
         raise OSError(f"wg setconf: {said.decode(errors='replace').strip()[-200:]}")
 
 
