@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -17,7 +18,6 @@ from gpool.agent.runtime.docker.engine import EngineClient
 from gpool.agent.runtime.docker.runtime import DockerRuntime
 from gpool.agent.runtime.protocol import CommandJob, GpuShare, SandboxFailed, SandboxLimits
 from gpool.core.model import GIB
-from tests.tools.engines import IMAGE, shared_engine
 
 PROGRAMS = {"podman": "podman", "docker": "dockerd"}
 NO_ENGINE, FAILED = 3, 1
@@ -33,6 +33,8 @@ print(json.dumps({"codes": codes, "gpus": count.value, "nodes": sorted(glob.glob
 
 
 async def tried(kind: str) -> dict[str, object]:
+    from tests.tools.engines import IMAGE, shared_engine  # noqa: PLC0415 - not where no engine is
+
     detector = Detector()
     gpus = [gpu for gpu in detector.survey().gpus if gpu.vendor == "nvidia"]
     detector.close()
@@ -67,17 +69,24 @@ async def tried(kind: str) -> dict[str, object]:
 
 def main(kinds: list[str]) -> int:
     wanted = kinds or [kind for kind, program in PROGRAMS.items() if shutil.which(program)]
-    results = []
+    results: list[dict[str, object]] = []
     for kind in wanted:
         try:
             results.append(asyncio.run(tried(kind)))
-        except (RuntimeError, FileNotFoundError) as error:
+        except (RuntimeError, FileNotFoundError, ImportError) as error:
             results.append({"engine": kind, "no_engine": str(error)})
         print(json.dumps(results[-1]), flush=True)
-    if all("no_engine" in one for one in results):
-        print("no container engine runs here", file=sys.stderr)
-        return NO_ENGINE
-    return FAILED if any("failed" in one for one in results) else 0
+    ran = [one for one in results if "no_engine" not in one]
+    failed = [one["engine"] for one in ran if "failed" in one]
+    verdict = {"verdict": "cdi", "pass": not failed if ran else None, "failed": failed}
+    verdict |= {"engines": [one["engine"] for one in ran]}
+    if not ran:
+        verdict["why"] = "no container engine runs here"
+    print(json.dumps(verdict), flush=True)
+    if os.environ.get("OUT"):
+        text = json.dumps({**verdict, "results": results}, indent=1)
+        Path(os.environ["OUT"], "cdi.json").write_text(text + "\n")
+    return NO_ENGINE if not ran else FAILED if failed else 0
 
 
 if __name__ == "__main__":

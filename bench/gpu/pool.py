@@ -43,6 +43,20 @@ def smi(*words: str) -> list[str]:
     return (done.stdout + done.stderr).strip().splitlines()
 
 
+def wait_free(within_s: float = 30.0, tries: int = 5) -> bool:
+    """Wait until no process computes on the first card in `tries` readings, a tenth of a second apart; False: too late."""
+    import pynvml  # noqa: PLC0415 - the scripts that need no card go without
+
+    pynvml.nvmlInit()
+    card = pynvml.nvmlDeviceGetHandleByIndex(0)
+    until, free = time.perf_counter() + within_s, 0
+    while free < tries and time.perf_counter() < until:
+        free = 0 if pynvml.nvmlDeviceGetComputeRunningProcesses(card) else free + 1
+        pause(0.1)
+    pynvml.nvmlShutdown()
+    return free >= tries
+
+
 @dataclass
 class Ran:
     """How a command went. `doc` is the task's document, where it has one."""
@@ -157,6 +171,17 @@ class Pool:
 
     def grep(self, *words: str) -> list[str]:
         return [x[:400] for x in self.said(4000) if any(word in x for word in words)]
+
+    def ends(self) -> int:
+        """Tenancies of cards that have ended so far, their memory overwritten."""
+        return len(self.grep("tenancy_ended"))
+
+    def wait_for_end(self, ends: int, within_s: float = 40.0) -> None:
+        """Wait until more than `ends` tenancies have ended: until then a scrub takes all free memory of the card."""
+        until = time.perf_counter() + within_s
+        while self.ends() <= ends and time.perf_counter() < until:
+            pause(0.1)
+        wait_free(until - time.perf_counter())
 
     def stop(self) -> None:
         self._up.send_signal(signal.SIGINT)

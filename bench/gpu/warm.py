@@ -171,6 +171,7 @@ def main() -> int:
     ratios = {kind: round(table[kind]["all"] / table["bare, alone"]["all"], 3) for kind in kinds}
     report = {
         "verdict": "warm",
+        "pass": min(ratios.values()) <= WANTED,
         "cold_ms": cold["all"],
         "first_with_preload_ms": first,
         "fork / bare fork": ratios,

@@ -26,30 +26,32 @@ int cuDeviceGetAttribute(int *value, int which, int device) { *value = which == 
 int cuMemGetInfo_v2(size_t *free, size_t *total) { *free = FREE; *total = 100; return 0; }
 """
 PLAIN = {"GPUS": 1, "INITIALIZED": 1, "CONTEXT": 1, "MODE": 0, "FREE": 90}
+GPU = [("CUDA_VISIBLE_DEVICES", "GPU-1"), (forking.OWN, "1")]
 LOOK = """
 import ctypes, sys
 from gpool.agent.runner import forking
 if sys.argv[1]:
     ctypes.CDLL(sys.argv[1])
-print(forking.leaves_room())
+print(forking.free_parts())
 """
 
 
 @pytest.mark.parametrize(
-    ("changed", "room"),
+    ("changed", "parts"),
     [
-        ({}, True),
-        ({"FREE": 80}, False),  # a successor could find no memory
-        ({"MODE": 3}, False),  # exclusive process: a successor would be refused
-        ({"GPUS": 2, "CONTEXT": 1}, False),
-        ({"CONTEXT": 0}, False),
-        ({"INITIALIZED": 0}, True),
-        (None, True),  # CUDA was never loaded
+        ({}, 8),
+        ({"FREE": 80}, 0),  # a successor could find no memory
+        ({"FREE": 98}, 32),
+        ({"FREE": 98, "MODE": 3}, 0),  # exclusive process: a successor would be refused
+        ({"GPUS": 2, "CONTEXT": 1}, 0),
+        ({"CONTEXT": 0}, 0),
+        ({"INITIALIZED": 0}, 8),
+        (None, 8),  # CUDA was never loaded
     ],
 )
 def test_a_successor_starts_at_once_only_where_the_gpu_has_room_for_both(
     changed: dict[str, int] | None,
-    room: bool,
+    parts: int,
     tmp_path: Path,
     require: Callable[[str], None],
 ) -> None:
@@ -57,21 +59,17 @@ def test_a_successor_starts_at_once_only_where_the_gpu_has_room_for_both(
     library = ""
     if changed is not None:
         require("C compiler")
-        compiler = shutil.which("cc")
-        assert compiler is not None
-        (tmp_path / "stub.c").write_text(STUB)
-        library = str(tmp_path / "libcuda.so.1")
-        words = [f"-D{name}={value}" for name, value in (PLAIN | changed).items()]
-        named = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library]
-        subprocess.run([compiler, *words, *named, str(tmp_path / "stub.c")], check=True)
+        library = stub(tmp_path, **changed)
 
-    def told(visible: str) -> bytes:
-        variables = {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": visible}
+    def told(visible: str, own: str) -> int:
+        variables = {"CUDA_VISIBLE_DEVICES": visible, forking.OWN: own}
+        variables |= {"PYTHONPATH": os.pathsep.join(sys.path)}
         words = [sys.executable, "-c", LOOK, library]
-        return subprocess.run(words, env=variables, stdout=subprocess.PIPE, check=True).stdout
+        return int(subprocess.run(words, env=variables, stdout=subprocess.PIPE, check=True).stdout)
 
-    assert told("GPU-1") == f"{room}\n".encode()
-    assert told("") == b"False\n"
+    assert told("GPU-1", "1") == parts
+    assert told("GPU-1", "") == min(parts, 8)  # a slice: both together could exceed it
+    assert told("", "1") == 0
 
 
 def numbered(number: int) -> Callable[[], tuple[int, int]]:
@@ -99,3 +97,84 @@ def test_a_dismissed_process_that_leaves_room_is_reaped_while_its_successor_runs
     assert [number for number, _ in found] == list(range(functions))
     # those kept, and at most those that are still ending: were none reaped, all would be there
     assert found[-1][1] < functions
+
+
+def opened(library: str) -> Callable[[], int]:
+    def run() -> int:
+        import ctypes  # noqa: PLC0415 - inside, where it runs
+
+        ctypes.CDLL(library)
+        return os.getpid()
+
+    return run
+
+
+def state_of(pid: int, until_gone: bool) -> str:
+    """The state letter of a process, as /proc has it; empty if it has ended, for which it waits if told so."""
+    while True:
+        try:
+            text = Path(f"/proc/{pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return ""
+        letter = text.rpartition(")")[2].split()[0]
+        if letter == "Z" or not until_gone:
+            return letter.replace("Z", "")
+        os.sched_yield()
+
+
+def looks(pid: int) -> Callable[[bool], str]:
+    def run(until_gone: bool) -> str:
+        return state_of(pid, until_gone)
+
+    return run
+
+
+def stub(folder: Path, **changed: int) -> str:
+    compiler = shutil.which("cc")
+    assert compiler is not None
+    (folder / "stub.c").write_text(STUB)
+    library = str(folder / "libcuda.so.1")
+    words = [f"-D{name}={value}" for name, value in (PLAIN | changed).items()]
+    named = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library]
+    subprocess.run([compiler, *words, *named, str(folder / "stub.c")], check=True)
+    return library
+
+
+def test_a_process_with_little_gpu_memory_is_dismissed_after_its_successor_has_answered(
+    tmp_path: Path, require: Callable[[str], None]
+) -> None:
+    """Its release of the GPU would delay the successor's start."""
+    require("C compiler")
+    library = stub(tmp_path, FREE=98)
+
+    async def work(runtime: Any) -> list[str]:
+        calling = await caller(runtime, preload=["wave"], env=GPU)
+        try:
+            first = pickle.loads((await calling.call(opened(library))).value)
+            look = looks(first)
+            answers = [await calling.call(look, False), await calling.call(look, True)]
+            return [pickle.loads(answer.value) for answer in answers]
+        finally:
+            await calling.runner.remove()
+
+    beside, later = using("process", tmp_path / "data", work)
+    assert (beside != "", later) == (True, "")
+
+
+@pytest.mark.parametrize("free", [98, 90])
+def test_a_predecessor_on_the_gpu_ends_while_its_successor_still_works(
+    tmp_path: Path, require: Callable[[str], None], free: int
+) -> None:
+    """With little GPU memory after a second, with more at once: the successor may want all of it."""
+    require("C compiler")
+    library = stub(tmp_path, FREE=free)
+
+    async def work(runtime: Any) -> str:
+        calling = await caller(runtime, preload=["wave"], env=GPU)
+        try:
+            first = pickle.loads((await calling.call(opened(library))).value)
+            return str(pickle.loads((await calling.call(looks(first), True)).value))
+        finally:
+            await calling.runner.remove()
+
+    assert using("process", tmp_path / "data", work) == ""

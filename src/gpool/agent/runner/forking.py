@@ -27,14 +27,22 @@ HEAD = struct.Struct("<IB")
 CALL_HEAD = struct.Struct("<Q32s")
 ENDED_BODY = struct.Struct("<QBQ")
 READ_BYTES = 1 << 20
-DONE, LEAVING, ROOM = b"d", b"l", b"r"  # sent by a child to its parent after each answer
+DONE, LEAVING, ROOM, LIGHT = (
+    b"d",
+    b"l",
+    b"r",
+    b"s",
+)  # sent by a child to its parent after each answer
 
 AHEAD_BYTES = 32 * 1024  # of calls queued in a child's pipe; less than its capacity
 MOST_CHILDREN = 4
 GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+OWN = "GPOOL_GPU_OWN"  # set by the agent where no other task shares the GPU's memory; as in sharing/shares.py
 CUDA = "libcuda.so.1"
 CUDA_NOT_INITIALIZED, COMPUTE_MODE, ANY_PROCESS = 3, 20, 0
+ROOM_PARTS, LIGHT_PARTS = 8, 32  # all but one of so many parts of the GPU's memory are free
+STAY_S = 1.0  # of a process of little GPU memory beside its successor
 
 
 def warm(runner: Any, names: bytes, buffer: bytes) -> bool:
@@ -56,6 +64,7 @@ def preload(runner: Any, names: list[str]) -> None:
     for name in names:
         with contextlib.suppress(BaseException):
             importlib.import_module(name)
+    runner.encode([])  # loads the encoder: else every child would compile it
     runner.tidy()
     runner.assign(b"")  # variables that an import has set stay
     runner.baseline.path = list(sys.path)
@@ -71,35 +80,41 @@ def holds_gpu() -> bool:
     return False
 
 
-def leaves_room() -> bool:
-    """True if the next process may start before this one has released the GPU, which takes 0.1 s and more: this one has not
-    opened it, or seven eighths of the only GPU's memory are free and the GPU admits several processes.
+def free_parts() -> int:
+    """Return the largest of `ROOM_PARTS` and `LIGHT_PARTS` so that all but one of so many parts of the only GPU's memory are
+    free, and the GPU admits several processes; 0 if none is. A process that never opened a GPU leaves it all free. In a
+    slice of a shared GPU a predecessor never stays: both together could exceed the slice.
     """
     if not os.environ.get(VISIBLE[0]) or os.environ.get(VISIBLE[1]):
-        return False
+        return 0
     try:
         cuda = ctypes.CDLL(CUDA, mode=os.RTLD_NOLOAD)
     except OSError:
-        return True  # never loaded
+        return ROOM_PARTS  # never loaded
     count, device, mode = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     code = cuda.cuDeviceGetCount(ctypes.byref(count))
     if code == CUDA_NOT_INITIALIZED:
-        return True
+        return ROOM_PARTS
     if code or count.value != 1 or cuda.cuCtxGetDevice(ctypes.byref(device)):
-        return False
+        return 0
     if cuda.cuDeviceGetAttribute(ctypes.byref(mode), COMPUTE_MODE, device):
-        return False
-    if cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)):
-        return False
-    return mode.value == ANY_PROCESS and 8 * free.value >= 7 * total.value
+        return 0
+    if cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)) or mode.value != ANY_PROCESS:
+        return 0
+    for parts in (LIGHT_PARTS, ROOM_PARTS) if os.environ.get(OWN) else (ROOM_PARTS,):
+        if parts * free.value >= (parts - 1) * total.value:
+            return parts
+    return 0
 
 
 def after_answer(clean: bool) -> bytes:
-    """Return the report of a child: `LEAVING` if the call left threads, `ROOM` if its successor need not wait for its end."""
+    """Return the report of a child: `LEAVING` if the call left threads, `ROOM` if its successor need not wait for its end,
+    `LIGHT` if it may stay until the successor has answered.
+    """
     if not clean:
         return LEAVING
-    return ROOM if leaves_room() else DONE
+    return {LIGHT_PARTS: LIGHT, ROOM_PARTS: ROOM}.get(free_parts(), DONE)
 
 
 class FunctionProcess:
@@ -112,6 +127,8 @@ class FunctionProcess:
         self.began = 0  # start of the oldest
         self.is_closed = False  # its report pipe has ended
         self.leaves_room = False  # for the next one, before it has ended
+        self.is_light = False  # holds so little GPU memory that it may stay beside the next one
+        self.leaves_at = 0.0
 
     def close(self) -> None:
         os.close(self.calls)
@@ -120,7 +137,11 @@ class FunctionProcess:
 
 
 class ForkServer:
-    """One child works at a time, so answers come in order. Calls are kept until answered: a dying child loses one call."""
+    """One child works at a time, so answers come in order. Calls are kept until answered: a dying child loses one call.
+
+    A process that releases a GPU delays another one that opens it by about 40 ms (H200). So a predecessor with little GPU
+    memory is dismissed when its successor has answered once, or after `STAY_S`.
+    """
 
     def __init__(self, runner: Any, buffer: bytes) -> None:
         self.runner = runner
@@ -129,6 +150,9 @@ class ForkServer:
         self.waiting: deque[tuple[int, bytes, int]] = deque()  # kind, body, descriptor or -1
         self.children: dict[bytes, FunctionProcess] = {}  # by function, most recently used last
         self.busy: FunctionProcess | None = None
+        self.leaving: FunctionProcess | None = (
+            None  # a predecessor beside its successor; serves no calls
+        )
         sees_gpu = any(os.environ.get(name) for name in VISIBLE)
         self.most = 1 if sees_gpu else MOST_CHILDREN  # each child holds GPU memory
         self.died, self.bell = os.pipe()
@@ -145,7 +169,12 @@ class ForkServer:
             busy = self.busy
             if busy is not None and not busy.is_closed:
                 watched.append(busy.reports)
-            ready = select.select(watched, [], [])[0]
+            wait_s = None
+            if self.leaving is not None:
+                wait_s = max(0.0, self.leaving.leaves_at - time.monotonic())
+            ready = select.select(watched, [], [], wait_s)[0]
+            if not ready:
+                self.dismiss_leaving()
             if busy is not None and busy.reports in ready:
                 self.receive(busy)
             if self.died in ready:
@@ -204,7 +233,7 @@ class ForkServer:
 
     def fork(self, sha256: bytes) -> FunctionProcess:
         while len(self.children) >= self.most:
-            self.dismiss(next(iter(self.children)))
+            self.replace(next(iter(self.children)))
         calls, ours = os.pipe()
         reports, report_end = os.pipe()
         near, far = socket.socketpair()
@@ -230,7 +259,7 @@ class ForkServer:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         runner = self.runner
-        for child in self.children.values():
+        for child in (*self.children.values(), *([self.leaving] if self.leaving else ())):
             child.close()
         for descriptor in (*parents, self.died, self.bell, runner.calls):
             os.close(descriptor)
@@ -257,7 +286,9 @@ class ForkServer:
                     os.close(descriptor)
                 child.began = time.perf_counter_ns()
             leaves = leaves or word == LEAVING[0]
-            child.leaves_room = word == ROOM[0]
+            child.leaves_room = word in ROOM + LIGHT
+            child.is_light = word == LIGHT[0]
+            self.dismiss_leaving()
         if leaves:
             self.forget(child)
         elif not child.given:
@@ -271,8 +302,22 @@ class ForkServer:
             self.busy = None
         self.children = {name: one for name, one in self.children.items() if one is not child}
 
-    def dismiss(self, sha256: bytes) -> None:
+    def replace(self, sha256: bytes) -> None:
         child = self.children[sha256]
+        self.dismiss_leaving()
+        if not child.is_light:
+            self.dismiss(child)
+            return
+        del self.children[sha256]
+        child.leaves_at = time.monotonic() + STAY_S
+        self.leaving = child
+
+    def dismiss_leaving(self) -> None:
+        child, self.leaving = self.leaving, None
+        if child is not None:
+            self.dismiss(child)
+
+    def dismiss(self, child: FunctionProcess) -> None:
         self.forget(child)
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(child.pid, signal.SIGKILL)
@@ -285,6 +330,9 @@ class ForkServer:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if not pid:
                     return
+                if self.leaving is not None and self.leaving.pid == pid:
+                    self.forget(self.leaving)
+                    self.leaving = None
                 for child in list(self.children.values()):
                     if child.pid == pid:
                         self.report_end(child, os.waitstatus_to_exitcode(status))
@@ -301,6 +349,7 @@ class ForkServer:
         if descriptor >= 0:
             os.close(descriptor)
         took = (time.perf_counter_ns() - child.began) // 1000
+        self.dismiss_leaving()
         for one in list(self.children.values()):  # `tidy` kills the others too
             self.forget(one)
         self.runner.tidy(self.runner.marker)

@@ -28,6 +28,7 @@ from gpool.core.model import MIB, Gpu, Sharing, Slice
 
 LINGER_S = 3.0
 ONE_PROCESS = "exclusive_process"
+OWN = "GPOOL_GPU_OWN"  # read by runner/forking.py: the GPU's memory is the sandbox's alone
 IN_USE = "in use"
 TRIES, AGAIN_S = 30, 0.1
 FREE_WITHIN_S = 10.0  # longer than a scrub takes
@@ -331,6 +332,8 @@ class GpuShares:
             if house.daemon is not None:
                 binds.append((f"{INSIDE}/{SOCKET}", house.daemon.socket))
                 more += mps_variables(part)
+        if not any(house.tenancy.mode in plan.SOFT for house in houses):
+            more.append((OWN, "1"))
         return GpuShare(
             tuple(dict.fromkeys(nodes)),
             (("CUDA_VISIBLE_DEVICES", ",".join(visible)), *more),
