@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GPUs at the speed of the bare machine, in one run of at most nine minutes; one line {"verdict": PART, "pass": …} a part.
+# GPUs at the speed of the bare machine, in about eleven minutes or in two runs (halves training; warm features cdi); one line {"verdict": PART, "pass": …} a part.
 # Usage: full_speed.sh PYTHON WHEELS [PART…]     from any folder; PYTHON has torch and gets gpool's wheels installed; root.
 # Parts, in this order: halves (MPS against time slices), training, warm, features, cdi; stopping only if it is named.
 # The gpool of this tree is used, not the one in WHEELS. $OUT takes one JSON a part, verdicts.jsonl and log.txt.
@@ -7,7 +7,7 @@ set -u
 PYTHON=${1:?usage: full_speed.sh PYTHON WHEELS [PART…]} WHEELS=${2:?usage: full_speed.sh PYTHON WHEELS [PART…]}; shift 2
 HERE=$(cd "$(dirname "$0")" && pwd)
 export OUT=${OUT:-$(mktemp -d)} PYTHONUNBUFFERED=1 PYTHONPATH="$HERE/../../src" PYTHON
-END=$((SECONDS + ${WHOLE_S:-530}))
+END=$((SECONDS + ${WHOLE_S:-800}))
 exec > >(tee "$OUT/log.txt") 2>&1
 nvidia-smi --query-gpu=name,uuid,memory.total,memory.used,driver_version,compute_mode --format=csv
 echo "open files $(ulimit -Hn), locked KiB $(ulimit -Hl), $(grep CapEff /proc/self/status), $(nproc) processors"
@@ -35,8 +35,8 @@ verdict() {  # JSON: shown, and kept for the end
 part() {  # name: within its own limit and the end of the whole; a failure does not end the others
   local name=$1 most left=$((END - SECONDS)) began=$SECONDS code
   case $name in
-    halves)   most=170; set -- "$PYTHON" halves.py 3 ;;
-    training) most=160; set -- "$PYTHON" training.py 3 ;;
+    halves)   most=230; set -- "$PYTHON" halves.py 3 ;;
+    training) most=220; set -- "$PYTHON" training.py 3 ;;
     warm)     most=90;  set -- bash -c warm ;;
     features) most=160; set -- "$PYTHON" features.py ;;
     cdi)      most=60;  set -- ./cdi.sh "$PYTHON" ;;

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-WINDOW_S, BETWEEN_S, START_S = 2.0, 0.3, 11.0
+WINDOW_S, BETWEEN_S, START_S = 2.0, 0.3, 22.0
 PRODUCTS = 500  # a step
 LATEST_S = float(os.environ.get("LATEST_S", "290"))
-PAIR_S, END_S = 52.0, 5.0  # seconds of both modes
+PAIR_S, END_S = 74.0, 5.0  # seconds of both modes
 MODES = {"mps": 18486, "timeslice": 18487}
 WANTED = 1.05
 JUDGED = ("transformer, batch 1", "products of 512")
