@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpool.agent.machine.numa import NumaNode
 from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
+from gpool.agent.runtime.docker.engine import EngineClient
+from gpool.agent.runtime.docker.runtime import DockerRuntime
 from gpool.agent.runtime.process import ProcessRuntime
 from gpool.agent.runtime.protocol import CommandJob
 from gpool.core.model import GIB, Gpu, GpuDetails, Slice
+from tests.tools import engines
 from tests.tools.runtimes import LIMITS, PATIENCE_S, within
 
 RUNTIMES = {"bubblewrap": BubblewrapRuntime, "process": ProcessRuntime}
@@ -34,6 +38,14 @@ def two_nodes() -> tuple[NumaNode, NumaNode]:
     return NumaNode(0, first, (10, 21)), NumaNode(1, second, (21, 10))
 
 
+def made(kind: str, data: Path) -> Any:
+    if kind in RUNTIMES:
+        return RUNTIMES[kind](data, gpus=GPUS, numa=two_nodes())
+    address = engines.shared_engine(kind).address
+    image = engines.IMAGE
+    return DockerRuntime(data, gpus=GPUS, numa=two_nodes(), engine=address, default_image=image)
+
+
 def seen(
     kind: str, data: Path, gpus: Sequence[int], cpus: float, env: tuple[tuple[str, str], ...] = ()
 ) -> str:
@@ -41,7 +53,7 @@ def seen(
     limits = replace(LIMITS, cpu_milli=round(cpus * 1000))
 
     async def whole() -> str:
-        runtime = RUNTIMES[kind](data, gpus=GPUS, numa=two_nodes())
+        runtime = made(kind, data)
         await runtime.sweep()
         try:
             job = CommandJob(("python3", "-c", SEES), env, (), slices, limits)
@@ -77,3 +89,20 @@ def test_threads_are_divided_by_gpus_and_the_task_may_choose(kind: str, tmp_path
     assert seen(kind, tmp_path, [0, 1], 4).endswith(" 2")
     assert seen(kind, tmp_path, [], 0.5).endswith(" 1")
     assert seen(kind, tmp_path, [], 4, (("OMP_NUM_THREADS", "3"),)).endswith(" 3")
+
+
+@pytest.mark.parametrize("kind", ["docker", "podman"])
+def test_a_container_runs_on_the_cpus_of_its_gpus_numa_node(
+    kind: str, tmp_path: Path, require: Callable[[str], None]
+) -> None:
+    require(kind)
+    client = EngineClient(engines.shared_engine(kind).address)
+    has_cpusets = client.facts.cpusets
+    client.close()
+    first, second = two_nodes()
+    every = sorted(first.cpus | second.cpus)
+    # An engine without the cpuset controller refuses containers with one: they run on all CPUs.
+    wanted = [sorted(second.cpus), sorted(first.cpus)] if has_cpusets else [every, every]
+    assert seen(kind, tmp_path / "1", [1], 1) == f"{wanted[0]} 1"
+    assert seen(kind, tmp_path / "0", [0], 1) == f"{wanted[1]} 1"
+    assert seen(kind, tmp_path / "none", [], 1) == f"{every} 1"

@@ -25,7 +25,7 @@ import cloudpickle  # type: ignore[import-untyped]
 import structlog
 
 from gpool.agent import runner as runner_package
-from gpool.agent.machine.numa import numa_nodes, pinned_cpus
+from gpool.agent.machine.numa import NumaNode, numa_nodes, pinned_cpus
 from gpool.agent.runtime import cgroups
 from gpool.agent.runtime.bubblewrap.launcher_client import StartedProcess
 from gpool.agent.runtime.descriptors import close_all, command_pipes
@@ -107,8 +107,10 @@ class DockerRuntime(PlainRuntime):
         cdi_folders: Sequence[str] = CDI_FOLDERS,
         environ: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.monotonic,
+        numa: Sequence[NumaNode] | None = None,
     ) -> None:
         data = data_dir.resolve()
+        self._numa = numa_nodes() if numa is None else numa
         self._engine = EngineClient(engine or usual_socket(environ))
         self._default_image = default_image
         self._cdi_folders = cdi_folders
@@ -308,8 +310,8 @@ class DockerRuntime(PlainRuntime):
             keep_id=facts.rootless and self._containers.podman,
             disk_device=self._disk,
             sandbox_network=job.network,
-            cpus=pinned_cpus(self._gpus, job.slices, job.limits.cpu_milli, numa_nodes())
-            if facts.cpusets and job.slices
+            cpus=pinned_cpus(self._gpus, job.slices, job.limits.cpu_milli, self._numa)
+            if facts.cpusets
             else (),
         )
 
