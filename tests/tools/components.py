@@ -74,6 +74,12 @@ def _wireguard() -> str | None:
     return _root() or wireguard.missing_programs() or None
 
 
+def _kubectl() -> str | None:
+    if shutil.which("kubectl"):
+        return None
+    return "there is no kubectl here (Kubernetes' own package, 1.27 or newer; Debian's is too old)"
+
+
 COMPONENTS: Mapping[str, Callable[[], str | None]] = {
     "bubblewrap": _bubblewrap,
     "git": _program("git", "git"),
@@ -94,16 +100,33 @@ COMPONENTS: Mapping[str, Callable[[], str | None]] = {
     "image registry": _engine(("dockerd", "docker.io"), ("docker-registry", "docker-registry")),
     "qemu": requirements.missing,
     "chromium": _program("chromium", "chromium"),
-    "nginx": _program("nginx", "nginx"),
+    "nginx": _program("nginx", "nginx-light"),
+    "haproxy": _program("haproxy", "haproxy"),
+    "pgbouncer": _program("pgbouncer", "pgbouncer"),
+    "kubectl": _kubectl,
+    "kubernetes-validate": _module("kubernetes_validate", "kubernetes-validate"),
+    "debootstrap": _engine(
+        ("debootstrap", "debootstrap"), ("dockerd", "docker.io"), ("docker-init", "tini")
+    ),
+    "docker-compose": _engine(("docker-compose", "docker-compose"), ("dockerd", "docker.io")),
     "libseccomp": _library("seccomp", "libseccomp2"),
     "systemd-analyze": _program("systemd-analyze", "systemd"),
 }
 
-NEVER_REQUIRED = frozenset({"gpu", "root"})
+NEVER_REQUIRED = frozenset({"gpu", "root", "kubectl"})
 """What CI cannot install: its absence skips everywhere."""
 
 FOR_ROOT = frozenset(
-    {"network namespaces", "wireguard", "docker", "podman", "gvisor", "image registry"}
+    {
+        "network namespaces",
+        "wireguard",
+        "docker",
+        "podman",
+        "gvisor",
+        "image registry",
+        "debootstrap",
+        "docker-compose",
+    }
 )
 """What only root can use: required where CI is root."""
 

@@ -7,13 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from gpool.cli.command import option_section
 from gpool.core.errors import Invalid
 from gpool.transfer.requests import Address, is_loopback
+
+if TYPE_CHECKING:
+    from gpool.server.settings import Settings
 
 DEFAULT_PORT = 8642
 
@@ -104,6 +107,21 @@ class Transport:
         }
         return {f"GPOOL_SERVER_{name}": value for name, value in named.items() if value}
 
+    def settings(self, folder: Path) -> Settings:
+        """The server's settings: these options over the environment."""
+        from pydantic import ValidationError
+
+        from gpool.server.settings import Settings
+
+        given = {
+            name.removeprefix("GPOOL_SERVER_").lower(): value
+            for name, value in self.variables(folder).items()
+        }
+        try:
+            return Settings(**given)  # type: ignore[arg-type]
+        except ValidationError as error:
+            raise Invalid("; ".join(each["msg"] for each in error.errors())) from error
+
     def address(self, folder: Path) -> Address:
         """Creates the server's certificate if there is none."""
         place = f"{_dialled(self.host)}:{self.port}"
@@ -112,19 +130,10 @@ class Transport:
             self.tls or self.tls_cert or self.behind_proxy or configured
         ):
             return Address(f"http://{place}")  # known without importing the server
-        from pydantic import ValidationError
-
         from gpool.server.clock import SystemClock
         from gpool.server.identity.certificates import certificate_of
-        from gpool.server.settings import Settings
 
-        variables = self.variables(folder)
-        try:
-            settings = Settings(
-                **{k.removeprefix("GPOOL_SERVER_").lower(): v for k, v in variables.items()}  # type: ignore[arg-type]
-            )
-        except ValidationError as error:
-            raise Invalid("; ".join(each["msg"] for each in error.errors())) from error
+        settings = self.settings(folder)
         certificate = certificate_of(settings, SystemClock().now())
         if certificate is None:
             return Address(f"http://{place}", plain=settings.plain_http)

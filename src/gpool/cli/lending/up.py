@@ -25,7 +25,7 @@ from gpool.cli.lending.children import (
     stop_signals,
 )
 from gpool.cli.lending.join import agent_variables
-from gpool.cli.lending.listener import Transport, data_option, listening
+from gpool.cli.lending.listener import Transport, data_option, listening, server_option
 from gpool.cli.lending.terms import LendingTerms, lending
 from gpool.core.errors import Conflict, GpoolError, InternalFault, Invalid, Unreachable
 from gpool.transfer.keys import spelt_out
@@ -249,14 +249,25 @@ def require_free_port(host: str, port: int) -> None:
 
 @click.command(
     cls=SectionedCommand,
-    epilog=examples("gpool server --host 0.0.0.0 --public-url https://pool.example:8642"),
+    epilog=examples(
+        "gpool server --host 0.0.0.0 --public-url https://pool.example:8642",
+        "gpool server --migrate-only",
+    ),
 )
 @data_option
 @listening
-def server(data: Path | None, transport: Transport) -> None:
+@server_option(
+    "--migrate-only",
+    is_flag=True,
+    help="Migrate the database to this version's schema and exit.",
+)
+def server(data: Path | None, transport: Transport, migrate_only: bool) -> None:
     """Start a server without an agent."""
     require_extra("server", "gpool server")
     folder = data_folder(data)
+    if migrate_only:
+        _migrate(transport.settings(folder).store_url)
+        return
     require_free_port(transport.host, transport.port)
     address = transport.address(folder)
     click.echo(f"Data directory: {folder}; operator's API key: {folder / KEY_FILE}", err=True)
@@ -269,3 +280,16 @@ def server(data: Path | None, transport: Transport) -> None:
         err=True,
     )
     exec_module(SERVER_MODULE, transport.variables(folder))
+
+
+def _migrate(url: str) -> None:
+    import asyncio
+
+    from gpool.server.store.drivers.opening import migrate_store
+
+    done = asyncio.run(migrate_store(url))
+    before = f"the database from revision {done.before}" if done.before else "an empty database"
+    if done.before == done.after:
+        click.echo(f"The database has the newest schema: revision {done.after}.")
+    else:
+        click.echo(f"Migrated {before} to revision {done.after}.")

@@ -8,6 +8,7 @@ import sqlite3
 from contextlib import AbstractAsyncContextManager, closing, suppress
 from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 
 from gpool.core.errors import Invalid
 from gpool.server.store.drivers.shared import ServerLock, locked_file
@@ -31,6 +32,26 @@ async def open_store(url: str) -> Store:
         postgres = import_module("gpool.server.store.drivers.postgres")
         store: Store = await postgres.open_postgres(url)
         return store
+    raise _unknown_store(url)
+
+
+class Migration(NamedTuple):
+    before: str | None  # revision of the schema; None: an empty database
+    after: str
+
+
+async def migrate_store(url: str) -> Migration:
+    """Migrate the schema and return; servers may be running on the database, as in a rolling update."""
+    if url.startswith(SQLITE):
+        path = Path(url.removeprefix(SQLITE))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        close_to_others(path)
+        before = sqlite_version(path)
+        await asyncio.to_thread(migrate_sqlite, path)
+        return Migration(before, newest_migration())
+    if url.startswith(POSTGRES):
+        postgres = import_module("gpool.server.store.drivers.postgres")
+        return Migration(await postgres.migrate_database(url), newest_migration())
     raise _unknown_store(url)
 
 

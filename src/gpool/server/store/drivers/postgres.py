@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import asyncpg  # type: ignore[import-untyped]
 
 from gpool.core.errors import Conflict, GpoolError, InternalFault, Unreachable
+from gpool.server.store.drivers.poolers import refuse_shared_sessions
 from gpool.server.store.drivers.shared import (
     MAX_GROUP,
     PATIENCE_S,
@@ -116,11 +117,12 @@ class PostgresServerLock:
 
 @asynccontextmanager
 async def locked_database(url: str, reclaim_s: float) -> AsyncIterator[PostgresServerLock]:
-    """Hold the database's server lock; `Conflict` if another server has it.
+    """Hold the database's server lock; `Conflict` if another server has it, `Invalid` behind a pooler that shares sessions.
 
     `reclaim_s`: how long replacing a lost session may take; shorter than a lease time, because a server that takes the
     lock meanwhile expires no lease before that.
     """
+    await refuse_shared_sessions(url, _CHECK_S)
     lock = PostgresServerLock(url, await locked_session(url), reclaim_s)
     try:
         yield lock
@@ -346,8 +348,11 @@ def _translated(exc: Exception) -> Exception:
     return exc
 
 
-async def migrate(connection: Any) -> None:
-    """Migrate the database; a concurrent call waits on an advisory lock and finds nothing to do."""
+async def migrate(connection: Any) -> str | None:
+    """Migrate the database and return its revision before, None if it was empty.
+
+    A concurrent call waits on an advisory lock and finds nothing to do.
+    """
     async with connection.transaction():
         await connection.execute("SELECT pg_advisory_xact_lock($1)", MIGRATION_LOCK)
         current = None
@@ -356,6 +361,21 @@ async def migrate(connection: Any) -> None:
         if current != newest_migration():
             upgrade = import_module("gpool.server.store.migrations.upgrade")
             await connection.execute(await asyncio.to_thread(upgrade.postgres_script, current))
+    return current
+
+
+async def migrate_database(url: str) -> str | None:
+    await refuse_shared_sessions(url, _CHECK_S)
+    try:
+        connection = await asyncpg.connect(url)
+    except LOST as exc:
+        raise Unreachable(
+            f"PostgreSQL cannot be reached: {exc}; check the store's address"
+        ) from exc
+    try:
+        return await migrate(connection)
+    finally:
+        await connection.close()
 
 
 async def _no_reset(_: Any) -> None:
