@@ -74,6 +74,12 @@ check: setup                ## lint, types, import contracts, structure, generat
 		|| { echo 'docs/options.md is stale: run make docs'; exit 1; }
 	$(BIN)/python -m tests.tools.settings_page | diff -u docs/settings.md - \
 		|| { echo 'docs/settings.md is stale: run make docs'; exit 1; }
+	$(BIN)/python -m gpool.server.metrics | diff -u docs/metrics.md - \
+		|| { echo 'docs/metrics.md is stale: run make docs'; exit 1; }
+	$(BIN)/python -m gpool.server.alerts.rules | diff -u deploy/monitoring/rules.yml - \
+		|| { echo 'deploy/monitoring/rules.yml is stale: run make docs'; exit 1; }
+	$(BIN)/python -m tests.tools.alert_cases | diff -u deploy/monitoring/rules_test.yml - \
+		|| { echo 'deploy/monitoring/rules_test.yml is stale: run make docs'; exit 1; }
 	$(BIN)/python -m gpool.server.store.row_generator | diff -u src/gpool/server/store/generated_rows.py - \
 		|| { echo 'server/store/generated_rows.py is stale: run make docs'; exit 1; }
 
@@ -107,6 +113,9 @@ docs: setup                 ## write the generated pages again
 	$(BIN)/python -m gpool.agent.state_machine.transitions > docs/agent-lifecycle.md
 	$(BIN)/python -m gpool.client.options > docs/options.md
 	$(BIN)/python -m tests.tools.settings_page > docs/settings.md
+	$(BIN)/python -m gpool.server.metrics > docs/metrics.md
+	$(BIN)/python -m gpool.server.alerts.rules > deploy/monitoring/rules.yml
+	$(BIN)/python -m tests.tools.alert_cases > deploy/monitoring/rules_test.yml
 	$(BIN)/python -m gpool.server.store.row_generator > .generated_rows && mv .generated_rows src/gpool/server/store/generated_rows.py
 
 lock: $(VENV)/pyvenv.cfg    ## resolve requirements/*.txt again

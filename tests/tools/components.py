@@ -21,6 +21,13 @@ def _program(name: str, package: str) -> Callable[[], str | None]:
     return look
 
 
+def _programs(package: str, *names: str) -> Callable[[], str | None]:
+    def look() -> str | None:
+        return next((reason for name in names if (reason := _program(name, package)())), None)
+
+    return look
+
+
 def _module(name: str, distribution: str) -> Callable[[], str | None]:
     def look() -> str | None:
         found = importlib.util.find_spec(name)
@@ -109,6 +116,8 @@ COMPONENTS: Mapping[str, Callable[[], str | None]] = {
         ("debootstrap", "debootstrap"), ("dockerd", "docker.io"), ("docker-init", "tini")
     ),
     "docker-compose": _engine(("docker-compose", "docker-compose"), ("dockerd", "docker.io")),
+    "prometheus": _programs("prometheus", "prometheus", "promtool"),
+    "alertmanager": _programs("prometheus-alertmanager", "prometheus-alertmanager", "amtool"),
     "libseccomp": _library("seccomp", "libseccomp2"),
     "systemd-analyze": _program("systemd-analyze", "systemd"),
 }

@@ -331,7 +331,7 @@ RULES: Mapping[Action, PermissionRule] = {
     _A.HEALTH_READ: _reads(_K.SERVER, _ANYONE, None),
     _A.SCHEMA_READ: _reads(_K.SERVER, _ANYONE, None),
     _A.PUBLIC_KEYS_READ: _reads(_K.SERVER, _ANYONE, None),
-    _A.METRICS_READ: _reads(_K.SERVER, _SIGNED_IN, _S.NODES_READ),
+    _A.METRICS_READ: _reads(_K.SERVER, _OPERATOR, _S.NODES_READ),
     _A.USERS_LIST: _reads(_K.SERVER, _OPERATOR, _S.ADMIN),
     _A.USER_READ: _reads(_K.ACCOUNT, _SELF | _OPERATOR, _S.ACCOUNT_READ),
     _A.USER_INVITE: _changes(_K.SERVER, _OPERATOR, _S.ADMIN),

@@ -18,6 +18,8 @@ from gpool.core.scheduler.order.orders import Policy
 from gpool.server.actions import policy as operating
 from gpool.server.actions import quotas
 from gpool.server.actions.tasks import submit
+from gpool.server.alerts.loops import LagLoop, MonitorPool
+from gpool.server.alerts.monitor import PoolMonitor
 from gpool.server.api import routing
 from gpool.server.api.readiness import Readiness
 from gpool.server.blobs import Blobs
@@ -32,7 +34,9 @@ from gpool.server.identity.refresh_tokens import RefreshTerms
 from gpool.server.identity.sealer import Sealer
 from gpool.server.identity.signing_keys import KeyRotation, TokenSigner
 from gpool.server.identity.throttle import Guard
-from gpool.server.metrics import GpuCollector, Metrics
+from gpool.server.metrics import Metrics
+from gpool.server.metrics.collectors import Observed, ServerCollector
+from gpool.server.metrics.registry import MeasuredStore
 from gpool.server.nodes.gpu_verifier import GpuVerifier, VerificationSettings
 from gpool.server.nodes.guards import FrameBudgets
 from gpool.server.nodes.registry import NodeRegistry
@@ -95,6 +99,7 @@ async def open_server(settings: Settings, clock: Clock | None = None) -> Server:
 
 def wire(settings: Settings, store: Store, clock: Clock) -> Server:
     hub, metrics, root_key = Hub(), Metrics(), _root_key(settings.data)
+    store = MeasuredStore(store, metrics.signals.store)
     remember = span(settings.key_cache_s)
     sealer = Sealer(store, settings.master_source, clock.now)
     sign_ins = _sign_ins(settings, store, sealer)
@@ -103,8 +108,22 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
     elapsed = clock.passed if isinstance(clock, MonotonicClock) else None
     registry = NodeRegistry(metrics, settings.ttl, elapsed)
     picture = StatePicture(store, registry, ActivePolicy(policy, orders), hub, metrics, clock.now)
-    telemetry = Telemetry()
-    metrics.watch_gpus(GpuCollector(telemetry, lambda: picture.state.nodes, clock.now))
+    telemetry, monitor = Telemetry(), PoolMonitor()
+    metrics.add(
+        ServerCollector(
+            Observed(
+                picture,
+                telemetry,
+                monitor.survey,
+                clock.now,
+                is_leader=_leads,
+                version=VERSION,
+                most_gpus=settings.metrics_gpus,
+                data=settings.data,
+                min_free_bytes=settings.min_free_bytes,
+            )
+        )
+    )
     return Server(
         settings=settings,
         store=store,
@@ -128,8 +147,14 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
         certificate=certificate_of(settings, clock.now()),
         examiner=GpuVerifier(store, picture, clock.now, VerificationSettings.of(settings)),
         telemetry=telemetry,
+        monitor=monitor,
         paces=FrameBudgets(settings.node_frames_per_s),
     )
+
+
+def _leads() -> bool:
+    """Whether this server schedules. A store has one server (`lock_for_serving`), so it always does."""
+    return True
 
 
 def _sign_ins(settings: Settings, store: Store, sealer: Sealer) -> SignInServices:
@@ -155,7 +180,7 @@ def _sign_ins(settings: Settings, store: Store, sealer: Sealer) -> SignInService
 
 @asynccontextmanager
 async def running(server: Server) -> AsyncIterator[Server]:
-    runner = LoopRunner(server, *all_loops(server))
+    runner = LoopRunner(server, *all_loops(server), MonitorPool(server), LagLoop(server))
     runner.start()
     try:
         yield server
@@ -189,7 +214,7 @@ def make_app(server: Server) -> FastAPI:
     )
     app.state.server = server
     app.state.readiness = Readiness(server.store)
-    routing.install(app, server.guard, VERSION)
+    routing.install(app, server.guard, VERSION, server.metrics.signals.http)
     return app
 
 

@@ -209,7 +209,7 @@ class LimitedServer(uvicorn.Server):
             return
         await super().startup([])  # the application; listens nowhere
         try:
-            listening = sockets or await _listening(config)
+            listening = sockets or await listening_sockets(config)
         except OSError as failure:
             log.error("cannot listen on %s port %s: %s", config.host, config.port, failure)  # noqa: TRY400
             await self.lifespan.shutdown()
@@ -225,7 +225,7 @@ class LimitedServer(uvicorn.Server):
         )
 
 
-async def _listening(config: uvicorn.Config) -> list[socket.socket]:
+async def listening_sockets(config: uvicorn.Config) -> list[socket.socket]:
     """One socket per address of the host."""
     found = await asyncio.get_running_loop().getaddrinfo(
         config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

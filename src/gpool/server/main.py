@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from gpool.core.errors import GpoolError, Unreachable
 from gpool.server.app import make_app, open_server, private_directory
 from gpool.server.http import HttpLimits, LimitedConfig, LimitedServer
+from gpool.server.metrics.listener import metrics_listener
 from gpool.server.server import Server
 from gpool.server.settings import Settings
 from gpool.server.store.drivers.opening import lock_for_serving
@@ -74,7 +75,8 @@ async def serve(settings: Settings, opened: Opened | None = None) -> int:
         watch = asyncio.create_task(lock.lost(), name="server-lock")
         watch.add_done_callback(listener.stop_unlocked)
         try:
-            await listener.serve()
+            async with metrics_listener(server):
+                await listener.serve()
         finally:
             watch.cancel()
         if watch.done():

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from gpool.core.ids import IdSource
 from gpool.core.model import Instant
+from gpool.server.alerts.monitor import PoolMonitor
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock
 from gpool.server.identity.audit import RecentReads, RefusedSignIns
@@ -104,6 +105,7 @@ class Server:
     certificate: Certificate | None = None  # None: plain HTTP
     examiner: GpuVerifier | None = None  # None: no GPU verification
     telemetry: Telemetry = field(default_factory=Telemetry)
+    monitor: PoolMonitor = field(default_factory=PoolMonitor)
     learning: TrainingRequests = field(default_factory=TrainingRequests)
     explaining: Explainer = field(default_factory=Explainer)
     turns: Turns = field(default_factory=Turns)

@@ -136,6 +136,16 @@ class Settings(BaseSettings):
     log_format: Literal["text", "json"] = Field(
         default="text", description="Form of the log: lines for people, or one JSON object a line."
     )
+    metrics_listen: str | None = Field(
+        default=None,
+        pattern=r"^(\[[0-9a-fA-F:.]+\]|[^\[\]:]+):[0-9]{1,5}$",
+        description="`HOST:PORT` on which `/metrics` is served by plain HTTP without a key, for Prometheus alone; unset: only to operators, on the server's own port.",
+    )
+    metrics_gpus: int = Field(
+        default=2000,
+        ge=0,
+        description="GPUs, and nodes, with series of their own in the metrics; beyond them only the sums are exported.",
+    )
     order: str = Field(
         default="fair_share",
         description="Queue order: built in, or an entry point `gpool.orders` of an installed package.",

@@ -155,3 +155,22 @@ class ReservationDocument(Answer):
 class ReservationPage(Answer):
     items: list[ReservationDocument]
     next: str | None = None
+
+
+class AlertDocument(Answer):
+    """An alert rule of the server and its state: `quiet`, `pending`, `firing`, or `unknown` (needs Prometheus)."""
+
+    name: str
+    state: str
+    severity: str
+    summary: str
+    runbook: str
+    condition: str  # in PromQL
+    labels: dict[str, str] = Field(default_factory=dict)
+    value: float | None = None
+    since: AwareDatetime | None = None
+
+
+class AlertPage(Answer):
+    items: list[AlertDocument]
+    evaluated_at: AwareDatetime | None = None

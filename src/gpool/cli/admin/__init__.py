@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from gpool.cli.admin import keys_and_audit, policy, users
+from gpool.cli.admin import alerts, keys_and_audit, policy, users
 
 
 @click.group()
@@ -18,6 +18,7 @@ for _verb in (
     users.teams,
     keys_and_audit.keys,
     keys_and_audit.audit,
+    alerts.alerts,
     policy.policy,
     policy.cordon,
     policy.uncordon,

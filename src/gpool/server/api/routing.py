@@ -19,9 +19,11 @@ from gpool.server.api import channel, problems
 from gpool.server.api.callers import RateLimiter
 from gpool.server.api.channel import agent_channel
 from gpool.server.api.endpoints import Endpoint, describe
+from gpool.server.api.request_metrics import RequestMetrics
 from gpool.server.api.routes import accounts, artifacts, nodes, operators, server, tasks, teams
 from gpool.server.api.routes.tasks import submit_tasks
 from gpool.server.identity.throttle import Guard
+from gpool.server.metrics.registry import RequestSignals
 from gpool.wire.frames import CHANNEL_PATH
 
 log = logging.getLogger(__name__)
@@ -91,10 +93,11 @@ def endpoints() -> tuple[Endpoint, ...]:
     return tuple(each for router in ROUTERS for each in router.endpoints)
 
 
-def install(app: FastAPI, guard: Guard, version: str) -> None:
+def install(app: FastAPI, guard: Guard, version: str, signals: RequestSignals) -> None:
     problems.install(app)
     for each in ROUTERS:
         app.include_router(each.router)
     describe(app, version, endpoints())
     app.add_middleware(FastPaths)
     app.add_middleware(RateLimiter, guard=guard, endpoints=endpoints())  # runs before FastPaths
+    app.add_middleware(RequestMetrics, signals=signals)  # runs before both

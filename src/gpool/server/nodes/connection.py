@@ -71,6 +71,7 @@ class NodeChannel:
     async def receive(self, frame: AgentFrame) -> None:
         if self.closed:
             return
+        self._server.metrics.signals.agents.count_frame(frame)
         if isinstance(frame, Hello):
             await self.greet(frame)
         elif not self._greeted:

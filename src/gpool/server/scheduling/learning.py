@@ -192,9 +192,10 @@ class TrainingRequests:
 def set_metrics(metrics: Metrics, learnt: Learnt | None) -> None:
     if learnt is not None:
         plain = learnt.of(PLAIN)
-        metrics.learnt_at.set(learnt.at / 1e6)
-        metrics.replayed.labels("chosen").set(_idle(learnt))
-        metrics.replayed.labels("plain").set(plain if plain is not None else _idle(learnt))
+        signals = metrics.signals
+        signals.learnt_at.set(learnt.at / 1e6)
+        signals.replayed.labels("chosen").set(_idle(learnt))
+        signals.replayed.labels("plain").set(plain if plain is not None else _idle(learnt))
 
 
 def sentence(learnt: Learnt) -> str:

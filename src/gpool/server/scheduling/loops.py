@@ -155,6 +155,7 @@ class ExpireNodes:
             if recording is NotExpired.HEARD:  # by another server; its leases are not ours to end
                 server.nodes.extend_deadline(node, now)
                 continue
+            server.metrics.signals.agents.lost.inc()
             server.picture.add_loss(node)
             server.nodes.drop_expired_deadline(node, now)
             server.picture.absorb(recording)
@@ -362,6 +363,8 @@ class LoopRunner:
     def __init__(self, server: Server, *loops: Loop) -> None:
         self._server = server
         self._loops = loops
+        for loop in loops:
+            server.metrics.loop_faults.labels(loop.name)  # exported as 0
         self._running: list[asyncio.Task[None]] = []
 
     def start(self) -> None:

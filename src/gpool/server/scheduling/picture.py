@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
 from gpool.core.errors import GpoolError
 from gpool.core.ids import NodeId, SpecId, TaskId
-from gpool.core.model import Instant, Merit, Node, Shape, Span
+from gpool.core.model import SECOND, Instant, Merit, Node, Shape, Span
 from gpool.core.scheduler.order.limits import GpuLimits
 from gpool.core.scheduler.predict.run_times import model_of
 from gpool.core.scheduler.state.events import (
@@ -201,6 +201,8 @@ class StatePicture:
             self.rejected.forget(recording.withdrawn)
         attained = _attained(self.state, recording) if recording.requeued else {}
         now = None if self._clock is None else self._clock()
+        if recording.started and now is not None:
+            _count_starts(self._metrics, self.state, recording.started, now)
         for node in self.nodes.count(recording, self.state.held, now):
             self.refresh_node(node)
         if recording.released:
@@ -339,11 +341,28 @@ def _topics(recording: Recording) -> set[int]:
     return topics
 
 
+def _count_starts(metrics: Metrics, state: State, started: Sequence[TaskId], now: Instant) -> None:
+    agents = metrics.signals.agents
+    agents.starts.inc(len(started))
+    for task in started:
+        line = state.held.get(task)
+        if (
+            line is not None and line.count == 1 and line.since
+        ):  # else it queued behind other leases
+            agents.start_time.observe(max(0, now - line.since) / SECOND)
+
+
 def _count(metrics: Metrics, recording: Recording) -> None:
     for status, count in Counter(ended.status for ended in recording.ended).items():
         metrics.ended.labels(str(status)).inc(count)
+    observe = metrics.signals.planner.runs.observe
+    for ended in recording.ended:
+        if ended.duration > 0:
+            observe(ended.duration / SECOND)
     for task in recording.requeued:
         metrics.requeued.labels(task.reason.value).inc()
+        if task.fault is not None:
+            metrics.signals.agents.failed_starts.labels(task.fault.value).inc()
     for hold in recording.unusable:
         log.warning("checkpoint of task %s (epoch %s) rejected", hold.task, hold.epoch)
     if recording.refused:

@@ -75,7 +75,6 @@ class Scheduler:
             picture.term
         )  # of the rows the plan is based on, whatever happens before it is written
         decided = self._plan(now)
-        self._metrics.queued.set(picture.waiting)
         if decided.preemptions:
             await self._preempt(decided.preemptions, term, now)
         if not decided.places:
@@ -160,11 +159,13 @@ class Scheduler:
     def _count_rejected(
         self, places: Sequence[Placement], applied: AppliedPlan, now: Instant
     ) -> None:
-        picture = self._picture
+        picture, counted = self._picture, self._metrics.signals.planner
         granted = {TaskId(lease.task) for line in applied.lines for _, lease in line.leases}
+        counted.count_grants(places, granted, now)
         rejected = picture.rejected.count(places, granted)
         if not rejected:
             return
+        counted.rejected.inc(len(rejected))
         log.info("%d of %d planned starts rejected", len(rejected), len(rejected) + len(granted))
         if picture.rejected.needs_rebuild(rejected):
             log.warning(
@@ -183,6 +184,7 @@ class Scheduler:
         asked = tuple(dict.fromkeys(TaskId(hold.task) for _, hold in recording.to_preempt))
         if len(asked) < len(holds):
             log.info("%d of %d preemptions rejected", len(holds) - len(asked), len(holds))
+        self._metrics.signals.planner.preempted.inc(len(asked))
         if asked:
             gainers = {each.task: each.beneficiary for each in preemptions}
             picture.fold(TasksPreempted(asked, tuple(gainers[task] for task in asked)))

@@ -117,22 +117,10 @@ def in_steps(
     if waiting is None:
         return _not_waiting(state, task)
     shape = waiting.shape
-    nodes = [entry.node for entry in state.nodes.values() if entry.node is not None]
-    if not nodes:
-        return Explanation(
-            "no_node", "No node has joined the pool yet; `gpool join` on any machine adds one."
-        )
-    connected = [node for node in nodes if node.connected]
-    capable = yield from _of(connected, lambda node: unfit(node, shape) is None)
-    if not _are_enough(capable, shape):
-        return _too_few(nodes, capable, shape)
-    capable = _not_tried(capable, shape)
-    open_nodes = [node for node in capable if is_open(node)]
-    if not _are_enough(open_nodes, shape):
-        return _closed(capable, open_nodes, shape)
-    over = _over_limit(state, shape, policy)
-    if over is not None:
-        return over
+    found = yield from _candidates(state, shape, policy)
+    if isinstance(found, Explanation):
+        return found
+    connected, capable, open_nodes = found.connected, found.capable, found.open
     ranking = Ranking(state, now, policy, order_named(policy.order, orders))
     ahead = yield from ranking.ahead(waiting, task, open_nodes)
     fitting = yield from _of(open_nodes, lambda node: _fits(state, node, shape))
@@ -149,6 +137,49 @@ def in_steps(
     told = _busy(state, shape, open_nodes, fitting, ahead)
     besides = _besides(connected, capable, shape)
     return replace(told, sentence=f"{told.sentence}{besides}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """Nodes for a shape: all connected, those of them that could run it, and those of these that are open."""
+
+    connected: list[Node]
+    capable: list[Node]
+    open: list[Node]
+
+
+def _candidates(
+    state: State, shape: Shape, policy: Policy
+) -> Generator[None, None, Explanation | _Candidates]:
+    nodes = [entry.node for entry in state.nodes.values() if entry.node is not None]
+    if not nodes:
+        return Explanation(
+            "no_node", "No node has joined the pool yet; `gpool join` on any machine adds one."
+        )
+    connected = [node for node in nodes if node.connected]
+    capable = yield from _of(connected, lambda node: unfit(node, shape) is None)
+    if not _are_enough(capable, shape):
+        return _too_few(nodes, capable, shape)
+    capable = _not_tried(capable, shape)
+    open_nodes = [node for node in capable if is_open(node)]
+    if not _are_enough(open_nodes, shape):
+        return _closed(capable, open_nodes, shape)
+    over = _over_limit(state, shape, policy)
+    return _Candidates(connected, capable, open_nodes) if over is None else over
+
+
+def reason_code(state: State, shape: Shape, policy: Policy) -> Generator[None, None, str]:
+    """Code of the reason why tasks of a shape wait, in steps; cost: nodes. Without positions in the queue: tasks for
+    which there is room are `next`.
+    """
+    found = yield from _candidates(state, shape, policy)
+    if isinstance(found, Explanation):
+        return found.code
+    fitting = yield from _of(found.open, lambda node: _fits(state, node, shape))
+    if _are_enough(fitting, shape):
+        return "next"
+    present = [node for node in found.open if node.id in state.nodes]
+    return _busy(state, shape, present, fitting, 0).code
 
 
 def _not_tried(capable: list[Node], shape: Shape) -> list[Node]:

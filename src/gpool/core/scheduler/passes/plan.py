@@ -68,7 +68,12 @@ def _place(ctx: PassContext, planned: PlannedAllocation) -> Placement:
     if planned.shape.preemptible:
         grants = tuple([_preemptible_grant(ctx, entry) for entry in planned.grants])
     else:
-        grants = tuple([LeaseGrant(TaskId(e.task), epoch_of(e) + 1) for e in planned.grants])
+        grants = tuple(
+            [
+                LeaseGrant(TaskId(e.task), epoch_of(e) + 1, Instant(e.queued_at))
+                for e in planned.grants
+            ]
+        )
     return Placement(planned.node, planned.allocation, planned.shape, grants, planned.members)
 
 

@@ -6,7 +6,7 @@ middle stays as a dead entry until it reaches the front or dead entries outnumbe
 from __future__ import annotations
 
 from array import array
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from heapq import merge
 from itertools import takewhile
@@ -190,6 +190,11 @@ class Queue:
             else:
                 high = middle
         return low
+
+    def count_older(self, at: int) -> int:
+        """Upper bound of the tasks queued before `at`, by binary search; entries that left from the middle count."""
+        older = bisect_left(self._since, at, self._head) - self._head
+        return min(self.size, older + bisect_left(self._late, (at,)))
 
     def _is_live(self, entry: TaskQueueEntry) -> bool:
         ticket = self._live.get(TaskId(entry.task))

@@ -1,20 +1,26 @@
-"""Routes about the server itself (health, metrics, token keys, OpenAPI), and aliases at the short paths of the first
+"""Routes about the server itself (health, metrics, alerts, token keys, OpenAPI), and aliases at the short paths of the first
 specification.
 """
 
 from __future__ import annotations
 
+import math
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from gpool.core.model import SECOND, Instant
 from gpool.core.permissions import Action
+from gpool.server.alerts.monitor import PoolMonitor
+from gpool.server.alerts.rules import RULES, RUNBOOK, AlertRule
 from gpool.server.api.callers import server_of, user_of
 from gpool.server.api.endpoints import EndpointRouter, SuccessReply
 from gpool.server.api.messages import Cursor, LargeLimit, Wait, answer, tagged
 from gpool.server.api.routes import nodes, tasks
 from gpool.server.identity.throttle import RouteClass
 from gpool.server.server import VERSION
-from gpool.wire.documents import HealthDocument, TaskDocument, TaskRequest
+from gpool.wire.admin import AlertDocument, AlertPage
+from gpool.wire.documents import HealthDocument, TaskDocument, TaskRequest, instant_to_datetime
 from gpool.wire.identity import JwksDocument
 from gpool.wire.nodes import GpuPage, NodeRequest
 
@@ -57,6 +63,47 @@ async def get_metrics(request: Request) -> Response:
     """Read the metrics of the server and its GPUs."""
     await user_of(request)
     return Response(server_of(request).metrics.page(), media_type="text/plain; version=0.0.4")
+
+
+@routes.get("/v1/admin/alerts", Action.METRICS_READ, returns=AlertPage)
+async def list_alerts(request: Request) -> Response:
+    """Read the state of the alert rules, as this server evaluates them over its own metrics every 15 s."""
+    await user_of(request)
+    server = server_of(request)
+    monitor = server.monitor
+    at = monitor.evaluated_at
+    return answer(
+        AlertPage(
+            items=[each for rule in RULES for each in _alerts(rule, monitor, server.now)],
+            evaluated_at=None if at is None else instant_to_datetime(at),
+        )
+    )
+
+
+def _alerts(rule: AlertRule, monitor: PoolMonitor, now: Instant) -> list[AlertDocument]:
+    quiet = AlertDocument(
+        name=rule.name,
+        state="quiet" if rule.is_own and monitor.evaluated_at is not None else "unknown",
+        severity=rule.severity.value,
+        summary=rule.summary,
+        runbook=f"{RUNBOOK}#{rule.runbook}",
+        condition=rule.condition.promql(),
+    )
+    found = [alert for alert in monitor.alerts.active if alert.rule is rule]
+    newest = monitor.alerts.evaluated_s
+    return [
+        quiet.model_copy(
+            update={
+                "state": "firing" if alert.is_firing else "pending",
+                "labels": dict(alert.labels),
+                "value": alert.value if math.isfinite(alert.value) else None,
+                "since": instant_to_datetime(
+                    Instant(round(now - (newest - alert.since_s) * SECOND))
+                ),
+            }
+        )
+        for alert in found
+    ] or [quiet]
 
 
 @routes.get("/.well-known/jwks.json", Action.PUBLIC_KEYS_READ, returns=JwksDocument)
