@@ -116,7 +116,6 @@ class DockerRuntime(PlainRuntime):
         self._cdi_folders = cdi_folders
         self.use_gpus(gpus)
         facts = self._engine.facts
-        self._root = os.geteuid() == 0 and not facts.rootless
         directory = data / "containers"
         directory.mkdir(mode=0o711, parents=True, exist_ok=True)
         self._labels = {
@@ -137,6 +136,10 @@ class DockerRuntime(PlainRuntime):
         self._watchdog = DiskWatchdog(directory)
         self._prober = ThreadPoolExecutor(1, thread_name_prefix="probe")
         self._network_probe = ProbeCache(self._why_no_network, self._prober.submit, clock)
+
+    @property
+    def _root(self) -> bool:
+        return os.geteuid() == 0 and not self._engine.facts.rootless
 
     @property
     def networks(self) -> frozenset[Network]:
