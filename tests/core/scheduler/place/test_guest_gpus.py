@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gpool.core.ids import TaskId, UserId
 from gpool.core.model import Node, RuntimeOffer, Shape, Tier
@@ -12,12 +15,22 @@ from gpool.core.scheduler.explain.waiting import explain
 from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.place.fit import Unfit, unfit
 from gpool.core.specs import gpu as gpuspec
+from tests.core.scheduler.place.test_index import (
+    PRICINGS,
+    SHAPES,
+    STEPS,
+    asked,
+    asked_anew,
+    places_by_looking,
+    questions,
+)
 from tests.core.scheduler.state.builders import (
     NOW,
     a_node,
     a_shape,
     a_state,
     enqueue,
+    index_of,
     plan,
 )
 
@@ -64,3 +77,27 @@ def test_a_task_whose_tier_has_no_such_gpu_reads_why(
     told = explain(state, TaskId(1), NOW, Policy(order="fcfs"))
     assert told.code == "guest_gpu"
     assert said in told.sentence
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps=STEPS, pricing=st.sampled_from(PRICINGS), tier=st.sampled_from([Tier.VM, None]))
+def test_the_index_answers_as_a_look_at_every_node_where_some_gpus_are_for_guests(
+    steps: list[tuple[Any, ...]], pricing: Any, tier: Tier | None
+) -> None:
+    def put(node: Node) -> Node:
+        return with_guests(node, 0, 2)
+
+    shapes = [
+        shape
+        if tier is None
+        else replace(shape, requirements=replace(shape.requirements, tier=tier))
+        for shape in SHAPES
+    ]
+    for state, shape in questions(steps, shapes, pricing, put):
+        index = index_of(state, pricing)
+        found = asked(index, shape)
+        assert found == asked_anew(state, shape, index)
+        open_to_it = places_by_looking(state, shape)
+        assert any(found) == bool(open_to_it)
+        first = next(filter(None, found), None)
+        assert first is None or first[0] in open_to_it  # type: ignore[index]
