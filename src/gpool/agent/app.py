@@ -22,6 +22,7 @@ from gpool.agent.machine.policy import MachineFacts
 from gpool.agent.running.artifact_cache import ArtifactCache
 from gpool.agent.running.sandboxes import EnvironmentProvider, ExecutorContext
 from gpool.agent.running.warm_sandboxes import WarmPoolManager
+from gpool.agent.runtime.microvm.passthrough import DedicatedCards
 from gpool.agent.runtime.protocol import Runtime
 from gpool.agent.runtime.registry import RuntimeContext, RuntimeSelfCheck, known, make_all
 from gpool.agent.services import (
@@ -37,7 +38,7 @@ from gpool.agent.settings import AgentSettings
 from gpool.agent.state_machine.agent_state import AgentState
 from gpool.agent.state_machine.instructions import Disconnected, Event, FrameArrived
 from gpool.core.errors import Invalid
-from gpool.core.model import Gpu, Offer
+from gpool.core.model import Gpu, Offer, Tier
 from gpool.transfer.senders import AsyncSender
 from gpool.wire.frames import AgentFrame, ToGpu
 
@@ -75,11 +76,24 @@ def lend() -> None:
                 structlog.processors.JSONRenderer(ensure_ascii=False),
             ]
         )
+    cards = DedicatedCards(
+        settings.data_dir,
+        () if settings.simulate_gpus else settings.dedicated,
+        untested=not settings.lend_untested,
+    )
+    cards.bind()  # before NVML opens any card
+    try:
+        _lend(settings, cards)
+    finally:
+        cards.release()
+
+
+def _lend(settings: AgentSettings, cards: DedicatedCards) -> None:
     policy_file = PolicyFile(settings.policy)
     policy = policy_file.policy
-    detector = Detector(settings.simulate_gpus)
+    detector = Detector(settings.simulate_gpus, guests=cards.gpus)
     gpus = detector.survey().gpus
-    runtime_context = RuntimeContext(settings, _real(gpus), policy.registries)
+    runtime_context = RuntimeContext(settings, _real(gpus), policy.registries, cards)
     runtimes = make_all(runtime_context)
     tiers = {one.tier for one in runtimes}
     if not tiers & policy.tiers:
@@ -119,7 +133,7 @@ def lend() -> None:
         if sharing is not None:
             found = sharing.describe(found)
         for runtime in runtimes:
-            runtime.use_gpus(_real(found))
+            runtime.use_gpus(_real(found, guests=runtime.tier is Tier.VM))
         now = machine_offer(settings, found, services, discovery.support, policy.gangs)
         return refreshed(first, now)
 
@@ -149,8 +163,9 @@ def _containers(runtimes: Sequence[Runtime]) -> list[str]:
     return [id_ for one in runtimes for id_ in one.containers]
 
 
-def _real(gpus: Sequence[Gpu]) -> list[Gpu]:
-    return [gpu for gpu in gpus if not gpu.simulated]
+def _real(gpus: Sequence[Gpu], *, guests: bool = False) -> list[Gpu]:
+    """GPUs for runtimes of tier vm (`guests`), or for all others."""
+    return [gpu for gpu in gpus if not gpu.simulated and gpu.guest == guests]
 
 
 async def run_agent(

@@ -115,11 +115,11 @@ class GpuSharing:
 
     def describe(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
         described = tuple(self._described(gpu) for gpu in gpus)
-        self.seats.use_gpus(described)
+        self.seats.use_gpus([gpu for gpu in described if not gpu.guest])
         return described
 
     def _described(self, gpu: Gpu) -> Gpu:
-        if gpu.simulated or gpu.vendor != "nvidia":
+        if gpu.simulated or gpu.guest or gpu.vendor != "nvidia":
             return gpu
         try:
             card = self._nvml.card(gpu.uuid)
@@ -146,11 +146,11 @@ class NodeGpuShares:
 
     def describe(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
         described = [self._described(gpu) for gpu in gpus]
-        self._drm.use_gpus(described)
+        self._drm.use_gpus([gpu for gpu in described if not gpu.guest])
         return tuple(described) if self._nvidia is None else self._nvidia.describe(described)
 
     def _described(self, gpu: Gpu) -> Gpu:
-        if gpu.simulated or gpu.vendor == "nvidia":
+        if gpu.simulated or gpu.guest or gpu.vendor == "nvidia":
             return gpu
         return replace(
             gpu,

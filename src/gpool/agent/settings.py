@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from gpool.agent.machine.policy import MOST_GANG_PORT, site_address, site_name
+from gpool.agent.runtime.microvm.passthrough import DedicatedCard, parse_dedicated
 from gpool.core.errors import Invalid
 from gpool.core.model import GIB
 from gpool.core.specs import fields
@@ -52,6 +53,11 @@ class AgentSettings(BaseSettings):
         description="Lend AMD and Intel GPUs, on which gpool was never run, to everyone; "
         "else to the owner and the owner's teams.",
     )
+    vfio: str = Field(
+        "",
+        description="GPUs for guests of tier `vm` only, by PCI address: `0000:41:00.0,0000:61:00.0`, or "
+        "`0000:41:00.0=H100:80GB` for one without a driver. Needs root and an IOMMU. Not run on real hardware yet.",
+    )
     policy: Path | None = Field(None, description="The owner's policy, a TOML file.")
     log_format: Literal["text", "json"] = Field("text", description="Format of log lines.")
     cache_bytes: int = Field(default=10 * GIB, ge=0, description="Size of the artifact cache.")
@@ -85,6 +91,16 @@ class AgentSettings(BaseSettings):
     @property
     def price_microcredits(self) -> int:
         return fields.parse_price(self.price) if self.price else 0
+
+    @field_validator("vfio")
+    @classmethod
+    def _vfio(cls, value: str) -> str:
+        parse_dedicated(value)
+        return value
+
+    @property
+    def dedicated(self) -> tuple[DedicatedCard, ...]:
+        return parse_dedicated(self.vfio)
 
     @field_validator("site")
     @classmethod

@@ -60,7 +60,7 @@ MEANINGS: Mapping[str, str] = {
     "cpus": "CPU cores; default: with GPUs their part of the node, else 1",
     "memory": 'memory, `"4GB"`; default: the part of the node that its GPUs, or CPUs, are',
     "disk": 'disk space, `"20GB"`',
-    "tier": 'minimum isolation: `"container"` (default), `"vm"` (no GPU or image), `"none"` (own nodes)',
+    "tier": 'minimum isolation: `"container"` (default), `"vm"` (no image; GPUs only on nodes that dedicate some to it), `"none"` (own nodes)',
     "timeout": 'time limit in seconds or `"2h"`; default 24 h',
     "retries": "attempts after a failure, 0 to 20",
     "priority": "-100 to 100; higher starts earlier",

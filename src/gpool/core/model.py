@@ -311,6 +311,7 @@ class Gpu:
     sharing: Sharing = Sharing.TIMESLICE  # how slices of it are kept apart
     profiles: tuple[SliceProfile, ...] = ()  # with `mig`: smallest first
     untested: bool = False  # of a kind gpool never ran on: for its owner and the owner's teams only
+    guest: bool = False  # passed through whole to a guest: for tasks of tier vm, which get no other
 
 
 @dataclass(frozen=True, slots=True)

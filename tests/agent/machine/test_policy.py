@@ -274,6 +274,19 @@ def test_a_tier_that_is_no_longer_lent_takes_its_runtimes_with_it() -> None:
     assert apply_policy(parse("floor = 'vm'"), offer).runtimes == (guests,)
 
 
+def test_a_gpu_whose_tier_is_not_lent_is_closed() -> None:
+    """A GPU passed through to guests serves tier vm, every other GPU the other tiers."""
+    first, *others = OFFER.gpus
+    offer = replace(OFFER, gpus=(replace(first, guest=True), *others))
+
+    def closed(policy: str) -> list[bool]:
+        return [bool(gpu.closed) for gpu in apply_policy(parse(policy), offer).gpus]
+
+    assert closed("") == [False] * len(offer.gpus)
+    assert closed("floor = 'vm'") == [False] + [True] * len(others)
+    assert closed("tiers = ['container']") == [True] + [False] * len(others)
+
+
 def test_lists_that_change_withdraw_egress_until_the_agent_starts_again(tmp_path: Path) -> None:
     file = tmp_path / "policy.toml"
     file.write_text("[egress]\ndeny = ['198.51.100.0/24']")

@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -27,6 +27,7 @@ from gpool.agent.runtime import cgroups
 from gpool.agent.runtime.bubblewrap import seccomp
 from gpool.agent.runtime.bubblewrap.runtime import find_bwrap
 from gpool.agent.runtime.microvm import requirements
+from gpool.agent.runtime.microvm.passthrough import PciTree, unfit_card
 from gpool.core.gpu_health import Condition, examine
 from gpool.core.model import GIB, Gpu, Health
 
@@ -310,6 +311,25 @@ def _vm(_: Path) -> list[Finding]:
     return [Finding("microvm", Level.OK, text)]
 
 
+def _passthrough(_: Path) -> list[Finding]:
+    tree = PciTree()
+    return passthrough_findings({address: unfit_card(tree, address) for address in tree.gpus()})
+
+
+def passthrough_findings(unfit: Mapping[str, str]) -> list[Finding]:
+    """`unfit`: by PCI address of each GPU why it cannot be given to a guest, "" if it can."""
+    found = []
+    for address, why in unfit.items():
+        if why:
+            text = f"{address} cannot be given to guests (tier 'vm'): {why}"
+            found.append(Finding("vfio", Level.NOTE, text))
+            continue
+        text = f"{address} can be given to guests (tier 'vm'); not run on real hardware yet"
+        fix = f"GPOOL_AGENT_VFIO={address} dedicates it to them"
+        found.append(Finding("vfio", Level.NOTE, text, fix))
+    return found
+
+
 def clock_finding(here: datetime, there: datetime | None) -> Finding:
     """Compare the clocks: node proofs and the owner's hours depend on them, leases do not."""
     if there is None:
@@ -340,4 +360,5 @@ PROBES: tuple[Probe, ...] = (
     _network,
     _docker,
     _vm,
+    _passthrough,
 )

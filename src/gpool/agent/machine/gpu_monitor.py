@@ -76,7 +76,7 @@ class GpuMonitor:
     def sample(self, gpus: Sequence[Gpu], now: int) -> tuple[GpuSample, ...]:
         """`now` is boot time. Unsupported values are None."""
         self.changed = False
-        real = [gpu for gpu in gpus if not gpu.simulated]
+        real = [gpu for gpu in gpus if not gpu.simulated and not gpu.guest]
         cards = [gpu for gpu in real if gpu.vendor == "nvidia"]
         others = [gpu for gpu in real if gpu.vendor in DRM_VENDORS]
         self._held = self._drm.all_processes(others) if others else {}

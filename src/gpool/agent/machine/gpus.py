@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -184,8 +184,11 @@ class Detector:
         others: Callable[[], ParsedGpus] = others,
         drm: DrmCards | None = None,
         pci: Path = PCI,
+        guests: Callable[[int], Sequence[Gpu]] = lambda _first: (),
     ) -> None:
+        """`guests` lists the GPUs dedicated to guests, numbered from its argument: no driver here holds them."""
         self._pci = pci
+        self._guests = guests
         self._simulated = _simulated(simulate) if simulate else None
         self.nvml: Nvml = nvml if nvml is not None else RealNvml()
         self._others = others
@@ -203,7 +206,8 @@ class Detector:
         self._asked += 1
         first = 1 + max((gpu.index for gpu in gpus), default=-1)
         placed = [replace(gpu, index=first + at) for at, gpu in enumerate(self._parsed.gpus)]
-        every = with_topology((*gpus, *self.drm.described(placed)), self._pci)
+        found = (*gpus, *self.drm.described(placed))
+        every = with_topology((*found, *self._guests(first + len(placed))), self._pci)
         return Survey(every, (*complaints, *self._parsed.complaints))
 
     def close(self) -> None:

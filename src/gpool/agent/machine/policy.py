@@ -262,7 +262,7 @@ def apply_policy(
     gpus: Mapping[int, LendingDecision] | None = None,
 ) -> Offer:
     decisions = gpus or {}
-    kept = policy.kept
+    kept, tiers = policy.kept, offer.tiers & policy.tiers
     site = offer.site or policy.gangs.site
     joins = policy.gangs.offered and bool(site and offer.gang_port)
     return replace(
@@ -271,9 +271,11 @@ def apply_policy(
         memory_bytes=max(0, offer.memory_bytes - kept.memory_bytes),
         disk_bytes=max(0, offer.disk_bytes - kept.disk_bytes),
         gpus=tuple(
-            _closed(g, decisions.get(g.index)) for g in offer.gpus if g.index not in kept.gpus
+            _closed(g, decisions.get(g.index), tiers)
+            for g in offer.gpus
+            if g.index not in kept.gpus
         ),
-        tiers=offer.tiers & policy.tiers,
+        tiers=tiers,
         runtimes=tuple(one for one in offer.runtimes if one.tier in policy.tiers),
         networks=offer.networks if policy.egress.offered else offer.networks & {Network.NONE},
         site=site if joins else "",
@@ -287,7 +289,13 @@ def apply_policy(
     )
 
 
-def _closed(gpu: Gpu, decision: LendingDecision | None) -> Gpu:
-    if decision is None or not decision.closed or gpu.closed:
-        return gpu
-    return replace(gpu, closed=decision.closed)
+def _closed(gpu: Gpu, decision: LendingDecision | None, tiers: frozenset[Tier]) -> Gpu:
+    """`tiers`: those lent; a GPU serves guests (tier vm) or all other sandboxes."""
+    why = decision.closed if decision is not None else ""
+    if not why and not any(gpu.guest == (tier is Tier.VM) for tier in tiers):
+        why = (
+            "it serves the tier 'vm', which the policy does not lend"
+            if gpu.guest
+            else "the policy lends the tier 'vm' only, and this GPU is not dedicated to guests"
+        )
+    return replace(gpu, closed=why) if why and not gpu.closed else gpu

@@ -234,10 +234,11 @@ def rlimits(limits: SandboxLimits) -> list[tuple[int, int]]:
         (resource.RLIMIT_FSIZE, limits.file_bytes),
         (resource.RLIMIT_MEMLOCK, limits.memory_bytes),
     )
-    return [(kind, _attainable(kind, limit)) for kind, limit in wanted]
+    return [(kind, attainable(kind, limit)) for kind, limit in wanted]
 
 
-def _attainable(kind: int, wanted: int) -> int:
+def attainable(kind: int, wanted: int) -> int:
+    """Return `wanted`, or the hard limit where this agent may not raise it."""
     hard = resource.getrlimit(kind)[1]
     if hard == resource.RLIM_INFINITY or wanted <= hard or _may_raise(kind):
         return wanted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,12 @@ CAPABILITIES = Path("/proc/driver/nvidia-caps/mig-minors")
 CAPABILITY_NODES = Path("/dev/nvidia-caps")
 CAPABILITY_MODE = stat.S_IFCHR | 0o444
 DEVICES = Path("/proc/devices")
+LIBRARIES = re.compile(
+    r"lib(?:cuda|cudadebugger|nvcuvid|nvidia-(?:ml|ptxjitcompiler|nvvm|gpucomp|opencl|encode|cfg|allocator))\.so\.1"
+    r"|libnvidia-(?:nvvm|nvvm70|gpucomp)\.so\.\d+(?:\.\d+)*"
+)
+CACHE_LINE = re.compile(r"^\s*(\S+) \(libc6,(?:x86-64|AArch64)[^)]*\) => (\S+)$", re.MULTILINE)
+LDCONFIG = ("/sbin/ldconfig", "-p")
 
 
 def device_arguments(
@@ -155,4 +162,13 @@ def _minors(driver: Path) -> dict[str, int]:
                 facts[name.strip()] = value.strip()
             if "GPU UUID" in facts and "Device Minor" in facts:
                 found[facts["GPU UUID"]] = int(facts["Device Minor"])
+    return found
+
+
+def driver_libraries(cache: str) -> dict[str, str]:
+    """Return soname -> host path from `ldconfig -p`; the loader takes the first of a name."""
+    found: dict[str, str] = {}
+    for name, path in CACHE_LINE.findall(cache):
+        if LIBRARIES.fullmatch(name):
+            found.setdefault(name, path)
     return found

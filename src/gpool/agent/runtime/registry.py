@@ -22,6 +22,7 @@ from gpool.agent.machine import host
 from gpool.agent.running.sandboxes import run_to_completion, start_sandbox
 from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
 from gpool.agent.runtime.microvm import requirements
+from gpool.agent.runtime.microvm.passthrough import DedicatedCards
 from gpool.agent.runtime.microvm.runtime import MicrovmRuntime
 from gpool.agent.runtime.process import ProcessRuntime
 from gpool.agent.runtime.protocol import (
@@ -47,8 +48,9 @@ class RuntimeSettings(Protocol):
 @dataclass(frozen=True, slots=True)
 class RuntimeContext:
     settings: RuntimeSettings
-    gpus: Sequence[Gpu] = ()  # real ones
+    gpus: Sequence[Gpu] = ()  # real ones, without those dedicated to guests
     registries: Sequence[str] = ()  # of images, on private addresses, that the owner allows
+    cards: DedicatedCards | None = None  # GPUs of guests
 
     @property
     def data_dir(self) -> Path:
@@ -100,7 +102,7 @@ BUILT_IN = (
     RuntimeKind(
         MicrovmRuntime.name,
         MicrovmRuntime.tier,
-        lambda context: MicrovmRuntime(context.data_dir),
+        lambda context: MicrovmRuntime(context.data_dir, cards=context.cards),
         _microvm_unavailable,
     ),
     RuntimeKind(

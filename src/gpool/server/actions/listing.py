@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Literal
@@ -125,7 +125,9 @@ def gpu_documents(
                 simulated=device.simulated,
                 status=_gpu_status(server, here, device, stored, free_share, free_memory),
                 available=allowed and here.availability is Availability.AVAILABLE,
-                tiers=_tiers(here.offer.tiers),
+                tiers=_tiers(
+                    {tier for tier in here.offer.tiers if device.guest == (tier is Tier.VM)}
+                ),
                 flagged=stored.flagged or stored.unproven,
                 verified=stored.verified,
                 untested=device.untested,
@@ -197,7 +199,7 @@ def _labels(server: Server, here: Node) -> list[str]:
     return sorted(fields.with_certified(here.offer.labels, certified))
 
 
-def _tiers(tiers: frozenset[Tier]) -> list[str]:
+def _tiers(tiers: Collection[Tier]) -> list[str]:
     return [tier.value for tier in sorted(tiers, key=lambda tier: tier.strength)]
 
 

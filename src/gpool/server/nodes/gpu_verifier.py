@@ -74,7 +74,7 @@ MEASURED_WITHIN = Span(60_000_000)
 
 def terms_of(gpu: Gpu) -> VerificationTerms | None:
     makes = [name for name in MAKES if is_model(name, gpu.model)]
-    if gpu.vendor != "nvidia" or not makes:
+    if gpu.vendor != "nvidia" or gpu.guest or not makes:
         return None
     return terms_for(gpu.memory_bytes, MAKES[max(makes, key=len)])  # H100PCIE before H100
 
@@ -305,7 +305,7 @@ class GpuVerifier:
             gpu = self._idle(record)
             if gpu is None or record.measured is not None or key in under_verification:
                 continue
-            if gpu.simulated or gpu.vendor != "nvidia":
+            if gpu.simulated or gpu.guest or gpu.vendor != "nvidia":
                 continue
             if key not in self._measuring and key not in self._measured:
                 self._measuring[key] = now

@@ -17,17 +17,11 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from gpool.agent.machine.drm import node_groups
-from gpool.agent.runtime.devices import device_nodes
+from gpool.agent.runtime.devices import LDCONFIG, LIBRARIES, device_nodes, driver_libraries
 from gpool.agent.runtime.protocol import GpuShare, PartFailed
 from gpool.core.model import Gpu, Slice
 
 DRIVER_AT = "/opt/gpool/driver"
-LIBRARIES = re.compile(
-    r"lib(?:cuda|cudadebugger|nvcuvid|nvidia-(?:ml|ptxjitcompiler|nvvm|gpucomp|opencl|encode|cfg|allocator))\.so\.1"
-    r"|libnvidia-(?:nvvm|nvvm70|gpucomp)\.so\.\d+(?:\.\d+)*"
-)
-CACHE_LINE = re.compile(r"^\s*(\S+) \(libc6,(?:x86-64|AArch64)[^)]*\) => (\S+)$", re.MULTILINE)
-LDCONFIG = ("/sbin/ldconfig", "-p")
 CDI_KIND = "nvidia.com/gpu"
 CDI_SUFFIXES = frozenset({".json", ".yaml", ".yml"})
 CDI_FOLDERS = ("/etc/cdi", "/var/run/cdi")
@@ -125,15 +119,6 @@ def cdi_names(
         if names and all(names):
             return tuple(f"{CDI_KIND}={name}" for name in names)
     return ()
-
-
-def driver_libraries(cache: str) -> dict[str, str]:
-    """Return soname -> host path from `ldconfig -p`; the loader takes the first of a name."""
-    found: dict[str, str] = {}
-    for name, path in CACHE_LINE.findall(cache):
-        if LIBRARIES.fullmatch(name):
-            found.setdefault(name, path)
-    return found
 
 
 def spec_libraries(specs: Sequence[CdiSpec], names: Sequence[str]) -> dict[str, str]:

@@ -43,7 +43,7 @@ from gpool.agent.runtime.docker.containers import (
     seccomp_profile,
     undivided,
 )
-from gpool.agent.runtime.docker.engine import EngineClient, usual_socket
+from gpool.agent.runtime.docker.engine import EngineClient, EngineFacts, usual_socket
 from gpool.agent.runtime.docker.exits import explain, judge, lacks_python, no_python
 from gpool.agent.runtime.docker.images import ContainerImage
 from gpool.agent.runtime.docker.network import CANNOT, ProbeCache, own_files, why_never
@@ -116,6 +116,7 @@ class DockerRuntime(PlainRuntime):
         self._cdi_folders = cdi_folders
         self.use_gpus(gpus)
         facts = self._engine.facts
+        root = is_root(facts)
         directory = data / "containers"
         directory.mkdir(mode=0o711, parents=True, exist_ok=True)
         self._labels = {
@@ -125,8 +126,8 @@ class DockerRuntime(PlainRuntime):
         profile = seccomp_profile(data, podman=facts.kind == "podman")
         self._containers = ContainerStarter(self._engine, self._labels, profile, gvisor)
         self._pulls = ImagePulls(self._engine, self._containers.threads, registries)
-        remapped = self._root and facts.first_uid
-        self._uids = UidBlock() if self._root and not remapped else None
+        remapped = root and facts.first_uid
+        self._uids = UidBlock() if root and not remapped else None
         uid_of = _remapped(facts.first_uid) if remapped else own_uids(self._uids)
         self._slots = SlotPool(directory, data / "container-values", uid_of=uid_of)
         most = resource.getrlimit(resource.RLIMIT_NPROC)[1]
@@ -138,10 +139,6 @@ class DockerRuntime(PlainRuntime):
         self._network_probe = ProbeCache(self._why_no_network, self._prober.submit, clock)
 
     @property
-    def _root(self) -> bool:
-        return os.geteuid() == 0 and not self._engine.facts.rootless
-
-    @property
     def networks(self) -> frozenset[Network]:
         """Tested at the first call, which takes a second, and renewed."""
         given = {Network.NONE} if self._network_probe.why_not() else {Network.NONE, Network.EGRESS}
@@ -149,7 +146,7 @@ class DockerRuntime(PlainRuntime):
 
     def _why_no_network(self) -> str:
         always = self._containers.gvisor is Gvisor.ALWAYS
-        why = why_never(self._engine.facts, root=self._root, gvisor=always)
+        why = why_never(self._engine.facts, root=is_root(self._engine.facts), gvisor=always)
         if not why and not self._containers.podman:
             why = self._containers.holders.why_not()
         if why:
@@ -355,6 +352,11 @@ class DockerRuntime(PlainRuntime):
     def _release(self, slot: SandboxSlot, watched: WatchedDirectory) -> None:
         self._watchdog.end(watched)
         self._slots.release(slot)
+
+
+def is_root(facts: EngineFacts) -> bool:
+    """Whether agent and engine both run as root."""
+    return os.geteuid() == 0 and not facts.rootless
 
 
 def _remapped(first_uid: int) -> Callable[[int], tuple[int, int]]:

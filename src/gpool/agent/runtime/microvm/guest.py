@@ -344,8 +344,9 @@ class Guest:
             given += [calls_end, answers_end, theirs.detach()]
         for outlet in self.outlets:
             os.set_blocking(outlet.descriptor, False)
-        script = os.path.join(os.path.dirname(__file__), "guest_network.py")
-        self.job["files"] = runpy.run_path(script)["configure"](self.job.get("network"))
+        here, job = os.path.dirname(__file__), self.job
+        job["files"] = runpy.run_path(f"{here}/guest_network.py")["configure"](job.get("network"))
+        job["nodes"] = runpy.run_path(f"{here}/guest_gpu.py")["prepare"](job.get("gpu"))
         group = self.make_group()
         checked(libc.unshare(CLONE_NEWPID), "unshare")
         self.task = os.fork()
@@ -484,7 +485,7 @@ def supervise(job: dict[str, Any], given: list[int], group: int) -> NoReturn:
     mount("none", "/", "", MS_REC | MS_PRIVATE)
     for source, target in job["files"]:
         mount(source, target, "", MS_BIND)
-    mount_view(job["limits"]["memory_bytes"])
+    mount_view(job["limits"]["memory_bytes"], job["nodes"])
     warned = {signal.SIGTERM, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, warned)
     child = os.fork()
@@ -506,17 +507,20 @@ def supervise(job: dict[str, Any], given: list[int], group: int) -> NoReturn:
                 break
 
 
-def mount_view(memory_bytes: int) -> None:
-    """No disk, agent connection, control groups or /sys."""
+def mount_view(memory_bytes: int, nodes: list[tuple[str, int, int]]) -> None:
+    """No disk, agent connection or control groups; /sys only beside a GPU. `nodes`: of GPUs."""
     quiet = MS_NOSUID | MS_NODEV
     half = f"size={max(1 << 20, memory_bytes // 2)},mode=1777"
     mount("proc", "/proc", "proc", quiet | MS_NOEXEC)
     mount("run", "/run", "tmpfs", quiet | MS_RDONLY, "size=4k,mode=0755")
     mount("tmp", "/tmp", "tmpfs", quiet, half)
     mount("dev", "/dev", "tmpfs", MS_NOSUID, "size=64k,mode=0755")
-    for name, minor in DEVICES.items():
-        os.mknod(f"/dev/{name}", 0o020666, os.makedev(1, minor))
+    for name, major, minor in (*((name, 1, minor) for name, minor in DEVICES.items()), *nodes):
+        os.makedirs(os.path.dirname(f"/dev/{name}"), exist_ok=True)
+        os.mknod(f"/dev/{name}", 0o020666, os.makedev(major, minor))
         os.chmod(f"/dev/{name}", 0o666)
+    if os.path.isdir("/sys/kernel"):
+        mount("sys", "/sys", "", MS_REMOUNT | MS_BIND | MS_RDONLY | quiet | MS_NOEXEC)
     for name, target in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
         os.symlink(f"/proc/self/fd{target}", f"/dev/{name}")
     os.symlink("pts/ptmx", "/dev/ptmx")

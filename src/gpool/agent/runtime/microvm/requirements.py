@@ -89,7 +89,7 @@ def facts(disks: Path | None = None) -> list[GuestRequirement]:
         *(_tool(name, package) for name, package in TOOLS),
         _kvm(disks),
         GuestRequirement(
-            "guest gpu", True, "not offered: a guest would need the whole device (VFIO)"
+            "guest gpu", True, "whole cards that GPOOL_AGENT_VFIO names, and no others"
         ),
     ]
 

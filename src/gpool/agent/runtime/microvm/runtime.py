@@ -3,7 +3,9 @@
 Isolation. The guest's first process confines the task, the monitor the guest, bubblewrap the monitor, under a uid of its
 own: no network but the task's sandbox network, no host file but its programs and libraries, the guest's read-only disks
 and one writable disk, whose size is the task's disk limit. Inputs and outputs travel over the connection to the guest's first process; the host never
-mounts or parses a file system that a task wrote. Guests have no GPU.
+mounts or parses a file system that a task wrote. A guest's GPUs are whole cards that the owner dedicates to guests
+(`passthrough`): behind the IOMMU, reset before each guest, with this host's driver on a disk of their own.
+One file because everything here starts or ends one guest.
 """
 
 from __future__ import annotations
@@ -25,10 +27,17 @@ from gpool.agent.runtime.bubblewrap.launcher_client import (
 )
 from gpool.agent.runtime.descriptors import close_all, command_pipes
 from gpool.agent.runtime.microvm import requirements
+from gpool.agent.runtime.microvm.guest_cards import (
+    CardLease,
+    DriverDisk,
+    FindDrivers,
+    GuestCards,
+)
 from gpool.agent.runtime.microvm.guest_link import GuestConnection
 from gpool.agent.runtime.microvm.guest_outputs import GuestPipes
 from gpool.agent.runtime.microvm.image.build import GuestImage, GuestImageBuilder
 from gpool.agent.runtime.microvm.image.disks import DiskStore, make_work_disk
+from gpool.agent.runtime.microvm.image.drivers import find_drivers
 from gpool.agent.runtime.microvm.image.kernel import Kernel, NoKernel, find_kernel
 from gpool.agent.runtime.microvm.monitors.protocol import (
     GuestDisk,
@@ -39,6 +48,7 @@ from gpool.agent.runtime.microvm.monitors.protocol import (
     guest_memory_mib,
 )
 from gpool.agent.runtime.microvm.monitors.qemu import GUEST_NETWORK, find_qemu
+from gpool.agent.runtime.microvm.passthrough import DedicatedCards
 from gpool.agent.runtime.microvm.sandbox import Console, GuestWorkDirectory, StartedGuest
 from gpool.agent.runtime.protocol import (
     CommandJob,
@@ -70,6 +80,7 @@ T = TypeVar("T")
 BOOT_WITHIN_S = 300.0
 START_WITHIN_S = 180.0
 MONITOR_THREADS = 128
+ABILITIES = frozenset({RuntimeAbility.CANCELLABLE_START, RuntimeAbility.EGRESS_ONLY})
 MOST_CPUS = 32
 PROBE_MIB = 128
 
@@ -79,6 +90,11 @@ class RunningGuest:
     started: StartedGuest
     place: GuestWorkDirectory
     judge: Callable[[ProcessExit, bytes], SandboxExit]
+    cards: CardLease | None
+
+    def end(self) -> None:
+        if self.cards is not None:
+            self.cards.close()
 
 
 class MicrovmRuntime(PlainRuntime):
@@ -86,7 +102,7 @@ class MicrovmRuntime(PlainRuntime):
 
     name = "microvm"
     tier = Tier.VM
-    abilities = frozenset({RuntimeAbility.CANCELLABLE_START, RuntimeAbility.EGRESS_ONLY})
+    abilities: frozenset[RuntimeAbility] = ABILITIES
 
     def __init__(
         self,
@@ -95,6 +111,8 @@ class MicrovmRuntime(PlainRuntime):
         disks: Path | None = None,
         kernel: Kernel | None = None,
         monitor: MachineMonitor | None = None,
+        cards: DedicatedCards | None = None,
+        drivers: FindDrivers = find_drivers,
     ) -> None:
         try:
             self._kernel = kernel or find_kernel()
@@ -114,6 +132,10 @@ class MicrovmRuntime(PlainRuntime):
         self._images = GuestImageBuilder(self._disks, self._layout, self._kernel)
         self._monitor = monitor
         self._preparing = asyncio.Lock()
+        dedicated = cards if cards is not None else DedicatedCards(data)
+        self._cards = GuestCards(dedicated, self._disks, data / "microvm-drivers", drivers)
+        if self._cards.has_any:
+            self.abilities = ABILITIES | {RuntimeAbility.GPUS}
 
     @property
     def networks(self) -> frozenset[Network]:
@@ -123,7 +145,7 @@ class MicrovmRuntime(PlainRuntime):
         return frozenset({Network.NONE, Network.EGRESS}) if has else frozenset({Network.NONE})
 
     def use_gpus(self, gpus: Sequence[Gpu]) -> None:
-        """Do nothing: guests have no GPU."""
+        self._cards.use(gpus)
 
     @property
     def monitor(self) -> str:
@@ -145,14 +167,19 @@ class MicrovmRuntime(PlainRuntime):
             running.place,
             disk_bytes=job.limits.disk_bytes,
             judge=running.judge,
-            release=lambda: self._slots.release(slot),
+            release=lambda: self._release(slot, running),
         )
+
+    def _release(self, slot: SandboxSlot, *running: RunningGuest) -> None:
+        for one in running:
+            one.end()
+        self._slots.release(slot)
 
     async def start_runner(self, job: RunnerJob) -> RunnerSandbox:
         must_have(job.python)
         slot, root = self._slots.take(with_values=True)
         place = GuestWorkDirectory(root.root, root.uid, asyncio.get_running_loop())
-        judges: list[Callable[[ProcessExit, bytes], SandboxExit]] = []
+        guests: list[RunningGuest] = []
 
         async def start(descriptors: Sequence[int], numbers: Sequence[int]) -> StartedProcess:
             stdin, out, err, calls, answers, files = descriptors
@@ -165,15 +192,15 @@ class MicrovmRuntime(PlainRuntime):
             argv = (python, "-B", self._layout.runner, "alone", *words)
             pipes = GuestPipes(out, err, answers, calls, passing)
             running = await self._start(slot, root, job, argv, pipes, place)
-            judges.append(running.judge)
+            guests.append(running)
             return running.started
 
         hooks = RunnerHooks(
             place,
             self._slots.values,
             job.limits.disk_bytes,
-            lambda exit, head: judges[0](exit, head),
-            lambda: self._slots.release(slot),
+            lambda exit, head: guests[0].judge(exit, head),
+            lambda: self._release(slot, *guests),
         )
         assert (CALLS_AT, ANSWERS_AT, FILES_AT) == (3, 4, 5)  # as in guest.py
         return await open_runner(start, hooks, job.preload)
@@ -192,16 +219,21 @@ class MicrovmRuntime(PlainRuntime):
             self._uids.close()
 
     async def _ready(
-        self, environment: PreparedEnvironment | None
-    ) -> tuple[MachineMonitor, GuestImage]:
+        self, environment: PreparedEnvironment | None, vendor: str = ""
+    ) -> tuple[MachineMonitor, GuestImage, DriverDisk | None]:
+        """`vendor`: of the guest's GPUs, whose driver decides the kernel."""
         async with self._preparing:
             if self._monitor is None:
                 probing = requirements.choose(self._disks.folder, self._kernel, self._boots)
                 self._monitor = await _to_its_end(probing)
+            images, disk = self._images, None
+            if vendor:
+                disk = await _to_its_end(asyncio.to_thread(self._cards.disk, vendor))
+                images = GuestImageBuilder(self._disks, self._layout, disk.drivers.kernel)
             making = asyncio.to_thread(
-                self._images.image, environment, unpacked_kernel=self._monitor.unpacked_kernel
+                images.image, environment, unpacked_kernel=self._monitor.unpacked_kernel
             )
-            return self._monitor, await _to_its_end(making)
+            return self._monitor, await _to_its_end(making), disk
 
     async def _boots(self, monitor: MachineMonitor) -> bool:
         kernel = await asyncio.to_thread(self._images.kernel_file, unpacked=monitor.unpacked_kernel)
@@ -242,26 +274,33 @@ class MicrovmRuntime(PlainRuntime):
         launched: LaunchedProcess | None = None
         console: Console | None = None
         line: MonitorLine | None = None
+        cards: CardLease | None = None
         try:
             if job.network is not None and job.network.hosts:
                 raise SandboxFailed("a guest cannot be a member of a gang: others cannot reach it")
             if self._monitor is None:
                 job.progress("the first guest on this node: building its disks, once")
-            monitor, image = await self._ready(job.environment)
+            cards = await self._cards.take(job.slices, root.uid)
+            vendor = cards.vendor if cards is not None else ""
+            monitor, image, drivers = await self._ready(job.environment, vendor)
             disk = root.root / "work.img"
             await _to_its_end(asyncio.to_thread(make_work_disk, disk, job.limits.disk_bytes))
             if root.uid != os.geteuid():
                 os.chown(disk, root.uid, root.uid)
             if job.network is not None and not monitor.has_network:
                 raise SandboxFailed(f"guests of {monitor.name} have no network")
+            if cards is not None and not monitor.passes_devices:
+                raise SandboxFailed(f"guests of {monitor.name} have no GPU")
             machine = replace(self._machine(image, monitor, job.limits), network=job.network)
+            files = image.paths
+            if cards is not None and drivers is not None:
+                machine = self._with_cards(machine, cards, drivers)
+                files = (*files, drivers.path)
             _limit(slot, monitor, job.limits, machine)
             line = monitor.open_line(root.root, root.uid)
             console = Console()
             launching = asyncio.ensure_future(
-                self._monitors.launch(
-                    slot, root, monitor, machine, image.paths, line.descriptor, console
-                )
+                self._monitors.launch(slot, root, monitor, machine, files, line.descriptor, console)
             )
             try:
                 launched = await asyncio.shield(launching)
@@ -273,7 +312,8 @@ class MicrovmRuntime(PlainRuntime):
             place.use(connection)
             await connection.open(BOOT_WITHIN_S)
             inputs = job.inputs if isinstance(job, CommandJob) else ()
-            await connection.begin(self._job(job, argv), inputs, START_WITHIN_S)
+            words = self._job(job, argv, cards, drivers)
+            await connection.begin(words, inputs, START_WITHIN_S)
         except BaseException as failure:
             if launched is not None:
                 await launched.kill()
@@ -284,10 +324,12 @@ class MicrovmRuntime(PlainRuntime):
                 if line is not None:
                     line.close()
             tail = await console.close() if console is not None else ""
+            if cards is not None:
+                cards.close()
             if isinstance(failure, SandboxFailed) and tail:
                 raise SandboxFailed(f"{failure}; its console: {tail}") from failure
             raise
-        return RunningGuest(started, place, _judge(connection, console))
+        return RunningGuest(started, place, _judge(connection, console), cards)
 
     def _machine(
         self, image: GuestImage, monitor: MachineMonitor, limits: SandboxLimits
@@ -304,8 +346,30 @@ class MicrovmRuntime(PlainRuntime):
         words = (f"gpool.control={monitor.control}", *monitor.kernel_words)
         return GuestMachine(seen(image.kernel), seen(image.archive), words, disks, memory, cpus)
 
-    def _job(self, job: CommandJob | RunnerJob, argv: Sequence[str]) -> dict[str, object]:
+    def _with_cards(
+        self, machine: GuestMachine, cards: CardLease, drivers: DriverDisk
+    ) -> GuestMachine:
+        disk = GuestDisk("drivers", self._monitors.disk_path(drivers.path), True)
+        disks = (*machine.disks, disk)
+        return replace(machine, disks=disks, cards=cards.addresses, card_nodes=cards.nodes)
+
+    def _job(
+        self,
+        job: CommandJob | RunnerJob,
+        argv: Sequence[str],
+        cards: CardLease | None,
+        disk: DriverDisk | None,
+    ) -> dict[str, object]:
         variables = dict(self._layout.variables)
+        gpu = None
+        if cards is not None and disk is not None:
+            gpu = {
+                "vendor": cards.vendor,
+                "count": len(cards.addresses),
+                "modules": disk.drivers.modules,
+                "scrub": disk.drivers.scrubs,
+                "nodes": disk.drivers.nodes,
+            }
         if job.environment is not None:
             bin_folder = os.path.dirname(job.environment.python)
             variables["PATH"] = f"{bin_folder}:{variables['PATH']}"
@@ -313,12 +377,13 @@ class MicrovmRuntime(PlainRuntime):
             "argv": list(argv),
             "env": [
                 *variables.items(),
-                ("CUDA_VISIBLE_DEVICES", ""),
+                *((("CUDA_VISIBLE_DEVICES", ""),) if cards is None else cards.variables),
                 *thread_variables(job.limits, job.slices),
                 *job.env,
             ],
             "runner": isinstance(job, RunnerJob),
             "network": None if job.network is None else GUEST_NETWORK,
+            "gpu": gpu,
             "limits": {
                 "memory_bytes": job.limits.memory_bytes,
                 "processes": job.limits.processes,

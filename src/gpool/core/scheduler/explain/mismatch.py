@@ -6,7 +6,14 @@ from dataclasses import dataclass, replace
 
 from gpool.core.ids import NodeId
 from gpool.core.model import Gpu, Node, Shape, Tier
-from gpool.core.scheduler.place.fit import Unfit, is_lent_to, possible_prices, unfit, usable
+from gpool.core.scheduler.place.fit import (
+    Unfit,
+    is_lent_to,
+    is_of_tier,
+    possible_prices,
+    unfit,
+    usable,
+)
 from gpool.core.specs import fields, owners
 from gpool.core.specs import gpu as gpuspec
 
@@ -190,6 +197,16 @@ def _no_such_gpu(nodes: list[Node], shape: Shape) -> Explanation:
         return Explanation("untested", said)
     if not lent:
         return Explanation("closed", f"No GPU takes anything just now: {closed[0].closed}.")
+    apart = [gpu for gpu in others if not is_of_tier(gpu, shape)]
+    shut = [gpu for gpu in apart if any(gpuspec.matches(request, gpu) for request in wanted)]
+    others = [gpu for gpu in others if gpu not in apart]
+    if shut and not any(gpuspec.matches(request, gpu) for request in wanted for gpu in others):
+        said = f"{len(shut)} GPUs would do ({asked}), but " + (
+            "none is passed through to guests, and isolation 'vm' gives no other; GPOOL_AGENT_VFIO names such cards."
+            if shape.requirements.tier is Tier.VM
+            else "they are passed through to guests: ask for the tier 'vm'."
+        )
+        return Explanation("guest_gpu", said)
     if len(wanted) == 1:
         request = wanted[0]
         most = max(

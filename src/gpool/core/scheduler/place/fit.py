@@ -178,6 +178,11 @@ def is_lent_to(node: Node, gpu: Gpu, shape: Shape) -> bool:
     return not gpu.untested or shape.user == node.owner or shape.team in node.owner_teams
 
 
+def is_of_tier(gpu: Gpu, shape: Shape) -> bool:
+    """Whether sandboxes of the shape's tier can have this GPU: guests those passed through to them, others the rest."""
+    return gpu.guest == (shape.requirements.tier is Tier.VM)
+
+
 def usable(
     node: Node,
     gpu: Gpu,
@@ -186,7 +191,7 @@ def usable(
     shape: Shape | None = None,
 ) -> bool:
     """`cap`: price an hour of the whole request. `shape`: for whom; None: for any user."""
-    if shape is not None and not is_lent_to(node, gpu, shape):
+    if shape is not None and not (is_lent_to(node, gpu, shape) and is_of_tier(gpu, shape)):
         return False
     if gpu.closed or gpu.index in node.gpus_withheld or not gpuspec.matches(request, gpu):
         return False

@@ -76,6 +76,7 @@ def _gpu_key(gpu: Gpu) -> tuple[object, ...]:
         gpu.sharing,
         gpu.profiles,
         gpu.untested,
+        gpu.guest,
     )
 
 

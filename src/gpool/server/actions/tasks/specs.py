@@ -97,12 +97,12 @@ def _check_effect(request: TaskRequest) -> None:
         return
     image = request.recipe is not None and request.recipe.image
     for asked, what in (
-        (request.gpu is not None or request.vram is not None, "a GPU"),
+        (request.vram is not None, "'vram'"),
         (image, "an image"),
     ):
         if asked:
             raise Invalid(
-                f"'tier' is 'vm' together with {what}; a virtual machine has no GPU and runs no images: "
+                f"'tier' is 'vm' together with {what}; a virtual machine gets whole GPUs and runs no images: "
                 f"leave out one of the two, or use tier 'container'"
             )
 

@@ -258,7 +258,7 @@ class GuestImageBuilder:
             files.update(tree(_below(ENVIRONMENT_AT), environment.root))
             for inside, host in environment.binds.items():
                 files.update(tree(_below(inside), host))
-        folders = ["/own", *(f"/{name}" for name in OWN_PARTS)]
+        folders = ["/own", "/drivers", *(f"/{name}" for name in OWN_PARTS)]
         return DiskContents(files, tuple(folders), written=self._written)
 
     def _own_plan(self) -> DiskContents:

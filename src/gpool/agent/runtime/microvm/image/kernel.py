@@ -7,6 +7,7 @@ import gzip
 import lzma
 import re
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,14 +42,18 @@ class Kernel:
     modules: tuple[Path, ...]
 
 
-def find_kernel(root: Path = Path("/")) -> Kernel:
-    """Newest kernel with all modules, cloud kernels first, as they boot faster. Raises `NoKernel`."""
+def find_kernel(root: Path = Path("/"), also: Sequence[str] = ()) -> Kernel:
+    """Newest kernel with all modules, cloud kernels first, as they boot faster. Raises `NoKernel`.
+
+    `also`: modules that are not loaded at boot, such as a GPU's.
+    """
     images = [*root.glob("boot/vmlinuz-*"), *root.glob("usr/lib/modules/*/vmlinuz")]
     reasons = []
     for image in sorted(images, key=_rank, reverse=True):
         version = _version(image)
         folder = root / "lib" / "modules" / version
         try:
+            module_files(folder, also)
             return Kernel(version, image, module_files(folder))
         except NoKernel as unfit:
             reasons.append(f"{version}: {unfit}")
@@ -65,13 +70,18 @@ def _rank(image: Path) -> tuple[bool, list[int]]:
     return version.endswith(PREFERRED), [int(word) for word in re.findall(r"\d+", version)]
 
 
-def module_files(folder: Path) -> tuple[Path, ...]:
+def module_files(folder: Path, wanted: Sequence[str] = NEEDED) -> tuple[Path, ...]:
+    """Files of these modules and of those they need, in load order. Raises `NoKernel`."""
     try:
         built_in = (folder / "modules.builtin").read_text().split()
     except FileNotFoundError as absent:
         raise NoKernel("its modules are not installed") from absent
     within = {_name(path) for path in built_in}
-    files = {_name(path.name): path for path in (folder / "kernel").rglob("*.ko*")}
+    files = {
+        _name(path.name): path
+        for part in ("kernel", "extra", "updates")  # the last wins, as for modprobe
+        for path in (folder / part).rglob("*.ko*")
+    }
     chosen: dict[Path, None] = {}
 
     def choose(name: str) -> None:
@@ -86,7 +96,7 @@ def module_files(folder: Path) -> tuple[Path, ...]:
             choose(needed)
         chosen[file] = None
 
-    for name in NEEDED:
+    for name in wanted:
         choose(name)
     return tuple(chosen)
 

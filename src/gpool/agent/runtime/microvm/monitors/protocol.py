@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from gpool.agent.runtime import cgroups
 from gpool.agent.runtime.bubblewrap import layout, seccomp
 from gpool.agent.runtime.bubblewrap.launcher_client import (
     Bind,
@@ -64,12 +65,18 @@ class GuestMachine:
     memory_mib: int
     cpus: int
     network: SandboxNetwork | None = None  # entered by the monitor, whose sockets are the guest's
+    cards: tuple[
+        str, ...
+    ] = ()  # PCI addresses of the host's devices that the guest gets, bound to vfio-pci
+    card_nodes: tuple[str, ...] = ()  # device nodes of their IOMMU groups
 
 
 @dataclass(frozen=True, slots=True)
 class MonitorCommand:
     argv: tuple[str, ...]
     devices: tuple[str, ...] = ()  # host devices it uses
+    folders: tuple[str, ...] = ()  # of the host, read-only
+    pins_memory: bool = False  # the guest's memory is locked: a device reads and writes it
     folder: bool = False  # it needs a directory shared with the agent, at FOLDER_AT
 
 
@@ -96,6 +103,7 @@ class MachineMonitor(Protocol):
     control: str  # "port" or "vsock": the guest's end of the line
     overhead_bytes: int  # memory of the monitor itself, beside the guest's
     unpacked_kernel: bool  # it boots an uncompressed kernel only
+    passes_devices: bool  # it gives PCI devices of the host to a guest
 
     @property
     def description(self) -> str: ...
@@ -115,6 +123,7 @@ def guest_memory_mib(memory_bytes: int) -> int:
 
 
 LINE_AT = 3  # after stdin, stdout, stderr
+PINNED_BESIDE_BYTES = 1 << 30  # locked by a monitor besides the guest's memory, at most
 OPEN_FILES, OPEN_FILES_WITH_NETWORK = 256, 8192  # the second: each connection of the guest is one
 
 
@@ -168,13 +177,24 @@ class MonitorLauncher:
                 descriptors=given,
                 uid=slot.uid if self._root else 0,
                 groups=slot.group.joins if slot.group is not None else (),
-                limits=[(resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, descriptors)],
+                limits=[
+                    (resource.RLIMIT_CORE, 0),
+                    (resource.RLIMIT_NOFILE, descriptors),
+                    *(_locks(machine) if confined.pins_memory else ()),
+                ],
                 namespaces=network.namespaces if network is not None else (),
             )
         )
 
     async def close(self) -> None:
         await self._launcher.close()
+
+
+def _locks(machine: GuestMachine) -> tuple[tuple[int, int], ...]:
+    """A device reads and writes all memory of its guest, so none of it may move. QEMU refuses to start below that."""
+    kind = resource.RLIMIT_MEMLOCK
+    wanted = machine.memory_mib * MIB + PINNED_BESIDE_BYTES
+    return ((kind, cgroups.attainable(kind, wanted)),)
 
 
 def monitor_arguments(
@@ -193,6 +213,8 @@ def monitor_arguments(
         words += ["--bind", f"{place}/work.img", "/work.img"]
     if confined.folder:
         words += ["--bind", place + FOLDER_AT, FOLDER_AT]
+    for folder in confined.folders:
+        words += ["--ro-bind", folder, folder]
     for device in confined.devices:
         words += ["--dev-bind", device, device]
     return words

@@ -1,4 +1,4 @@
-"""QEMU's `microvm` machine: few devices, minimal firmware, no PCI."""
+"""QEMU's `microvm` machine: few devices, minimal firmware, PCI only for devices of the host."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ class Qemu:
     has_network = True
     control = "port"
     unpacked_kernel = False
+    passes_devices = True
 
     def __init__(self, program: str, accelerator: str) -> None:
         self._program = program
@@ -74,12 +75,20 @@ class Qemu:
     def command(self, machine: GuestMachine, line: int) -> MonitorCommand:
         return MonitorCommand(
             tuple(command_line(self._program, self.accelerator, machine, line)),
-            ("/dev/kvm",) if self.accelerator == KVM else (),
+            (*(["/dev/kvm"] if self.accelerator == KVM else []), *machine.card_nodes),
+            folders=tuple(pci_folders()) if machine.cards else (),
+            pins_memory=bool(machine.cards),
         )
 
     def open_line(self, directory: Path, uid: int) -> MonitorLine:
         del directory, uid
         return SocketPairLine()
+
+
+def pci_folders(root: Path = Path("/sys")) -> list[str]:
+    """Read by QEMU to find a device's IOMMU group and configuration."""
+    found = [root / "bus/pci", root / "kernel/iommu_groups", *sorted(root.glob("devices/pci*"))]
+    return [str(folder) for folder in found if folder.is_dir()]
 
 
 def command_line(program: str, accelerator: str, machine: GuestMachine, line: int) -> list[str]:
@@ -88,7 +97,9 @@ def command_line(program: str, accelerator: str, machine: GuestMachine, line: in
     # max: every feature of TCG, and the fastest to emulate; host: the machine's own processor
     words = [program, "-nodefaults", "-no-user-config", "-nographic", "-no-reboot"]
     words += ["-sandbox", SANDBOX]
-    words += ["-M", "microvm,pit=on,pic=on,rtc=on,isa-serial=on,x-option-roms=off,acpi=on"]
+    # pcie: its 64-bit window is a quarter of the processor's address space, enough for the largest cards
+    kind = "microvm,pit=on,pic=on,rtc=on,isa-serial=on,x-option-roms=off,acpi=on"
+    words += ["-M", f"{kind},pcie=on" if machine.cards else kind]
     words += ["-accel", accel, "-cpu", "max" if translated else "host"]
     words += ["-m", f"{machine.memory_mib}M", "-smp", str(machine.cpus)]
     words += ["-kernel", machine.kernel, "-initrd", machine.archive]
@@ -108,6 +119,8 @@ def command_line(program: str, accelerator: str, machine: GuestMachine, line: in
         # QEMU's own stack: its sockets are in the network namespace that QEMU runs in, and no host interface is made.
         words += ["-netdev", "user,id=net,ipv6=off,restrict=off,net=10.0.2.0/24,dns=10.0.2.3"]
         words += ["-device", "virtio-net-device,netdev=net"]
+    for at, address in enumerate(machine.cards):
+        words += ["-device", f"vfio-pci,host={address},id=card{at},bus=pcie.0,rombar=0"]
     words += ["-chardev", f"socket,id=line,fd={line}"]
     words += ["-device", "virtio-serial-device,max_ports=2"]
     words += ["-device", f"virtserialport,chardev=line,name={PORT_NAME}"]

@@ -58,6 +58,7 @@ class Firecracker:
     has_network = False  # it needs an interface of the host, made by root
     control = "vsock"
     unpacked_kernel = True
+    passes_devices = False
     overhead_bytes = 64 * MIB
     description = "firecracker"
     kernel_words: tuple[str, ...] = ()
