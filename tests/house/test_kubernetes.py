@@ -176,6 +176,21 @@ def test_pods_run_without_privileges_and_on_a_read_only_root(
                 assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
 
 
+def test_a_network_policy_and_every_selector_applies_to_the_pods(
+    manifests: tuple[Manifest, ...],
+) -> None:
+    labelled = [each["spec"]["template"]["metadata"]["labels"] for each in manifests if "template" in each.get("spec", {})]  # fmt: skip
+    policy = only(manifests, "NetworkPolicy")["spec"]["podSelector"]["matchLabels"]
+    assert labelled
+    assert all(policy.items() <= each.items() for each in labelled)
+    for each in manifests:
+        spec = each.get("spec", {})
+        wanted = spec.get("selector", {})
+        if each["kind"] not in ("PersistentVolumeClaim",) and wanted:
+            wanted = wanted.get("matchLabels", wanted)
+            assert any(wanted.items() <= found.items() for found in labelled), each["kind"]
+
+
 def test_only_the_container_that_invites_has_the_owners_key(require: Callable[[str], None]) -> None:
     require("kubectl")
     for folder in ("agent", "agent-unprivileged"):
