@@ -14,7 +14,7 @@ NOT_SLOW := $(if $(filter true,$(CI)),, and not slow)
 COMPILE = uv pip compile --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-annotate --custom-compile-command 'make lock' --quiet
 
-.PHONY: help setup up test alone pure check bench soak docs lock system engines clean
+.PHONY: help setup up test alone pure check bench soak docs lock wheels system engines clean
 .DELETE_ON_ERROR:
 
 help:                       ## this list
@@ -124,7 +124,16 @@ lock: $(VENV)/pyvenv.cfg    ## resolve requirements/*.txt again
 	$(COMPILE) $(UPGRADE) pyproject.toml --all-extras --group dev --group build -o requirements/dev.txt; \
 	$(COMPILE) pyproject.toml --extra all -c requirements/dev.txt -o requirements/all.txt; \
 	$(COMPILE) --group build -c requirements/dev.txt -o requirements/build.txt; \
-	$(COMPILE) pyproject.toml -c requirements/dev.txt -o requirements/base.txt
+	$(COMPILE) pyproject.toml -c requirements/dev.txt -o requirements/base.txt; \
+	$(COMPILE) pyproject.toml --extra server --extra postgres --extra s3 -c requirements/dev.txt -o requirements/server.txt; \
+	$(COMPILE) pyproject.toml --extra agent --extra environments -c requirements/dev.txt -o requirements/agent.txt
+
+# Wheels for this interpreter and machine: what deploy/docker/Dockerfile installs without network.
+wheels: setup               ## download and build the wheels of the images
+	rm -rf deploy/docker/wheels
+	$(PIP) download --require-hashes --only-binary :all: -r requirements/server.txt -d deploy/docker/wheels
+	$(PIP) download --require-hashes --only-binary :all: -r requirements/agent.txt -d deploy/docker/wheels
+	$(PIP) wheel --no-deps --no-build-isolation -w deploy/docker/wheels .
 
 clean:                      ## remove what was built
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

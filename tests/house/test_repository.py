@@ -139,7 +139,7 @@ def test_prose_lines_have_at_most_100_characters(place: str) -> None:
     assert long == []
 
 
-@pytest.mark.parametrize("lock", ["base", "all", "build", "dev"])
+@pytest.mark.parametrize("lock", ["base", "all", "build", "server", "agent", "dev"])
 def test_a_lock_is_hashed_and_names_no_address(lock: str) -> None:
     text = (ROOT / "requirements" / f"{lock}.txt").read_text()
     assert [line for line in text.splitlines() if ADDRESS_OPTIONS.search(line)] == []
@@ -150,7 +150,7 @@ def test_a_lock_is_hashed_and_names_no_address(lock: str) -> None:
 def test_the_locks_agree_on_every_version() -> None:
     folder = ROOT / "requirements"
     dev = dict(versions((folder / "dev.txt").read_text()))
-    for lock in ("base", "all", "build"):
+    for lock in ("base", "all", "build", "server", "agent"):
         for name, version in versions((folder / f"{lock}.txt").read_text()):
             assert version in dev[name], f"{name}: {version} in {lock}.txt, {dev[name]} in dev.txt"
 

@@ -111,6 +111,7 @@ COMPONENTS: Mapping[str, Callable[[], str | None]] = {
     "haproxy": _program("haproxy", "haproxy"),
     "pgbouncer": _program("pgbouncer", "pgbouncer"),
     "kubectl": _kubectl,
+    "pip": _module("pip", "pip"),
     "kubernetes-validate": _module("kubernetes_validate", "kubernetes-validate"),
     "debootstrap": _engine(
         ("debootstrap", "debootstrap"), ("dockerd", "docker.io"), ("docker-init", "tini")
