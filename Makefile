@@ -76,6 +76,8 @@ check: setup                ## lint, types, import contracts, structure, generat
 		|| { echo 'docs/settings.md is stale: run make docs'; exit 1; }
 	$(BIN)/python -m gpool.server.store.row_generator | diff -u src/gpool/server/store/generated_rows.py - \
 		|| { echo 'server/store/generated_rows.py is stale: run make docs'; exit 1; }
+	$(BIN)/python -m gpool.observability.ecs | diff -u deploy/logging/elasticsearch/index-template.json - \
+		|| { echo 'deploy/logging/elasticsearch/index-template.json is stale: run make docs'; exit 1; }
 
 # In CI, as root, what requirements/apt.txt lists is installed, so that nothing has to be skipped.
 system:
@@ -108,6 +110,7 @@ docs: setup                 ## write the generated pages again
 	$(BIN)/python -m gpool.client.options > docs/options.md
 	$(BIN)/python -m tests.tools.settings_page > docs/settings.md
 	$(BIN)/python -m gpool.server.store.row_generator > .generated_rows && mv .generated_rows src/gpool/server/store/generated_rows.py
+	$(BIN)/python -m gpool.observability.ecs > deploy/logging/elasticsearch/index-template.json
 
 lock: $(VENV)/pyvenv.cfg    ## resolve requirements/*.txt again
 	@command -v uv >/dev/null || $(PIP) install uv
