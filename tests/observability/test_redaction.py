@@ -111,3 +111,12 @@ def test_no_field_message_or_traceback_of_a_line_holds_a_secret(
     known = log_handler(form, LogSource("gpool-test", "1"), Redactor([VALUE]))  # type: ignore[arg-type]
     assert not any(VALUE in known.format(record) for record in caplog.records)
     assert all(VALUE in f"{vars(record)}{record.exc_info}" for record in caplog.records)  # control
+
+
+@pytest.mark.parametrize(
+    "piece", ["a.", "token", "x=", "http://a:", "-----BEGIN PRIVATE KEY-----", "eyJaaaaaa.", " "]
+)
+def test_long_hostile_text_is_redacted_in_linear_time(piece: str) -> None:
+    """Quadratic patterns would take minutes."""
+    text = piece * (256 * 1024 // len(piece))
+    assert len(Redactor().text(text)) <= 2 * len(text)

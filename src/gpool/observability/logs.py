@@ -108,7 +108,7 @@ class EcsFormatter(logging.Formatter):
         document: dict[str, object] = {
             "@timestamp": ecs.timestamp(record.created),
             "log.level": record.levelname.lower(),
-            "message": redact.text(ecs.clean(message_of(record)))[: ecs.LONGEST_TEXT],
+            "message": redact.text(ecs.clean(message_of(record)[: ecs.LONGEST_TEXT])),
             **self._fixed,
             "log.logger": record.name,
         }
@@ -125,7 +125,7 @@ class EcsFormatter(logging.Formatter):
 
     def _long(self, text: str) -> str:
         """Keep the end of a long trace, where the error is."""
-        return self._redactor.text(ecs.clean(text))[-ecs.LONGEST_TEXT :]
+        return self._redactor.text(ecs.clean(text[-ecs.LONGEST_TEXT :]))
 
 
 class TextFormatter(logging.Formatter):

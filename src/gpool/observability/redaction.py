@@ -1,6 +1,7 @@
 """Removal of secrets from log lines and span attributes: by field name, by form, and by known value.
 
-Every string passes `Redactor.text` once, after formatting. Patterns prefer to remove too much.
+Every string passes `Redactor.text` once, after formatting. Patterns prefer to remove too much; their repetitions are
+bounded, since nodes and tasks supply some of the text.
 """
 
 from __future__ import annotations
@@ -37,24 +38,32 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
     (
         re.compile(
             r"((?:proxy-)?authorization|(?:set-)?cookie|x-api-key|gpool-proof)"
-            r"(?P<between>[\"']?\s*[:=,]\s*(?:b?[\"'])?)(?:(?:bearer|basic|negotiate|dpop)\s+)?[^\s\"',]+",
+            r"(?P<between>[\"']?\s{0,9}[:=,]\s{0,9}(?:b?[\"'])?)(?:(?:bearer|basic|negotiate|dpop)\s{1,9})?[^\s\"',]+",
             re.IGNORECASE,
         ),
         rf"\1\g<between>{REDACTED}",
     ),
-    (re.compile(r"\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{8,}", re.IGNORECASE), rf"\1 {REDACTED}"),
+    (
+        re.compile(r"\b(bearer|basic)\s{1,9}[A-Za-z0-9._~+/=-]{8,}", re.IGNORECASE),
+        rf"\1 {REDACTED}",
+    ),
     (re.compile(r"\bgp[a-z]_[A-Za-z0-9_-]{8,}"), REDACTED),  # our API keys and invites
     (re.compile(r"\beyJ[A-Za-z0-9_-]{5,}\.[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]*)*"), REDACTED),  # JWT
     (re.compile(r"(/join/)[^/\s\"']+"), rf"\1{REDACTED}"),
     (re.compile(r"\b0x[0-9a-fA-F]{64,}"), REDACTED),  # private keys, signatures of wallets
-    (re.compile(r"([a-z][a-z0-9+.-]*://[^/\s:@\"']*:)[^/\s@\"']+@", re.I), rf"\1{REDACTED}@"),
+    (
+        re.compile(r"(\b[a-z][a-z0-9+.-]{0,20}://[^/\s:@\"']{0,256}:)[^/\s@\"']+@", re.I),
+        rf"\1{REDACTED}@",
+    ),
     (
         re.compile(r"([?&](?:code|state|key|sig|x-amz-[a-z-]+)=)[^&\s\"']+", re.I),
         rf"\1{REDACTED}",
     ),
     # Variables and members: NAME=value, "name": "value", name='value'.
     (
-        re.compile(rf"(\b[\w.-]*{_SECRET_WORD}[\w-]*[\"']?\s*[=:]\s*){_VALUE}", re.IGNORECASE),
+        re.compile(
+            rf"({_SECRET_WORD}[\w-]{{0,64}}[\"']?\s{{0,9}}[=:]\s{{0,9}}){_VALUE}", re.IGNORECASE
+        ),
         rf"\1{REDACTED}",
     ),
 )

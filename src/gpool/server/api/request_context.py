@@ -104,6 +104,9 @@ class RequestContext:
                 if span is not None:
                     span.set("http.response.status_code", status)
                     span.end("" if 0 < status < 500 else f"status {status}")
+            del scope[
+                WORK
+            ]  # no reference cycle is left; after an exception the fault's handler reads it
             if log.isEnabledFor(logging.DEBUG):
                 took_ns = time.perf_counter_ns() - begun_ns
                 log.debug("request", status=status, duration_ns=took_ns)
