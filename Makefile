@@ -82,6 +82,8 @@ check: setup                ## lint, types, import contracts, structure, generat
 		|| { echo 'deploy/monitoring/rules_test.yml is stale: run make docs'; exit 1; }
 	$(BIN)/python -m gpool.server.store.row_generator | diff -u src/gpool/server/store/generated_rows.py - \
 		|| { echo 'server/store/generated_rows.py is stale: run make docs'; exit 1; }
+	$(BIN)/python -m gpool.observability.ecs | diff -u deploy/logging/elasticsearch/index-template.json - \
+		|| { echo 'deploy/logging/elasticsearch/index-template.json is stale: run make docs'; exit 1; }
 
 # In CI, as root, what requirements/apt.txt lists is installed, so that nothing has to be skipped.
 system:
@@ -117,6 +119,7 @@ docs: setup                 ## write the generated pages again
 	$(BIN)/python -m gpool.server.alerts.rules > deploy/monitoring/rules.yml
 	$(BIN)/python -m tests.tools.alert_cases > deploy/monitoring/rules_test.yml
 	$(BIN)/python -m gpool.server.store.row_generator > .generated_rows && mv .generated_rows src/gpool/server/store/generated_rows.py
+	$(BIN)/python -m gpool.observability.ecs > deploy/logging/elasticsearch/index-template.json
 
 lock: $(VENV)/pyvenv.cfg    ## resolve requirements/*.txt again
 	@command -v uv >/dev/null || $(PIP) install uv

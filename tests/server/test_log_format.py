@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
 import sys
 
-from gpool.server.main import log_handler
+import pytest
 
-
-def test_a_log_line_is_text_or_one_json_object() -> None:
-    record = logging.makeLogRecord({"msg": "größe %s", "args": ("7\n",), "levelname": "ERROR"})
-    told = json.loads(log_handler("json").format(record))
-    assert (told["message"], told["level"]) == ("größe 7\n", "error")
-    assert "\n" not in log_handler("json").format(record)
-    assert "größe 7" in log_handler("text").format(record)
+from tests.tools.ecs import problems
 
 
 def test_an_invalid_setting_is_one_line_and_a_usage_error() -> None:
@@ -30,3 +23,25 @@ def test_an_invalid_setting_is_one_line_and_a_usage_error() -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("gpool: GPOOL_SERVER_LOG_FORMAT: ")
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "prefix"), [("gpool.server", "GPOOL_SERVER"), ("gpool.agent", "GPOOL_AGENT")]
+)
+def test_an_invalid_setting_is_an_ecs_document_where_the_log_is_json(
+    module: str, prefix: str
+) -> None:
+    variables = {f"{prefix}_LOG_FORMAT": "json", f"{prefix}_LOG_LEVEL": "loud"}
+    done = subprocess.run(
+        [sys.executable, "-m", module],
+        env={**variables, "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert problems(line) == []
+    told = json.loads(line)
+    assert told["log.level"] == "critical"
+    assert f"{prefix}_LOG_LEVEL: " in told["message"]

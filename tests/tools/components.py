@@ -87,10 +87,30 @@ def _kubectl() -> str | None:
     return "there is no kubectl here (Kubernetes' own package, 1.27 or newer; Debian's is too old)"
 
 
+def _opentelemetry() -> str | None:
+    try:
+        found = importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http")
+    except ModuleNotFoundError:
+        found = None
+    return (
+        None if found else "OpenTelemetry is not installed (run make setup, or install gpool[otel])"
+    )
+
+
+def _rsyslog() -> str | None:
+    if any(Path("/usr/lib").glob("*/rsyslog/omelasticsearch.so")):
+        return _program("rsyslogd", "rsyslog")()
+    return (
+        "there is no rsyslog for Elasticsearch here (Debian: apt-get install rsyslog-elasticsearch)"
+    )
+
+
 COMPONENTS: Mapping[str, Callable[[], str | None]] = {
     "bubblewrap": _bubblewrap,
     "git": _program("git", "git"),
     "nftables": _program("nft", "nftables"),
+    "rsyslog": _rsyslog,
+    "opentelemetry": _opentelemetry,
     "uv": _module("uv", "uv"),
     "torch": _module("torch", "torch"),
     "C compiler": _program("cc", "gcc"),

@@ -6,10 +6,13 @@ Exit codes (DESIGN §7): 1 failed, 2 usage, 3 refused by the server, 4 not found
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import sys
 
-from gpool.agent.app import lend
+from pydantic import ValidationError
+
+from gpool.agent.app import SOURCE, lend
 from gpool.agent.runtime.protocol import SandboxFailed
 from gpool.core.errors import (
     Forbidden,
@@ -20,11 +23,13 @@ from gpool.core.errors import (
     TooLarge,
     Unreachable,
 )
+from gpool.observability.logs import fail
 
 COLLECT_AFTER = 20_000
 """Allocations between two collections of the youngest generation; `gpool.server.__main__` explains it."""
 
 FAILED = 1
+USAGE = 2
 EXIT_CODES: tuple[tuple[type[GpoolError], int], ...] = (
     (Invalid, 2),
     (TooLarge, 2),
@@ -40,19 +45,24 @@ def main() -> None:
         lend()
     except KeyboardInterrupt:  # before the signal handlers were installed
         sys.exit(128 + signal.SIGINT)
+    except ValidationError as error:
+        found = ((".".join(map(str, one["loc"])), one["msg"]) for one in error.errors())
+        _fail("; ".join(f"GPOOL_AGENT_{name.upper()}: {text}" for name, text in found))
+        sys.exit(USAGE)
     except GpoolError as error:
-        _print(f"gpool: {error.detail}")
+        _fail(error.detail)
         sys.exit(next((code for kind, code in EXIT_CODES if isinstance(error, kind)), FAILED))
     except SandboxFailed as error:
-        _print(f"gpool: this machine cannot isolate tasks: {error}")
-        _print("  Find the cause with: gpool node doctor")
+        _fail(
+            f"this machine cannot isolate tasks: {error}\n  Find the cause with: gpool node doctor"
+        )
         sys.exit(FAILED)
 
 
-def _print(text: str) -> None:
+def _fail(text: str) -> None:
     """Replace terminal control characters of the server's text; keep its lines."""
-    shown = (c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
-    sys.stderr.write("".join(shown) + "\n")
+    shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
+    fail(os.environ.get("GPOOL_AGENT_LOG_FORMAT", "text"), SOURCE, shown)
 
 
 if __name__ == "__main__":

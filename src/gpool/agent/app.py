@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from random import Random, SystemRandom
 
 import structlog
@@ -39,8 +40,12 @@ from gpool.agent.state_machine.agent_state import AgentState
 from gpool.agent.state_machine.instructions import Disconnected, Event, FrameArrived
 from gpool.core.errors import Invalid
 from gpool.core.model import Gpu, Offer, Tier
+from gpool.observability.context import NamedWork, begin_work
+from gpool.observability.logs import LogSource, configure, exported_traces
+from gpool.observability.redaction import Redactor
+from gpool.observability.tracing import Tracing
 from gpool.transfer.senders import AsyncSender
-from gpool.wire.frames import AgentFrame, ToGpu
+from gpool.wire.frames import AgentFrame, Grants, ServerFrame, ToGpu
 
 NewLoop = Callable[[], asyncio.AbstractEventLoop]
 try:
@@ -51,6 +56,12 @@ except ImportError:  # not on every platform
     new_loop = asyncio.new_event_loop
 
 log = structlog.get_logger(__name__)
+
+try:
+    VERSION = version("gpool")
+except PackageNotFoundError:
+    VERSION = "0+source"
+SOURCE = LogSource("gpool-agent", VERSION)
 
 
 Check = Callable[[], Sequence[Event]]
@@ -67,15 +78,7 @@ def lend() -> None:
     """Lend this machine until a signal; raise `GpoolError` or `SandboxFailed` if impossible or refused."""
     settings = AgentSettings()  # type: ignore[call-arg]  # from the environment
     settings.data_dir.mkdir(parents=True, exist_ok=True)
-    if settings.log_format == "json":
-        structlog.configure(
-            processors=[
-                structlog.processors.add_log_level,
-                structlog.processors.TimeStamper(fmt="iso", key="at"),
-                structlog.processors.format_exc_info,
-                structlog.processors.JSONRenderer(ensure_ascii=False),
-            ]
-        )
+    redactor = configure(settings.log_format, settings.log_level, SOURCE)
     cards = DedicatedCards(
         settings.data_dir,
         () if settings.simulate_gpus else settings.dedicated,
@@ -83,12 +86,12 @@ def lend() -> None:
     )
     cards.bind()  # before NVML opens any card
     try:
-        _lend(settings, cards)
+        _lend(settings, cards, redactor)
     finally:
         cards.release()
 
 
-def _lend(settings: AgentSettings, cards: DedicatedCards) -> None:
+def _lend(settings: AgentSettings, cards: DedicatedCards, redactor: Redactor) -> None:
     policy_file = PolicyFile(settings.policy)
     policy = policy_file.policy
     detector = Detector(settings.simulate_gpus, guests=cards.gpus)
@@ -145,7 +148,10 @@ def _lend(settings: AgentSettings, cards: DedicatedCards) -> None:
         return facts_now(wall_clock(), meter, data=settings.data_dir)
 
     monitor = NodeMonitor(policy_file, offer, facts, sample)
-    with asyncio.Runner(loop_factory=new_loop) as runner:
+    with (
+        exported_traces(SOURCE, redactor) as tracing,
+        asyncio.Runner(loop_factory=new_loop) as runner,
+    ):
         runner.run(
             run_agent(
                 settings,
@@ -154,6 +160,8 @@ def _lend(settings: AgentSettings, cards: DedicatedCards) -> None:
                 survey=monitor.survey,
                 poll=monitor.poll,
                 discover=discovery.run,
+                secrets_seen=redactor.add,
+                tracing=tracing,
             )
         )
 
@@ -179,10 +187,13 @@ async def run_agent(
     survey_every_s: float = SURVEY_EVERY_S,
     poll: Check | None = None,
     discover: Callable[[], Coroutine[None, None, None]] | None = None,
+    secrets_seen: Callable[[Iterable[str]], None] | None = None,
+    tracing: Tracing | None = None,
 ) -> None:
     """Run until `stop` is set, or (without one) SIGTERM or SIGINT; a second signal stops without waiting.
 
-    `survey` runs every `survey_every_s`, `poll` every second between, `discover` until the end. Raises `GpoolError` on a final refusal.
+    `survey` runs every `survey_every_s`, `poll` every second between, `discover` until the end; `secrets_seen` gets the values
+    of secret variables before anything uses them. Raises `GpoolError` on a final refusal.
     """
     random = random if random is not None else SystemRandom()
     address = settings.address
@@ -190,6 +201,7 @@ async def run_agent(
     credentials = AgentCredentials(settings.read_key(), identity, boot_clock)
     scratch = settings.data_dir / "scratch"
     scratch.mkdir(parents=True, exist_ok=True)
+    begin_work(NamedWork({"node": settings.node}))
     await services.start()
     sender = AsyncSender(address, None, random, vouch=credentials.vouch)
     cache = ArtifactCache(settings.data_dir / "artifacts", sender.download, settings.cache_bytes)
@@ -215,6 +227,7 @@ async def run_agent(
             gpu_shares=services.gpu_shares,
             self_check=RuntimeSelfCheck(boot_clock),
             survey=monitoring.survey_now,
+            tracing=tracing,
         )
 
     monitoring = MonitorLoop(survey, poll)
@@ -226,6 +239,8 @@ async def run_agent(
         if isinstance(event, FrameArrived) and isinstance(event.frame, ToGpu):
             gpus.take(event.frame)
             return
+        if secrets_seen is not None and isinstance(event, FrameArrived):
+            secrets_seen(_secrets_in(event.frame))
         if isinstance(event, Disconnected):
             gpus.end_all()
         daemon.feed(event)
@@ -255,6 +270,10 @@ async def run_agent(
         await sender.close()
         await services.close()
         log.info("agent_ends")
+
+
+def _secrets_in(frame: ServerFrame) -> Iterable[str]:
+    return [secret.value for secret in frame.secrets] if isinstance(frame, Grants) else ()
 
 
 async def _stopped(stop: asyncio.Event | None, daemon: Daemon) -> None:

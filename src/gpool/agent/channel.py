@@ -31,6 +31,7 @@ from gpool.core.errors import (
     TooLarge,
     Unreachable,
 )
+from gpool.observability.context import REQUEST_ID
 from gpool.transfer.keys import pinned_context, write_private, wrong_certificate
 from gpool.transfer.node_proofs import (
     PROOF_HEADER,
@@ -252,7 +253,9 @@ class AgentChannel:
             async with asyncio.timeout(ANSWER_WITHIN_S):
                 await self._arrived(connection, await connection.recv())
             self._welcomed = True
-            log.info("channel_open", server=self._address.url)
+            answer = connection.response
+            request = None if answer is None else answer.headers.get(REQUEST_ID)
+            log.info("channel_open", server=self._address.url, request=request)
             async for message in connection:
                 await self._arrived(connection, message)
         finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -14,6 +13,7 @@ from gpool.agent.runtime.microvm.passthrough import DedicatedCard, parse_dedicat
 from gpool.core.errors import Invalid
 from gpool.core.model import GIB
 from gpool.core.specs import fields
+from gpool.observability.logs import LogFormat, LogLevel
 from gpool.transfer.node_proofs import NodeKey
 from gpool.transfer.requests import Address
 
@@ -59,7 +59,12 @@ class AgentSettings(BaseSettings):
         "`0000:41:00.0=H100:80GB` for one without a driver. Needs root and an IOMMU. Not run on real hardware yet.",
     )
     policy: Path | None = Field(None, description="The owner's policy, a TOML file.")
-    log_format: Literal["text", "json"] = Field("text", description="Format of log lines.")
+    log_format: LogFormat = Field(
+        "text", description="Format of log lines: `text` for people, or `json`: ECS."
+    )
+    log_level: LogLevel = Field(
+        "info", description="Lowest level of log lines; `debug` adds a line per start and end."
+    )
     cache_bytes: int = Field(default=10 * GIB, ge=0, description="Size of the artifact cache.")
     site: str = Field(
         "",

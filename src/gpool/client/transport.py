@@ -5,21 +5,35 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from random import SystemRandom
 from typing import Any
 
 import httpx2
 
 from gpool.client.config import EXPIRED, SignInSession, Tokens
-from gpool.core.errors import Invalid, NotSignedIn, TooMany, Unreachable
+from gpool.core.errors import GpoolError, Invalid, NotSignedIn, TooMany, Unreachable
+from gpool.observability.redaction import Redactor
+from gpool.observability.trace_context import TRACEPARENT, TraceContext
+from gpool.observability.tracing import (
+    NOT_INSTALLED,
+    SpanRole,
+    Tracing,
+    ambient_trace,
+    is_requested,
+    open_tracing,
+)
 from gpool.transfer.requests import Address, Patience, Reply, Request, Steps, error_from
 from gpool.transfer.senders import READ_S, Sender
 
+log = logging.getLogger(__name__)
 _NO_HEADERS: Mapping[str, str] = {}
 
 
@@ -39,6 +53,7 @@ class ApiTransport:
         self.address = Address(address) if isinstance(address, str) else address
         self.url = self.address.url
         self._transport, self._patience_s = transport, patience_s
+        self._tracing = _client_tracing() if is_requested() else None
         patience = Patience(patience_s)
         if session is None:
             self._sender = Sender(
@@ -140,6 +155,29 @@ class ApiTransport:
         return self._sender.wait(seconds)
 
     def _once(self, request: Request, read_s: float) -> Reply:
+        if self._tracing is not None:
+            return self._traced(self._tracing, request, read_s)
+        above = ambient_trace()
+        return self._reply(request if above is None else _under(request, above), read_s)
+
+    def _traced(self, tracing: Tracing, request: Request, read_s: float) -> Reply:
+        """Send within a span of its own; the server's span is beneath it."""
+        path = request.path.partition("?")[0]
+        attributes = {"http.request.method": request.method, "url.path": path}
+        name = f"gpool {request.method}"
+        span = tracing.begin(name, SpanRole.CLIENT, ambient_trace(), attributes)
+        failure = "no answer"
+        try:
+            reply = self._reply(_under(request, span.context), read_s)
+            failure = ""
+        except GpoolError as error:
+            failure = error.code
+            raise
+        finally:
+            span.end(failure)
+        return reply
+
+    def _reply(self, request: Request, read_s: float) -> Reply:
         reply = self._sender.send(request, read_s)
         if reply.status >= 400:
             raise error_from(reply)
@@ -226,6 +264,23 @@ class _SignedSender(Sender):
 
 def _as(request: Request, token: str) -> Request:
     return replace(request, headers={**request.headers, "Authorization": f"Bearer {token}"})
+
+
+def _under(request: Request, trace: TraceContext) -> Request:
+    return replace(request, headers={**request.headers, TRACEPARENT: trace.header})
+
+
+@cache
+def _client_tracing() -> Tracing | None:
+    """Traces of this program, if OpenTelemetry's variables name an endpoint; exported until the program ends."""
+    try:
+        tracing = open_tracing("gpool-client", "", Redactor())
+    except ImportError:
+        log.warning(NOT_INSTALLED)
+        return None
+    if tracing is not None:
+        atexit.register(tracing.close)
+    return tracing
 
 
 def _keyed(request: Request) -> Request:

@@ -238,6 +238,7 @@ class TaskSpec:
     by: Instant | None = None  # wanted by then: it goes before others when that is near
     engine: Engine = Engine.NONE  # of a gang
     on_loss: OnLoss = OnLoss.REFORM
+    trace: str = ""  # W3C `traceparent` of the submission, if it was sampled
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from gpool.core.ids import UserId
 from gpool.core.model import Permission
 from gpool.core.scheduler.order.builtin import order_named
 from gpool.core.scheduler.order.orders import Policy
+from gpool.observability.tracing import Tracing
 from gpool.server.actions import policy as operating
 from gpool.server.actions import quotas
 from gpool.server.actions.tasks import submit
@@ -192,7 +193,7 @@ async def running(server: Server) -> AsyncIterator[Server]:
         await server.store.close()
 
 
-def make_app(server: Server) -> FastAPI:
+def make_app(server: Server, tracing: Tracing | None = None) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -214,7 +215,7 @@ def make_app(server: Server) -> FastAPI:
     )
     app.state.server = server
     app.state.readiness = Readiness(server.store)
-    routing.install(app, server.guard, VERSION, server.metrics.signals.http)
+    routing.install(app, server.guard, VERSION, server.metrics.signals.http, tracing)
     return app
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import ipaddress
-import logging
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -24,10 +23,11 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.frames import Frame
 from websockets.http11 import Request
 
+from gpool.observability.logs import get_logger
 from gpool.server.identity.throttle import network_of, site_of
 from gpool.wire.frames import MAX_PROOF_BYTES
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 MAX_HEAD_BYTES = 64 * 1024
 """Limit of request line and headers over several reads; `api.callers` checks a head that came in one read."""
@@ -211,13 +211,16 @@ class LimitedServer(uvicorn.Server):
         try:
             listening = sockets or await listening_sockets(config)
         except OSError as failure:
-            log.error("cannot listen on %s port %s: %s", config.host, config.port, failure)  # noqa: TRY400
+            log.error(  # noqa: TRY400
+                "cannot listen", host=config.host, port=config.port, error=str(failure)
+            )
             await self.lifespan.shutdown()
             sys.exit(STARTUP_FAILURE)
         acceptor = TlsAcceptor(listening, config, self._protocol)
         self.servers = [cast("asyncio.Server", acceptor)]
         for each in listening:
-            log.info("listening with TLS on %s port %s", *each.getsockname()[:2])
+            host, port = each.getsockname()[:2]
+            log.info("listening with TLS", host=host, port=port)
 
     def _protocol(self) -> asyncio.Protocol:
         return LimitedHttp(
@@ -275,7 +278,7 @@ class TlsAcceptor:
                 connection, (address, *_) = await loop.sock_accept(listening)
             except OSError as failure:
                 if failure.errno != errno.ECONNABORTED:  # else the peer's affair
-                    log.warning("cannot accept a connection: %s", failure)
+                    log.warning("cannot accept a connection", error=str(failure))
                     await asyncio.sleep(ACCEPT_AGAIN_S)
                 continue
             handshake = TlsHandshake(connection)

@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import json
-import logging
+import os
 import resource
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
-from datetime import UTC, datetime
 from types import FrameType
-from typing import Literal
+from urllib.parse import unquote, urlsplit
 
 import uvicorn
 import uvloop
 from pydantic import ValidationError
 
 from gpool.core.errors import GpoolError, Unreachable
+from gpool.observability.logs import LogSource, configure, exported_traces, fail, get_logger
+from gpool.observability.redaction import Redactor
+from gpool.observability.tracing import Tracing
 from gpool.server.app import make_app, open_server, private_directory
 from gpool.server.http import HttpLimits, LimitedConfig, LimitedServer
 from gpool.server.metrics.listener import metrics_listener
-from gpool.server.server import Server
+from gpool.server.server import VERSION, Server
 from gpool.server.settings import Settings
 from gpool.server.store.drivers.opening import lock_for_serving
 from gpool.wire.frames import MAX_FRAME_BYTES
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
+SOURCE = LogSource("gpool-server", VERSION)
 
 USAGE = 2
 """Exit code after an invalid setting: `gpool up` reports it instead of starting the server again."""
@@ -60,7 +62,9 @@ class _Listener(LimitedServer):
             self.should_exit = True
 
 
-async def serve(settings: Settings, opened: Opened | None = None) -> int:
+async def serve(
+    settings: Settings, opened: Opened | None = None, tracing: Tracing | None = None
+) -> int:
     """Serve until SIGINT or SIGTERM and return the signal. `opened` is called before the first request.
 
     `Conflict` if another server has the store's lock; `Unreachable` after the lock was lost.
@@ -71,7 +75,7 @@ async def serve(settings: Settings, opened: Opened | None = None) -> int:
         server = await open_server(settings)
         if opened is not None:
             await opened(server)
-        listener = _Listener(configuration(server))
+        listener = _Listener(configuration(server, tracing))
         watch = asyncio.create_task(lock.lost(), name="server-lock")
         watch.add_done_callback(listener.stop_unlocked)
         try:
@@ -110,10 +114,10 @@ def http_limits(settings: Settings) -> HttpLimits:
     )
 
 
-def configuration(server: Server) -> uvicorn.Config:
+def configuration(server: Server, tracing: Tracing | None = None) -> uvicorn.Config:
     shown = server.certificate
     return LimitedConfig(
-        make_app(server),
+        make_app(server, tracing),
         http_limits(server.settings),
         host=server.settings.host,
         port=server.settings.port,
@@ -132,28 +136,6 @@ def configuration(server: Server) -> uvicorn.Config:
     )
 
 
-class JsonLines(logging.Formatter):
-    """One JSON object a line: `at` (UTC), `level`, `logger`, `message`, and `traceback` of an exception."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        found = {
-            "at": datetime.fromtimestamp(record.created, UTC).isoformat(),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            found["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(found, ensure_ascii=False)
-
-
-def log_handler(form: Literal["text", "json"]) -> logging.Handler:
-    handler = logging.StreamHandler()
-    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    handler.setFormatter(JsonLines() if form == "json" else text)
-    return handler
-
-
 LARGE_BUFFER_BYTES = 1 << 20
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 
@@ -168,22 +150,35 @@ def return_large_buffers() -> None:
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, LARGE_BUFFER_BYTES)
 
 
+def secret_values(settings: Settings) -> Iterator[str]:
+    """Secrets in the settings, which no log line may hold."""
+    secrets = [settings.master_key, *(each.client_secret for each in settings.oidc)]
+    yield from (each.get_secret_value() for each in secrets if each is not None)
+    if settings.database_url and (password := urlsplit(settings.database_url).password):
+        yield unquote(password)
+
+
 def main() -> None:
     return_large_buffers()
+    form = os.environ.get("GPOOL_SERVER_LOG_FORMAT", "text")  # of errors in the settings too
     try:
         settings = Settings()
-        logging.basicConfig(level=logging.INFO, handlers=[log_handler(settings.log_format)])
-        logging.getLogger("alembic.runtime.plugins").setLevel(logging.WARNING)  # a line per plugin
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            stopped_by = runner.run(serve(settings))
+        redactor = Redactor(secret_values(settings))
+        configure(settings.log_format, settings.log_level, SOURCE, redactor)
+        with (
+            exported_traces(SOURCE, redactor) as tracing,
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
+            stopped_by = runner.run(serve(settings, tracing=tracing))
     except KeyboardInterrupt:  # uvicorn stopped in order and raised the signal again
         stopped_by = signal.SIGINT
     except GpoolError as error:
-        sys.exit(f"gpool: {error.detail}")
+        fail(form, SOURCE, error.detail)
+        sys.exit(1)
     except ValidationError as error:
         found = ((".".join(map(str, one["loc"])), one["msg"]) for one in error.errors())
         wrong = "; ".join(f"GPOOL_SERVER_{name.upper()}: {text}" for name, text in found)
-        sys.stderr.write(f"gpool: {wrong}\n")
+        fail(form, SOURCE, wrong)
         sys.exit(USAGE)
     if stopped_by:
         sys.exit(128 + stopped_by)

@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from gpool.core.errors import Invalid
 from gpool.core.model import GIB, Permission, Span
 from gpool.core.quotas import OwnerQuota, Quota
+from gpool.observability.logs import LogFormat, LogLevel
 from gpool.server.identity.sealer import MasterSource
 from gpool.server.nodes.reports import SITE
 from gpool.server.outbound import own_address
@@ -133,8 +134,13 @@ class Settings(BaseSettings):
     prune_s: float = Field(
         default=60.0, gt=0, description="Interval of the loops that delete expired rows and files."
     )
-    log_format: Literal["text", "json"] = Field(
-        default="text", description="Form of the log: lines for people, or one JSON object a line."
+    log_format: LogFormat = Field(
+        default="text",
+        description="Form of the log: `text` for people, or `json`: ECS, one JSON object a line.",
+    )
+    log_level: LogLevel = Field(
+        default="info",
+        description="Lowest level of log lines; `debug` adds a line per request, submission and grant.",
     )
     metrics_listen: str | None = Field(
         default=None,

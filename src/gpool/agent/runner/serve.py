@@ -5,8 +5,8 @@ own, where it may kill every other process; `guarded`: under a supervisor, where
 
 Frames in both directions: length (u32, of the body), kind (u8), body; little-endian.
   in   1 define    sha256 (32 bytes), pickled function, RESULTS_AS_DATA if its values are to be sent as data
-       2 call      number (u64), sha256, pickled (args, kwargs)
-       3 call      number (u64), sha256; the pickle is a descriptor received over FILES
+       2 call      number (u64), sha256, pickled (args, kwargs), and of a traced call its trace and TRACE_END
+       3 call      number (u64), sha256 (trace, TRACE_END); the pickle is a descriptor received over FILES
        4 preload   names of modules, a zero byte between them; at most once, before all other frames
        5 assign    variables, NAME=VALUE, a zero byte between them; at most once, before the first call
   out  1 ready     marker (16 bytes), written at the end of each call's output on stdout and stderr
@@ -16,7 +16,7 @@ Frames in both directions: length (u32, of the body), kind (u8), body; little-en
        5 warm      forks (u8): the modules are imported or skipped; 0: one of them opened a GPU
        6 ended     number (u64), exit code (u8), microseconds (u64): the call's process ended before it answered
 
-After `preload` it runs no user code and forks a child for each function (forking.py).
+Past 400 lines because it is shipped as one script. After `preload` it runs no user code and forks a child for each function (forking.py).
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ PR_SET_CHILD_SUBREAPER = 36
 UMASK = 0o022
 HIGH = 200  # the runner's own descriptors, out of the reach of calls
 RESULTS_AS_DATA = b"\ngpool:results=data\n"  # after the pickle's end; as in client/values.py
+TRACE_END, TRACE_LENGTH = b"\ngpool:trace\n", 55
+TRACE_AT = -TRACE_LENGTH - len(TRACE_END)
 SHORT_TEXT, INT64 = 250, 1 << 63
 INT, FLOAT = struct.Struct("<2sq"), struct.Struct("<2sd")  # frequent values; others: encoding.py
 TEXT = struct.Struct("<2sI")
@@ -133,6 +135,8 @@ class FunctionRunner:
         began = time.perf_counter_ns()
         raised = 0
         text = ""
+        if body.endswith(TRACE_END):  # a pickle ends with a dot
+            os.environ["TRACEPARENT"] = body[TRACE_AT:].decode()[:TRACE_LENGTH]
         try:
             function = self.functions[sha256]
             if type(function) is bytes:

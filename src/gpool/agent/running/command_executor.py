@@ -10,8 +10,11 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+import structlog
+
 from gpool.agent.network.policy import Gang
 from gpool.agent.runner import gang as starter
+from gpool.agent.running.attempt_spans import attempt_span
 from gpool.agent.running.checkpoints import CheckpointSaver, uninterrupted
 from gpool.agent.running.output_upload import RoomWait, upload_output
 from gpool.agent.running.sandboxes import (
@@ -54,8 +57,13 @@ from gpool.core.model import (
     Phase,
     TaskSpec,
 )
+from gpool.observability.context import begin_part, current_trace
+from gpool.observability.trace_context import TraceContext
+from gpool.observability.tracing import SpanRole
 from gpool.transfer.requests import LeaseRef
 from gpool.wire.frames import Rendezvous
+
+log = structlog.get_logger(__name__)
 
 INTERPRETER = (
     "python=$(command -v python || command -v python3) || { echo \"gpool: engine $1 needs a Python in the task's "
@@ -102,6 +110,12 @@ def variables_of(
 
 QUIET = {Engine.RAY: (("RAY_USAGE_STATS_ENABLED", "0"), ("RAY_DISABLE_IMPORT_WARNING", "1"))}
 """Switch off the engines' own traffic to the internet."""
+
+
+def failure_of(ended: SandboxExit) -> str:
+    """Text for a span's status; empty after exit code 0."""
+    is_success = ended.reason is EndReason.EXITED and ended.exit_code == 0
+    return "" if is_success else f"{ended.reason.value} {ended.exit_code}"
 
 
 SAVING = frozenset({EndReason.PREEMPTED, EndReason.TIMED_OUT})
@@ -194,8 +208,17 @@ class CommandExecutor:
         self._context.feed(CommandPrinted(self._start.task, self._start.epoch, 2, data))
 
     async def _execute(self) -> None:
-        await self._run_and_catch()
-        self._outcome = await self._context.with_fault(self._outcome, self._runtime)
+        start, sent = self._start, TraceContext.parse(self._start.spec.trace)
+        begin_part(task=start.task, epoch=start.epoch)
+        tracing = self._context.tracing
+        with attempt_span(tracing, "gpool.task", SpanRole.CONSUMER, sent) as span:
+            begin_part(span.context)
+            log.debug("task_begins", user=start.user)
+            await self._run_and_catch()
+            self._outcome = await self._context.with_fault(self._outcome, self._runtime)
+            ended = self._outcome
+            span.failure = failure_of(ended)
+            log.debug("task_ended", why=ended.reason.value, code=ended.exit_code)
 
     async def _run_and_catch(self) -> None:
         try:
@@ -224,7 +247,12 @@ class CommandExecutor:
             environment, network = await stack.enter_async_context(prepared)
             shares = self._context.gpu_share_for(runtime, start.user, start.allocation.slices)
             share = await stack.enter_async_context(shares)
-            command, variables = spec.command, spec.env
+            span = stack.enter_context(
+                attempt_span(
+                    self._context.tracing, "gpool.sandbox", SpanRole.INTERNAL, current_trace()
+                )
+            )
+            command, variables = spec.command, (*span.variables, *spec.env)
             if gang is not None:
                 command = command_of(spec, gang, start.allocation)
                 variables = (*variables_of(spec, gang, network), *variables)
@@ -243,7 +271,9 @@ class CommandExecutor:
             sandbox = await start_sandbox(runtime, runtime.start_command(job))
             self._began = self._context.clock()
             try:
-                return await self._watch(sandbox)
+                outcome = await self._watch(sandbox)
+                span.failure = failure_of(outcome[0])
+                return outcome
             finally:
                 if self._ending is not None:
                     self._ending.cancel()

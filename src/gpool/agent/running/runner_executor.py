@@ -12,6 +12,7 @@ from pathlib import Path
 
 import structlog
 
+from gpool.agent.running.attempt_spans import begin_span
 from gpool.agent.running.output_upload import VALUE_WAIT_S, RoomWait, upload_output
 from gpool.agent.running.sandboxes import (
     KILLED,
@@ -50,6 +51,9 @@ from gpool.agent.state_machine.instructions import (
 from gpool.agent.state_machine.leases import why_it_died
 from gpool.core.errors import GpoolError, StaleLease, StorageFull, Unreachable
 from gpool.core.model import EndReason, Fault, Phase
+from gpool.observability.context import begin_part
+from gpool.observability.trace_context import TraceContext
+from gpool.observability.tracing import OpenSpan, SpanRole
 from gpool.transfer.requests import LeaseRef, hash_of
 
 log = structlog.get_logger(__name__)
@@ -65,6 +69,7 @@ class RunnerExecutor:
         self._number = 0
         self._defined: set[str] = set()
         self._files: dict[int, contextlib.AsyncExitStack] = {}  # large arguments in use
+        self._spans: dict[int, OpenSpan] = {}  # of traced calls in use
         self._outcome = SandboxExit(KILLED, EndReason.EXITED, "ended by the agent")
         self._runtime: Runtime | None = None  # once it is chosen
         self._has_begun = False  # it accepted calls
@@ -100,6 +105,8 @@ class RunnerExecutor:
         )
 
     async def _execute(self) -> None:
+        begin_part(runner=self._start.runner)
+        log.debug("runner_begins", user=self._start.user)
         try:
             self._outcome = await self._run()
         except SandboxFailed as error:
@@ -187,6 +194,8 @@ class RunnerExecutor:
             await self._context.remove_sandbox(sandbox)
             for stack in self._files.values():
                 await stack.aclose()
+            for span in self._spans.values():
+                span.end("the runner ended")
 
     # ---- calls in
 
@@ -226,9 +235,20 @@ class RunnerExecutor:
                     continue
             self._number += 1
             self._leases[self._number] = (call.task, call.epoch)
-            ready.append(FunctionCall(self._number, sha256, call.payload, file))
+            trace = self._traced(call) if call.trace else ""
+            ready.append(FunctionCall(self._number, sha256, call.payload, file, trace))
         if ready:
             await sandbox.send(ready)
+
+    def _traced(self, call: RunnerCall) -> str:
+        """Begin the span of a traced call, until its answer; return the context for the sandbox."""
+        parent = TraceContext.parse(call.trace)
+        lease = {"task": call.task, "epoch": call.epoch}
+        span = begin_span(self._context.tracing, "gpool.call", SpanRole.CONSUMER, parent, **lease)
+        if span is None:
+            return call.trace
+        self._spans[self._number] = span
+        return span.context.header
 
     def _fail(self, call: RunnerCall, error: GpoolError) -> None:
         reason = EndReason.SANDBOX_FAILED if isinstance(error, Unreachable) else EndReason.BAD_INPUT
@@ -252,6 +272,8 @@ class RunnerExecutor:
                     continue
                 if self._files and (stack := self._files.pop(event.number, None)) is not None:
                     await stack.aclose()
+                if self._spans and (span := self._spans.pop(event.number, None)) is not None:
+                    span.end("raised" if event.raised or event.ended is not None else "")
                 if event.value_file is not None:
                     answers.append(await self._large(lease, event, event.value_file))
                     continue

@@ -44,6 +44,7 @@ from gpool.core.model import (
     Tier,
 )
 from gpool.core.specs import fields
+from gpool.observability.tracing import Tracing
 from gpool.transfer.requests import LeaseRef
 
 S = TypeVar("S", CommandSandbox, RunnerSandbox, WarmRunner)
@@ -175,6 +176,7 @@ class ExecutorContext:
     gpu_shares: GpuShareProvider | None = None
     self_check: SelfCheck | None = None
     survey: Callable[[], Awaitable[None]] | None = None  # returns once the current offer was sent
+    tracing: Tracing | None = None
 
     async def with_fault(self, ended: SandboxExit, runtime: Runtime | None) -> SandboxExit:
         """Add the fault that a self-check finds, if nothing of the task ran. If a part of the node failed, the offer without it is

@@ -218,6 +218,7 @@ class FunctionCall:
     function: str  # SHA-256 of a function that was `define`d
     arguments: bytes = b""
     arguments_file: Path | None = None
+    trace: str = ""  # W3C `traceparent`, which the call finds in its environment
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from gpool.core.model import INLINE_LIMIT_BYTES
 
 # As in runner/serve.py, which must not import this module; tests/agent/runtime/test_runner.py compares the two.
 DEFINE, CALL, CALL_FILE, PRELOAD, ASSIGN = 1, 2, 3, 4, 5
+TRACE_END = b"\ngpool:trace\n"  # as in runner/serve.py
 READY, ANSWER, ANSWER_FILE, RETIRE, WARM, ENDED = 1, 2, 3, 4, 5, 6
 HEAD = struct.Struct("<IB")
 CALL_HEAD = struct.Struct("<IBQ32s")
@@ -243,13 +244,16 @@ class RunnerClient:
         frames = []
         for call in calls:
             sha256 = bytes.fromhex(call.function)
+            trace = call.trace.encode() + TRACE_END if call.trace else b""
             if call.arguments_file is None:
-                length = 40 + len(call.arguments)
+                length = 40 + len(call.arguments) + len(trace)
                 frames.append(CALL_HEAD.pack(length, CALL, call.number, sha256))
                 frames.append(call.arguments)
             else:
-                frames.append(CALL_HEAD.pack(40, CALL_FILE, call.number, sha256))
+                frames.append(CALL_HEAD.pack(40 + len(trace), CALL_FILE, call.number, sha256))
                 await self._send_file(call.arguments_file)
+            if trace:
+                frames.append(trace)
             self._waiting.append(call.number)
         await self._write(b"".join(frames))
 

@@ -182,6 +182,7 @@ class Dispatch:
                     terms.spec.function_sha256,
                     lease.payload,
                     lease.payload_sha256,
+                    terms.spec.trace,
                 )
             )
         if calls:

@@ -251,6 +251,7 @@ class RunnerCall:
     function_sha256: str
     payload: bytes
     payload_sha256: str
+    trace: str = ""  # of the spec
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ The kernel sends a child SIGTERM when the parent dies.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -132,7 +133,7 @@ class ChildProcess:
             self._process.wait()
 
     def _reason(self) -> str:
-        lines = self.last_words().splitlines()
+        lines = [_plain(line) for line in self.last_words().splitlines()]
         errors = [line for line in lines if line.startswith(_ERROR_PREFIX)]
         return (errors or lines or [""])[-1].removeprefix(_ERROR_PREFIX)
 
@@ -142,6 +143,18 @@ class ChildProcess:
         except FileNotFoundError:
             return ""
         return "\n".join(text.strip().splitlines()[-lines:])
+
+
+def _plain(line: str) -> str:
+    """Line of a log as text; the error that ended the process begins with `gpool: ` in both formats."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return line
+    if not isinstance(event, dict):
+        return line
+    is_last = event.get("log.level") == "critical" and event.get("log.logger") == "gpool"
+    return f"{_ERROR_PREFIX if is_last else ''}{event.get('message', line)}"
 
 
 def _die_with_parent() -> None:

@@ -15,6 +15,7 @@ import click
 
 from gpool.cli.command import SectionedCommand, examples, require_extra
 from gpool.cli.lending.children import AGENT_MODULE, exec_module
+from gpool.cli.lending.log_options import announce, log_format_option
 from gpool.cli.lending.terms import LendingTerms, lending
 from gpool.client.config import data_home, home, write_config
 from gpool.client.transport import ApiTransport
@@ -237,6 +238,7 @@ def agent_variables(identity: EnrolledNode, data: Path, terms: LendingTerms) -> 
     ),
 )
 @click.argument("link", required=False, metavar="[LINK|URL]")
+@log_format_option
 @click.option("--name", metavar="NAME", help="Name of the node (default: the host name).")
 @click.option(
     "--plain-http",
@@ -261,19 +263,19 @@ def join(link: str | None, name: str | None, plain_http: bool, terms: LendingTer
     if known is not None:
         require_same_certificate(known.address, wanted.address, file)
     elif file.exists():
-        click.echo("This machine joined with a version without node keys; joining again.", err=True)
+        announce("This machine joined with a version without node keys; joining again.")
     api = ApiTransport(wanted.address, "")
     try:
         identity = rejoin(api, file, known, name=name, link=wanted)
     finally:
         api.close()
-    click.echo("The agent runs until Ctrl-C.", err=True)
+    announce("The agent runs until Ctrl-C.")
     exec_module(AGENT_MODULE, agent_variables(identity, agent_folder(file), terms))
 
 
 def _run_again(file: Path, identity: EnrolledNode, terms: LendingTerms) -> None:
     about = f"Node {identity.name} ({identity.id}) of {identity.address.url}."
-    click.echo(f"{about} The agent runs until Ctrl-C.", err=True)
+    announce(f"{about} The agent runs until Ctrl-C.")
     exec_module(AGENT_MODULE, agent_variables(identity, agent_folder(file), terms))
 
 
@@ -290,7 +292,7 @@ def rejoin(
     except AlreadyJoined as error:
         if known is None:
             raise
-        click.echo(f"{url}: {error.detail}. The link was not used.", err=True)
+        announce(f"{url}: {error.detail}. The link was not used.")
         return known
     except Unreachable as error:
         if known is None:
@@ -299,13 +301,13 @@ def rejoin(
                 "(routes, firewall). If it is not the pool's address, the operator sets another one with: "
                 "gpool up --public-url URL"
             ) from error
-        click.echo(f"{error.detail}. Starting as {known.name} ({known.id}).", err=True)
+        announce(f"{error.detail}. Starting as {known.name} ({known.id}).")
         return known
     if known is not None and known.id == made.id:
-        click.echo(f"Already a node of {url}: {made.name} ({made.id}).", err=True)
+        announce(f"Already a node of {url}: {made.name} ({made.id}).")
     else:
         again = "" if known is None else f"; the earlier node {known.name} ({known.id}) was removed"
-        click.echo(f"Joined {url} as {made.name} ({made.id}){again}.", err=True)
+        announce(f"Joined {url} as {made.name} ({made.id}){again}.")
     return made
 
 

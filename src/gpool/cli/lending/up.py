@@ -26,6 +26,7 @@ from gpool.cli.lending.children import (
 )
 from gpool.cli.lending.join import agent_variables
 from gpool.cli.lending.listener import Transport, data_option, listening, server_option
+from gpool.cli.lending.log_options import announce, log_format_option
 from gpool.cli.lending.terms import LendingTerms, lending
 from gpool.core.errors import Conflict, GpoolError, InternalFault, Invalid, Unreachable
 from gpool.transfer.keys import spelt_out
@@ -48,6 +49,7 @@ _LOOK_S = 0.05
 )
 @data_option
 @listening
+@log_format_option
 @click.option("--no-agent", is_flag=True, help="Start the server only.")
 @lending
 def up(data: Path | None, transport: Transport, no_agent: bool, terms: LendingTerms) -> None:
@@ -261,6 +263,7 @@ def require_free_port(host: str, port: int) -> None:
     is_flag=True,
     help="Migrate the database to this version's schema and exit.",
 )
+@log_format_option
 def server(data: Path | None, transport: Transport, migrate_only: bool) -> None:
     """Start a server without an agent."""
     require_extra("server", "gpool server")
@@ -270,14 +273,13 @@ def server(data: Path | None, transport: Transport, migrate_only: bool) -> None:
         return
     require_free_port(transport.host, transport.port)
     address = transport.address(folder)
-    click.echo(f"Data directory: {folder}; operator's API key: {folder / KEY_FILE}", err=True)
+    announce(f"Data directory: {folder}; operator's API key: {folder / KEY_FILE}")
     if address.fingerprint is not None:
-        click.echo(f"Certificate {spelt_out(address.fingerprint)}", err=True)
+        announce(f"Certificate {spelt_out(address.fingerprint)}")
     pinned = f"GPOOL_FINGERPRINT={address.fingerprint} " if address.fingerprint else ""
-    click.echo(
+    announce(
         f"Address: {address.url}. Once it runs, act as its operator and create join links with:\n"
-        f"  {pinned}GPOOL_URL={address.url} GPOOL_KEY=$(cat {shlex.quote(str(folder / KEY_FILE))}) gpool node invite",
-        err=True,
+        f"  {pinned}GPOOL_URL={address.url} GPOOL_KEY=$(cat {shlex.quote(str(folder / KEY_FILE))}) gpool node invite"
     )
     exec_module(SERVER_MODULE, transport.variables(folder))
 

@@ -6,7 +6,6 @@ A node over its frame budget (`nodes.guards`) is read slowly; a flooding node is
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Callable
 
@@ -15,8 +14,10 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from gpool.core.errors import GpoolError, Invalid, NotSignedIn, TooMany
 from gpool.core.ids import NodeId, decode
+from gpool.core.ids import encode as encode_id
 from gpool.core.permissions import Action
-from gpool.server.api.callers import address_of, server_of
+from gpool.observability.logs import get_logger
+from gpool.server.api.callers import KNOWN, address_of, server_of
 from gpool.server.api.endpoints import EndpointRouter
 from gpool.server.api.problems import problem
 from gpool.server.http import PROVEN
@@ -43,7 +44,7 @@ from gpool.wire.frames import (
     encode,
 )
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 routes = EndpointRouter("channel")
 
 MAX_WAITING_BYTES = 64 * 1024 * 1024
@@ -149,7 +150,7 @@ async def agent_channel(socket: WebSocket) -> None:
     is_orderly = False
     try:
         handshake.begin()
-        await _listen(_Inbox(socket, pace), handshake, channel, lambda: _proven(socket))
+        await _listen(_Inbox(socket, pace), handshake, channel, lambda: _proven(socket, who.node))
         if socket.application_state is WebSocketState.CONNECTED:
             await sender  # the remaining frames, a refusal last
     except WebSocketDisconnect as gone:
@@ -181,8 +182,9 @@ def _claimed_node(socket: WebSocket) -> NodeId:
         raise NotSignedIn(JOIN_AGAIN) from error
 
 
-def _proven(socket: WebSocket) -> None:
-    """Lift the limits of a channel whose node has proved its key."""
+def _proven(socket: WebSocket, node: NodeId) -> None:
+    """Lift the limits of a channel whose node has proved its key, and name the node in its log lines."""
+    socket.scope[KNOWN] = encode_id("node", node)
     server_of(socket).guard.channel_was_proven(address_of(socket))
     lift = socket.scope.get("extensions", {}).get(PROVEN)
     if lift is not None:  # served by uvicorn
@@ -225,7 +227,7 @@ async def _receive(
     cost = cost_of(frame, channel.changed_gpus(frame)) if was_proven else cost_of(frame)
     wait_s = inbox.wait_s(cost, len(data)) if was_proven else 0.0
     if wait_s > 0 and not await inbox.throttle(wait_s):
-        log.warning("node %s floods the server with frames; closing its connection", channel.node)
+        log.warning("node floods the server with frames; closing its connection", node=channel.node)
         channel.refuse("too_many", FLOODING, retry=True)
         return
     passed = await handshake.take(frame)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from gpool.core.errors import Conflict, GpoolError, InternalFault, Invalid, NotFound, TooLarge
+from gpool.observability.context import REQUEST_ID, WORK, NamedWork, Work, at_work
+from gpool.observability.logs import get_logger
 
 MAX_SHOWN = 80
 NEVER_SHOWN = frozenset(
@@ -121,7 +122,7 @@ def _given(error: Mapping[str, Any], place: list[str]) -> str:
     return f", not {json.dumps(given, ensure_ascii=False)[: MAX_SHOWN + 3]}"
 
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 MEDIA_TYPE = "application/problem+json"
 MAX_ERRORS = 10
@@ -184,7 +185,7 @@ def install(app: FastAPI) -> None:
 async def ours(request: Request, error: Exception) -> Response:
     assert isinstance(error, GpoolError)
     if error.status >= 500:
-        log.error("request failed: %s", error.detail, exc_info=error)
+        log.error("request failed", exc_info=error)
     return problem(error, request.scope["path"])
 
 
@@ -216,9 +217,14 @@ async def gone(request: Request, error: Exception) -> Response:  # noqa: ARG001 
 
 
 async def _fault(request: Request, error: Exception) -> Response:
-    entry = secrets.token_hex(6)
-    log.error("fault %s at %s %s", entry, request.method, request.scope["path"], exc_info=error)
-    return problem(
+    """Answer outside the middleware: name the request and set its header here."""
+    work: Work | None = request.scope.get(WORK)
+    entry = secrets.token_hex(8) if work is None else str(work.log_fields()["request"])
+    with at_work(work or NamedWork({"request": entry})):
+        log.error("internal fault", exc_info=error)
+    answer = problem(
         InternalFault(f"internal fault; the server's log has the details under {entry}"),
         request.scope["path"],
     )
+    answer.headers[REQUEST_ID] = entry
+    return answer

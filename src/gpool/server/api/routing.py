@@ -15,10 +15,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from gpool.core.errors import GpoolError
+from gpool.observability.logs import get_logger
+from gpool.observability.tracing import Tracing
 from gpool.server.api import channel, problems
 from gpool.server.api.callers import RateLimiter
 from gpool.server.api.channel import agent_channel
 from gpool.server.api.endpoints import Endpoint, describe
+from gpool.server.api.request_context import RequestContext
 from gpool.server.api.request_metrics import RequestMetrics
 from gpool.server.api.routes import accounts, artifacts, nodes, operators, server, tasks, teams
 from gpool.server.api.routes.tasks import submit_tasks
@@ -26,7 +29,7 @@ from gpool.server.identity.throttle import Guard
 from gpool.server.metrics.registry import RequestSignals
 from gpool.wire.frames import CHANNEL_PATH
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 TASKS_PATH = "/v1/tasks"
 _SUBMISSION_QUERY = re.compile(rb"(?:wait=([0-9]{1,4}(?:\.[0-9]{1,9})?))?")
 """Nothing, or a plain `wait` that its parameter's limits allow."""
@@ -68,8 +71,8 @@ async def _channel(socket: WebSocket) -> None:
     except GpoolError as error:  # a failed commit: the agent reconnects and reports again
         log.log(
             logging.ERROR if error.status >= 500 else logging.INFO,
-            "closing an agent's connection: %s",
-            error.detail,
+            "closing an agent's connection",
+            error=error.detail,
         )
         await socket.close()
 
@@ -93,7 +96,13 @@ def endpoints() -> tuple[Endpoint, ...]:
     return tuple(each for router in ROUTERS for each in router.endpoints)
 
 
-def install(app: FastAPI, guard: Guard, version: str, signals: RequestSignals) -> None:
+def install(
+    app: FastAPI,
+    guard: Guard,
+    version: str,
+    signals: RequestSignals,
+    tracing: Tracing | None = None,
+) -> None:
     problems.install(app)
     for each in ROUTERS:
         app.include_router(each.router)
@@ -101,3 +110,5 @@ def install(app: FastAPI, guard: Guard, version: str, signals: RequestSignals) -
     app.add_middleware(FastPaths)
     app.add_middleware(RateLimiter, guard=guard, endpoints=endpoints())  # runs before FastPaths
     app.add_middleware(RequestMetrics, signals=signals)  # runs before both
+    # The first to run: its id is in every answer and log line.
+    app.add_middleware(RequestContext, tracing=tracing)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import logging
 import shlex
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +19,7 @@ from pathlib import Path
 from gpool.core.errors import Conflict, InternalFault
 from gpool.core.ids import SpecId
 from gpool.core.model import SECOND, Instant, Span
+from gpool.observability.logs import get_logger
 from gpool.server.identity import envelope
 from gpool.server.identity.envelope import Envelope, FieldLocation, MasterKey, WrappedKey
 from gpool.server.store.operations.identity import sealed_fields
@@ -28,7 +28,7 @@ from gpool.server.store.values import DataKey, SealedField, SealedSecrets
 from gpool.server.wakeups import Wake
 from gpool.wire.frames import Secret
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 OLDEST = Span(30 * 86_400 * SECOND)
 """Longest use of a data key for sealing."""
@@ -200,7 +200,9 @@ class Sealer:
                 new = self._envelope.resealed(place, field.sealed)
             except InternalFault:
                 # Changed in the store: nobody can open it, and its data key is kept.
-                log.exception("%s of %s %s does not decrypt", field.column, field.table, field.row)
+                log.exception(
+                    "field does not decrypt", table=field.table, row=field.row, column=field.column
+                )
                 continue
             if new is not None:
                 changes.append((field, new))

@@ -8,7 +8,6 @@ One file because the selection excludes the verifications and measurements in pr
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from gpool.core.gpu_verification import (
 from gpool.core.ids import NodeId
 from gpool.core.model import Gpu, Instant, Span
 from gpool.core.specs.gpu import is_model
+from gpool.observability.logs import get_logger
 from gpool.server.nodes.gpu_checks import Claimed, check_openings
 from gpool.server.scheduling.picture import StatePicture
 from gpool.server.settings import Settings, span
@@ -57,7 +57,7 @@ from gpool.wire.frames import (
     ToGpu,
 )
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 T = TypeVar("T")
 
 WAITS = "it has not proved yet what it claims; its trial comes"
@@ -171,7 +171,9 @@ class GpuVerifier:
             await self._store_measurement(node, frame)
             return
         if isinstance(frame, GpuUnable):
-            log.warning("node %s cannot verify its GPU %.60r: %.300s", node, frame.uuid, frame.why)
+            log.warning(
+                "node cannot verify its GPU", node=node, gpu=frame.uuid[:60], why=frame.why[:300]
+            )
             if frame.trial == 0:
                 self._end_measuring((node, frame.uuid))
                 return
@@ -252,7 +254,7 @@ class GpuVerifier:
     async def _judge(self, run: _Verification, now: Instant) -> None:
         verdict, key = run.progress.verdict, (run.node, run.uuid)
         assert verdict is not None
-        log.info("GPU %s of node %s: %s", run.uuid, run.node, verdict.value)
+        log.info("GPU verified", node=run.node, gpu=run.uuid, verdict=verdict.value)
         self._send(run.node, GpuJudged(run.number, verdict, verdict.text))
         if verdict.is_late:
             self._late[key] = self._late.get(key, 0) + 1

@@ -19,7 +19,6 @@ plan and write. At the second in a row the picture is rebuilt. From the third on
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -32,9 +31,10 @@ from gpool.core.scheduler.state.events import Placement, QueuedTask, TasksQueued
 from gpool.core.scheduler.state.queue import epoch_of
 from gpool.core.scheduler.state.state import State
 from gpool.core.scheduler.state.waiting import HeldAllocation
+from gpool.observability.logs import get_logger
 from gpool.server.store.values import Recording
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 RETURNS_LEASES = "returned its leases again and again"
 CANNOT_START = "reports that it cannot start tasks"
@@ -95,7 +95,7 @@ class NodeBackoff:
             lasts = backoff_after(times)
             if lasts:
                 self._extend(node, Instant(now + lasts), RETURNS_LEASES)
-                log.warning("node %s %s; backoff begins", node, RETURNS_LEASES)
+                log.warning("backoff begins", node=node, why=RETURNS_LEASES)
                 begins.append(node)
         return begins
 
@@ -186,7 +186,7 @@ class FailedStarts:
         self._backoff.blame(others, now, STARTS_NOTHING)
         blamed = dict.fromkeys((*own, *others))
         for node in blamed:
-            log.warning("node %s %s; backoff begins", node, self._backoff.reason(node))
+            log.warning("backoff begins", node=node, why=self._backoff.reason(node))
         return blamed
 
     def _began(

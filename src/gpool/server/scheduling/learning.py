@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import logging
 import os
 import resource
 import signal
@@ -40,6 +39,7 @@ from gpool.core.scheduler.predict.forecast import (
 from gpool.core.scheduler.predict.run_times import RunTimes
 from gpool.core.scheduler.state.snapshot import take
 from gpool.core.scheduler.state.state import State
+from gpool.observability.logs import get_logger
 from gpool.server.metrics import Metrics
 from gpool.server.scheduling.policy import ActivePolicy
 from gpool.server.store.operations import rules
@@ -145,7 +145,7 @@ def _estimate(wait: Range, at: Instant, now: Instant) -> Estimate:
     return Estimate(middle, low, high)
 
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 MAX_TASKS = 100_000
 """Tasks read from the store."""
@@ -242,15 +242,20 @@ async def train_in_process(asked: TrainingSet) -> Learnt | None:
         "gpool.server.scheduling.learning",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
     try:
-        told, _ = await process.communicate(msgspec.msgpack.encode(asked))
+        told, errors = await process.communicate(msgspec.msgpack.encode(asked))
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
     if process.returncode:
-        log.warning("pricing training exited with %d; trying again later", process.returncode)
+        log.warning(
+            "pricing training failed; trying again later",
+            code=process.returncode,
+            error=errors.decode("utf-8", "replace")[-2000:],
+        )
         return None
     return msgspec.msgpack.decode(told, type=Learnt | None)
 

@@ -10,12 +10,12 @@ One file because each loop is a few lines, and their runner starts and stops all
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from gpool.core.model import SECOND, Availability, Instant, Span
 from gpool.core.scheduler.order.fair_share import HALF_LIFE, UsageValues
+from gpool.observability.logs import get_logger
 from gpool.server.actions import audit, policy, quotas
 from gpool.server.actions.accounts import removal
 from gpool.server.actions.tasks import deletion as task_deletion
@@ -89,7 +89,7 @@ def changed(
     return found
 
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 PRUNE_ROWS = 500
 """Rows of a single write of `PruneStore`, so that other writes are not delayed."""
@@ -189,7 +189,7 @@ class BlockOverdueNodes:
         server = self._server
         for node in await server.store.read(gang_members.overdue(Instant(now - OVERDUE_AFTER))):
             if server.nodes.block(node):
-                log.warning("node %s blocked: %s", node, OVERDUE)
+                log.warning("node blocked", node=node, why=OVERDUE)
             server.nodes.disconnect(node, OVERDUE, retry=True)
 
 
@@ -342,7 +342,7 @@ class TrainPricing:
         rules = await server.store.read(rules_operations.rules())
         server.picture.use_rules(rules, server.now)
         learning.set_metrics(server.metrics, found)
-        log.info("%s", learning.sentence(found))
+        log.info("slot pricing trained", result=learning.sentence(found))
 
 
 class VerifyGpus:
@@ -383,7 +383,7 @@ class LoopRunner:
             try:
                 await loop.run_once(self._server.now)
             except Exception:
-                log.exception("loop %s failed; it goes on at the next tick", loop.name)
+                log.exception("loop failed; it goes on at the next tick", loop=loop.name)
                 self._server.metrics.loop_faults.labels(loop.name).inc()
                 self._server.picture.invalidate()
                 await Wake().wait(loop.every_s)

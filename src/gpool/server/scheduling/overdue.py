@@ -21,13 +21,13 @@ gang cannot be ended alone, so its node is blocked until it is lost like a silen
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import SECOND, EndReason, Instant, Span, TaskSpec
+from gpool.observability.logs import get_logger
 from gpool.server.server import Server
 from gpool.server.settings import span
 from gpool.server.store.operations.leases.overdue import (
@@ -38,7 +38,7 @@ from gpool.server.store.operations.leases.overdue import (
 )
 from gpool.server.wakeups import Wake
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 KEEPS_LEASES = "kept a lease past its end"
 BLOCKED = (
@@ -168,7 +168,7 @@ class EndOverdueLeases:
             await self._end(single[first : first + _END_AT_ONCE], now)
         for node in dict.fromkeys(each.node for each in found if (each.node, each.task) in members):
             if server.nodes.block(node):
-                log.warning("node %s blocked: %s", node, BLOCKED)
+                log.warning("node blocked", node=node, why=BLOCKED)
             server.nodes.disconnect(node, BLOCKED, retry=True)
 
     async def _end(self, overdue: Sequence[OverdueLease], now: Instant) -> None:
@@ -181,5 +181,5 @@ class EndOverdueLeases:
         server.nodes.backoff.blame(nodes, now, KEEPS_LEASES)
         server.picture.absorb(recording)
         for node in nodes:
-            log.warning("node %s %s; the server ended it and backoff begins", node, KEEPS_LEASES)
+            log.warning("lease ended by the server; backoff begins", node=node, why=KEEPS_LEASES)
             server.picture.refresh_node(node)

@@ -32,6 +32,7 @@ from gpool.core.scheduler.state.events import (
 )
 from gpool.core.scheduler.state.operator_rules import OperatorRules
 from gpool.core.scheduler.state.state import Contradiction, State, build
+from gpool.observability.logs import get_logger
 from gpool.server.metrics import Metrics
 from gpool.server.nodes.registry import NodeRegistry
 from gpool.server.scheduling.backoff import RejectedPlans
@@ -46,7 +47,7 @@ from gpool.server.store.values import Picture, QueuedRow, Recording
 from gpool.server.wakeups import Hub, Wake
 from gpool.wire.frames import StopReason
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 T = TypeVar("T")
 
 
@@ -353,6 +354,9 @@ def _count_starts(metrics: Metrics, state: State, started: Sequence[TaskId], now
 
 
 def _count(metrics: Metrics, recording: Recording) -> None:
+    if recording.ended and log.isEnabledFor(logging.DEBUG):
+        for end in recording.ended:
+            log.debug("task ended", task=end.task, outcome=end.status.value)
     for status, count in Counter(ended.status for ended in recording.ended).items():
         metrics.ended.labels(str(status)).inc(count)
     observe = metrics.signals.planner.runs.observe
@@ -364,7 +368,7 @@ def _count(metrics: Metrics, recording: Recording) -> None:
         if task.fault is not None:
             metrics.signals.agents.failed_starts.labels(task.fault.value).inc()
     for hold in recording.unusable:
-        log.warning("checkpoint of task %s (epoch %s) rejected", hold.task, hold.epoch)
+        log.warning("checkpoint rejected", task=hold.task, epoch=hold.epoch)
     if recording.refused:
         metrics.refused.inc(len(recording.refused))
 

@@ -9,7 +9,6 @@ store does not count capacity.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import thread_time
@@ -28,6 +27,7 @@ from gpool.core.scheduler.state.events import (
     TasksWithdrawn,
 )
 from gpool.core.scheduler.state.waiting import shape_of
+from gpool.observability.logs import MOST_LOGGED, get_logger
 from gpool.server.identity.sealer import Sealer
 from gpool.server.metrics import Metrics
 from gpool.server.nodes.registry import OpenSecrets
@@ -39,7 +39,7 @@ from gpool.server.store.protocol import Operation, brief
 from gpool.server.store.values import AppliedPlan, GrantedLine
 from gpool.wire.frames import Hold
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +154,8 @@ class Scheduler:
             picture.fold(line.place.leased(tasks, now))
             for node in delivery.nodes_of(line):  # one that expired since the plan was made
                 picture.nodes.ensure_deadline(node, now)
+        if log.isEnabledFor(logging.DEBUG):
+            _log_grants(applied)
         self._count_rejected(places, applied, now)
 
     def _count_rejected(
@@ -166,11 +168,10 @@ class Scheduler:
         if not rejected:
             return
         counted.rejected.inc(len(rejected))
-        log.info("%d of %d planned starts rejected", len(rejected), len(rejected) + len(granted))
+        log.info("planned starts rejected", count=len(rejected), total=len(rejected) + len(granted))
         if picture.rejected.needs_rebuild(rejected):
             log.warning(
-                "planned starts rejected repeatedly; rebuilding the picture: tasks %s",
-                rejected[:10],
+                "planned starts rejected repeatedly; rebuilding the picture", tasks=rejected[:10]
             )
             picture.invalidate()
         if not picture.is_stale:
@@ -183,7 +184,7 @@ class Scheduler:
         recording = await picture.write(grants.preempt_if_current(holds, term, now))
         asked = tuple(dict.fromkeys(TaskId(hold.task) for _, hold in recording.to_preempt))
         if len(asked) < len(holds):
-            log.info("%d of %d preemptions rejected", len(holds) - len(asked), len(holds))
+            log.info("preemptions rejected", count=len(holds) - len(asked), total=len(holds))
         self._metrics.signals.planner.preempted.inc(len(asked))
         if asked:
             gainers = {each.task: each.beneficiary for each in preemptions}
@@ -220,3 +221,10 @@ class Scheduler:
             owner = entry.node.owner if entry is not None and entry.node is not None else None
             wire_lines = delivery.wire_lines(granted, node_id, owner, shared)
             connection.grant(wire_lines, picture.specs.spec, secrets)
+
+
+def _log_grants(applied: AppliedPlan) -> None:
+    for line in applied.lines:
+        tasks = [lease.task for _, lease in line.leases]
+        for node in delivery.nodes_of(line):
+            log.debug("leases granted", node=node, count=len(tasks), tasks=tasks[:MOST_LOGGED])

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import Context
 from typing import Generic, TypeVar
 
 from gpool.core.errors import Unreachable
@@ -62,7 +63,11 @@ class WriteBatcher(Generic[I, W, A]):
     def _go_on(self) -> None:
         self._is_writing = bool(self._waiting)
         if self._waiting:
-            self._writing = asyncio.create_task(self._write_waiting(), name="gpool-batching")
+            self._writing = asyncio.create_task(
+                self._write_waiting(),
+                name="gpool-batching",
+                context=Context(),  # not that of one request: the group belongs to many
+            )
 
     async def _write_waiting(self) -> None:
         there = [each for each in self._waiting if not each[1].done()]

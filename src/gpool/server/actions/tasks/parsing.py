@@ -11,6 +11,7 @@ from gpool.core.ids import BatchId, SpecId, TaskId, UserId, decode
 from gpool.core.model import INLINE_LIMIT_BYTES
 from gpool.core.permissions import TeamId
 from gpool.core.specs.owners import ANYONE
+from gpool.observability.context import current_trace
 from gpool.server.actions.owners import accepted_owners
 from gpool.server.actions.tasks.specs import secrets_of, spec_of
 from gpool.server.identity.sealer import secret_place
@@ -32,6 +33,9 @@ async def submission_of(
     if request.on is not None or spec.secrets or server.settings.default_on != ANYONE:
         on = await accepted_owners(server, who, request.on, has_secrets=bool(spec.secrets))
         spec = replace(spec, requirements=replace(spec.requirements, on=on))
+    trace = current_trace()
+    if trace is not None and trace.is_sampled:
+        spec = replace(spec, trace=trace.header)
     spec_id = SpecId(server.ids.next())
     secrets, mark = (
         await _sealed(server, who.user.id, spec_id, request) if spec.secrets else ((), "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from gpool.core.ids import BatchId, TaskId, UserId, decode, encode
 from gpool.core.model import KIB, TaskSpec
 from gpool.core.permissions import Action, TeamId
 from gpool.core.specs.owners import ANYONE
+from gpool.observability.logs import MOST_LOGGED, get_logger
 from gpool.server.actions.quotas import most_queued, queue_quota_errors
 from gpool.server.actions.tasks.documents import encode_many
 from gpool.server.actions.tasks.parsing import submission_of
@@ -34,6 +36,8 @@ from gpool.server.store.protocol import Operation, brief, operation
 from gpool.server.store.values import AppliedPlan
 from gpool.wire.documents import TaskRequest
 from gpool.wire.frames import weight_of
+
+log = get_logger(__name__)
 
 
 class _SubmittedAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -117,6 +121,8 @@ async def submit(server: Server, who: Caller, request: TaskRequest, once: Once |
     if not submitted.tasks:
         server.hub.publish((submitted.batch,))  # closed: streams of its results may end
     ids = tuple([task.id for task in submitted.tasks])
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("tasks submitted", batch=submitted.batch, count=len(ids), tasks=ids[:MOST_LOGGED])
     return Accepted(body, submitted.batch, ids, fresh=True)
 
 

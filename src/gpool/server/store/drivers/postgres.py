@@ -9,7 +9,6 @@ PostgreSQL releases it with the session, so the session is watched; no pooler th
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -21,6 +20,7 @@ from typing import Any, TypeVar
 import asyncpg  # type: ignore[import-untyped]
 
 from gpool.core.errors import Conflict, GpoolError, InternalFault, Unreachable
+from gpool.observability.logs import get_logger
 from gpool.server.store.drivers.poolers import refuse_shared_sessions
 from gpool.server.store.drivers.shared import (
     MAX_GROUP,
@@ -35,7 +35,7 @@ from gpool.server.store.drivers.shared import (
 from gpool.server.store.migrations import newest_migration
 from gpool.server.store.protocol import Operation, Row, Statement, again
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 SERVER_LOCK = 0x67706F6F6C73  # "gpools"; migrations have a lock of their own
 
