@@ -9,6 +9,7 @@ store does not count capacity.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import thread_time
