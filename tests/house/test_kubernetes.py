@@ -20,7 +20,7 @@ from gpool.cli.lending.join import join
 from gpool.cli.lending.up import server
 from gpool.cli.pool import invite
 from gpool.server.api.callers import FREE
-from gpool.server.metrics import Metrics
+from gpool.server.metrics.catalogue import CATALOGUE
 from gpool.server.settings import Settings
 
 KUBERNETES = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"
@@ -267,5 +267,5 @@ def test_keda_replaces_the_autoscaler_and_asks_for_metrics_that_are_exported(
     assert scaled["scaleTargetRef"]["name"] == only(manifests, "Deployment")["metadata"]["name"]
     queries = [each["metadata"].get("query", "") for each in scaled["triggers"]]
     named = set(re.findall(r"gpool_\w+", " ".join(queries)))
-    exported = set(re.findall(r"^(gpool_\w+)", Metrics().page().decode(), re.MULTILINE))
+    exported = {series for each in CATALOGUE for series in each.series}
     assert {"gpool_nodes_connected", "gpool_tasks_queued"} <= named <= exported
