@@ -100,7 +100,10 @@ class AgentSettings(BaseSettings):
     @field_validator("vfio")
     @classmethod
     def _vfio(cls, value: str) -> str:
-        parse_dedicated(value)
+        try:
+            parse_dedicated(value)
+        except Invalid as bad:
+            raise Invalid(f"GPOOL_AGENT_VFIO: {bad.detail}") from bad
         return value
 
     @property
