@@ -186,6 +186,10 @@ async def test_a_lost_node_is_counted(desk: Desk) -> None:
 
 
 def observing(desk: Desk, **changes: Any) -> str:
+    return observed_by(desk, **changes).page().decode()
+
+
+def observed_by(desk: Desk, **changes: Any) -> Metrics:
     server, metrics = desk.server, Metrics()
     observed = Observed(
         server.picture,
@@ -199,7 +203,7 @@ def observing(desk: Desk, **changes: Any) -> str:
         min_free_bytes=1,
     )
     metrics.add(ServerCollector(replace(observed, **changes)))
-    return metrics.page().decode()
+    return metrics
 
 
 async def test_a_server_that_does_not_lead_says_nothing_about_the_pool(desk: Desk) -> None:
@@ -287,3 +291,23 @@ async def test_older_tasks_are_counted_from_above(desk: Desk) -> None:
     queue: Queue = entry.queue
     now = desk.server.now
     assert [queue.count_older(now - age * SECOND) for age in (0, 15, 25, 45)] == [4, 3, 2, 0]
+
+
+async def test_an_alert_fires_after_its_condition_has_held(desk: Desk) -> None:
+    """The disk counts as nearly full; the server's own clock decides how long that has been so."""
+    metrics = observed_by(desk, min_free_bytes=1 << 60)
+    server = replace(desk.server, metrics=metrics)
+    monitor = MonitorPool(server)
+
+    async def state() -> str:
+        await monitor.run_once(server.now)
+        items = (await desk.get("/v1/admin/alerts")).json()["items"]
+        [found] = [each["state"] for each in items if each["name"] == "GpoolDiskLow"]
+        return str(found)
+
+    assert await state() == "pending"
+    desk.clock.advance(45)
+    assert await state() == "pending"
+    desk.clock.advance(15)
+    assert await state() == "firing"
+    assert read(metrics.page().decode())["gpool_alerts_firing", frozenset()] == 1
