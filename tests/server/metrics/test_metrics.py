@@ -15,7 +15,7 @@ from gpool.core.scheduler.state.queue import Queue
 from gpool.server.alerts.loops import LagLoop, MonitorPool
 from gpool.server.metrics import Metrics, catalogue
 from gpool.server.metrics.catalogue import CATALOGUE, PROCESS_METRICS
-from gpool.server.metrics.collectors import Observed, ServerCollector
+from gpool.server.metrics.collectors import Observed, collectors
 from gpool.server.metrics.registry import HistogramSeries, MeasuredStore
 from gpool.server.scheduling.loops import ExpireNodes
 from gpool.server.store.protocol import Operation, operation
@@ -202,7 +202,7 @@ def observed_by(desk: Desk, **changes: Any) -> Metrics:
         data=server.settings.data,
         min_free_bytes=1,
     )
-    metrics.add(ServerCollector(replace(observed, **changes)))
+    metrics.add(*collectors(replace(observed, **changes)))
     return metrics
 
 
