@@ -112,6 +112,13 @@ def _stalled(passes_per_s: float, queued: float) -> Given:
     }
 
 
+def _room(waiting: float, granted_per_s: float) -> Given:
+    return {
+        series_of("gpool_queue_tasks", reason="next"): Line(waiting),
+        series_of("gpool_leases_granted_total"): _per_s(granted_per_s),
+    }
+
+
 def _starts(failed: float, granted: float) -> Given:
     return {
         series_of("gpool_sandbox_failed_starts_total", fault="node"): _per_s(failed),
@@ -139,7 +146,7 @@ CASES: Sequence[AlertCase] = (
     ),
     _case("GpoolRequestsRefused", (_requests(_200=10, _429=2), _requests(_200=10, _429=0.5))),
     _case("GpoolSchedulerStalled", (_stalled(0, 5), _stalled(1, 5))),
-    _case("GpoolStartsDelayed", _one("gpool_queue_tasks", Line(3), Line(0), reason="next")),
+    _case("GpoolStartsDelayed", (_room(3, 0), _room(3, 1))),
     _case(
         "GpoolPassesSlow",
         (

@@ -36,7 +36,7 @@ from gpool.server.identity.sealer import Sealer
 from gpool.server.identity.signing_keys import KeyRotation, TokenSigner
 from gpool.server.identity.throttle import Guard
 from gpool.server.metrics import Metrics
-from gpool.server.metrics.collectors import Observed, ServerCollector
+from gpool.server.metrics.collectors import Observed, collectors
 from gpool.server.metrics.registry import MeasuredStore
 from gpool.server.nodes.gpu_verifier import GpuVerifier, VerificationSettings
 from gpool.server.nodes.guards import FrameBudgets
@@ -110,21 +110,18 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
     registry = NodeRegistry(metrics, settings.ttl, elapsed)
     picture = StatePicture(store, registry, ActivePolicy(policy, orders), hub, metrics, clock.now)
     telemetry, monitor = Telemetry(), PoolMonitor()
-    metrics.add(
-        ServerCollector(
-            Observed(
-                picture,
-                telemetry,
-                monitor.survey,
-                clock.now,
-                is_leader=_leads,
-                version=VERSION,
-                most_gpus=settings.metrics_gpus,
-                data=settings.data,
-                min_free_bytes=settings.min_free_bytes,
-            )
-        )
+    observed = Observed(
+        picture,
+        telemetry,
+        monitor.survey,
+        clock.now,
+        is_leader=_leads,
+        version=VERSION,
+        most_gpus=settings.metrics_gpus,
+        data=settings.data,
+        min_free_bytes=settings.min_free_bytes,
     )
+    metrics.add(*collectors(observed))
     return Server(
         settings=settings,
         store=store,

@@ -15,7 +15,7 @@ from gpool.core.scheduler.state.queue import Queue
 from gpool.server.alerts.loops import LagLoop, MonitorPool
 from gpool.server.metrics import Metrics, catalogue
 from gpool.server.metrics.catalogue import CATALOGUE, PROCESS_METRICS
-from gpool.server.metrics.collectors import Observed, ServerCollector
+from gpool.server.metrics.collectors import Observed, collectors
 from gpool.server.metrics.registry import HistogramSeries, MeasuredStore
 from gpool.server.scheduling.loops import ExpireNodes
 from gpool.server.store.protocol import Operation, operation
@@ -186,6 +186,10 @@ async def test_a_lost_node_is_counted(desk: Desk) -> None:
 
 
 def observing(desk: Desk, **changes: Any) -> str:
+    return observed_by(desk, **changes).page().decode()
+
+
+def observed_by(desk: Desk, **changes: Any) -> Metrics:
     server, metrics = desk.server, Metrics()
     observed = Observed(
         server.picture,
@@ -198,8 +202,8 @@ def observing(desk: Desk, **changes: Any) -> str:
         data=server.settings.data,
         min_free_bytes=1,
     )
-    metrics.add(ServerCollector(replace(observed, **changes)))
-    return metrics.page().decode()
+    metrics.add(*collectors(replace(observed, **changes)))
+    return metrics
 
 
 async def test_a_server_that_does_not_lead_says_nothing_about_the_pool(desk: Desk) -> None:
@@ -287,3 +291,23 @@ async def test_older_tasks_are_counted_from_above(desk: Desk) -> None:
     queue: Queue = entry.queue
     now = desk.server.now
     assert [queue.count_older(now - age * SECOND) for age in (0, 15, 25, 45)] == [4, 3, 2, 0]
+
+
+async def test_an_alert_fires_after_its_condition_has_held(desk: Desk) -> None:
+    """The disk counts as nearly full; the server's own clock decides how long that has been so."""
+    metrics = observed_by(desk, min_free_bytes=1 << 60)
+    server = replace(desk.server, metrics=metrics)
+    monitor = MonitorPool(server)
+
+    async def state() -> str:
+        await monitor.run_once(server.now)
+        items = (await desk.get("/v1/admin/alerts")).json()["items"]
+        [found] = [each["state"] for each in items if each["name"] == "GpoolDiskLow"]
+        return str(found)
+
+    assert await state() == "pending"
+    desk.clock.advance(45)
+    assert await state() == "pending"
+    desk.clock.advance(15)
+    assert await state() == "firing"
+    assert read(metrics.page().decode())["gpool_alerts_firing", frozenset()] == 1

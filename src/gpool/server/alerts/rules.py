@@ -158,9 +158,12 @@ RULES: Sequence[AlertRule] = (
     AlertRule(
         "GpoolStartsDelayed",
         _WARNING,
-        _above(_sum(catalogue.QUEUE_REASONS, ("reason", "=", "next")), 0),
+        While(
+            _above(_sum(catalogue.QUEUE_REASONS, ("reason", "=", "next")), 0),
+            _below(_rate(catalogue.GRANTED, 5 * _MINUTES), 0.001),
+        ),
         5 * _MINUTES,
-        "Tasks for which there is room have not been started for minutes.",
+        "Tasks wait for which there is room, and no task has been started for minutes.",
     ),
     AlertRule(
         "GpoolPassesSlow",

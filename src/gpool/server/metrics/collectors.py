@@ -54,8 +54,16 @@ class Observed:
     min_free_bytes: int
 
 
+_OF_NODES = (
+    catalogue.NODE_CPU,
+    catalogue.NODE_MEMORY,
+    catalogue.NODE_ALLOCATIONS,
+    catalogue.GPU_MEMORY,
+    catalogue.GPU_ALLOCATED,
+    *(spec for spec, _ in _READINGS.values()),
+)
 _COLLECTED = (
-    *(each for each in catalogue.CATALOGUE if each.is_of_pool),
+    *(each for each in catalogue.CATALOGUE if each.is_of_pool and each not in _OF_NODES),
     catalogue.BUILD,
     catalogue.LEADER,
     catalogue.HEARTBEAT_AGE,
@@ -102,6 +110,38 @@ class ServerCollector(Collector):
             _add_leases(families, observed)
             _add_nodes(families, observed)
         yield from families
+
+
+class NodeCollector(Collector):
+    """Series of single nodes and GPUs, apart from those that alert rules read: they cost most of a scrape."""
+
+    def __init__(self, observed: Observed) -> None:
+        self._observed = observed
+
+    def describe(self) -> list[Metric]:
+        return [spec.family() for spec in _OF_NODES]
+
+    def collect(self) -> Iterator[Metric]:
+        families = _Families()
+        if self._observed.is_leader():
+            for id_, entry in _shown_nodes(self._observed):
+                _add_node(families, self._observed, id_, entry)
+        yield from families
+
+
+def collectors(observed: Observed) -> tuple[Collector, ...]:
+    return ServerCollector(observed), NodeCollector(observed)
+
+
+def _shown_nodes(observed: Observed) -> Iterator[tuple[NodeId, NodeState]]:
+    """Connected nodes with series of their own: as many as fit into the limit, which counts nodes and GPUs."""
+    left = observed.most_gpus
+    for id_, entry in observed.picture.state.nodes.items():
+        if entry.node is not None and entry.node.connected:
+            size = len(entry.node.offer.gpus) + 1
+            if size <= left:
+                left -= size
+                yield id_, entry
 
 
 def _oldest_heartbeat_s(observed: Observed) -> float:
@@ -182,28 +222,32 @@ def _gpu_state(node: Node, gpu: Gpu, room: GpuRoom) -> str:
 def _add_nodes(families: _Families, observed: Observed) -> None:
     states = Counter(dict.fromkeys(NODE_STATES, 0))
     by_model: dict[str, Counter[str]] = {}
-    shown = omitted = 0
-    for id_, entry in observed.picture.state.nodes.items():
+    gpus = 0
+    for entry in observed.picture.state.nodes.values():
         node = entry.node
         if node is None:
             continue
         states[_state_of(node)] += 1
-        if not node.connected:
-            continue
-        for gpu in node.offer.gpus:
+        for gpu in node.offer.gpus if node.connected else ():
+            gpus += 1
             counts = by_model.setdefault(gpu.model, Counter())
             counts[_gpu_state(node, gpu, entry.room.gpus[gpu.index])] += 1
-        if (
-            shown + len(node.offer.gpus) + 1 > observed.most_gpus
-        ):  # a node without GPUs has series too
-            omitted += len(node.offer.gpus)
-            continue
-        shown += len(node.offer.gpus) + 1
-        _add_node(families, observed, id_, entry)
     for state, count in states.items():
         families.add(catalogue.NODES, count, state)
     _add_models(families, by_model)
-    families.add(catalogue.GPU_OMITTED, omitted)
+    for id_, entry in _shown_nodes(observed):
+        for labels, gpu in _gpus_of(id_, entry):
+            gpus -= 1
+            families.add(catalogue.GPU_HEALTH, gpu.health.weight, *labels)
+    families.add(catalogue.GPU_OMITTED, gpus)
+
+
+def _gpus_of(id_: NodeId, entry: NodeState) -> Iterator[tuple[tuple[str, str, str], Gpu]]:
+    """GPUs of a node, each with the values of its labels."""
+    assert entry.node is not None
+    name = encode("node", id_)
+    for gpu in entry.node.offer.gpus:
+        yield (name, str(gpu.index), gpu.model), gpu
 
 
 def _add_models(families: _Families, by_model: Mapping[str, Counter[str]]) -> None:
@@ -223,9 +267,7 @@ def _add_node(families: _Families, observed: Observed, id_: NodeId, entry: NodeS
     families.add(catalogue.NODE_CPU, 1 - room.free_cpu / max(1, offer.cpu_milli), name)
     families.add(catalogue.NODE_MEMORY, 1 - room.free_memory / max(1, offer.memory_bytes), name)
     families.add(catalogue.NODE_ALLOCATIONS, len(entry.lines), name)
-    for gpu in offer.gpus:
-        labels = (name, str(gpu.index), gpu.model)
-        families.add(catalogue.GPU_HEALTH, gpu.health.weight, *labels)
+    for labels, gpu in _gpus_of(id_, entry):
         families.add(catalogue.GPU_MEMORY, gpu.memory_bytes, *labels)
         share = room.gpus[gpu.index].free_share
         families.add(catalogue.GPU_ALLOCATED, 1 - share / 1000, *labels)

@@ -32,7 +32,7 @@ def metrics_app(metrics: Metrics) -> ASGIApp:
         if scope["type"] != "http":
             return
         is_known = scope["path"] == PATH and scope["method"] in ("GET", "HEAD")
-        body = metrics.page() if is_known else b"only GET /metrics is served here\n"
+        body = await metrics.rendered() if is_known else b"only GET /metrics is served here\n"
         headers = [
             (b"content-type", CONTENT_TYPE.encode()),
             (b"content-length", str(len(body)).encode()),

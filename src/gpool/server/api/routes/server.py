@@ -62,7 +62,8 @@ async def get_readiness(request: Request) -> Response:
 async def get_metrics(request: Request) -> Response:
     """Read the metrics of the server and its GPUs."""
     await user_of(request)
-    return Response(server_of(request).metrics.page(), media_type="text/plain; version=0.0.4")
+    page = await server_of(request).metrics.rendered()
+    return Response(page, media_type="text/plain; version=0.0.4")
 
 
 @routes.get("/v1/admin/alerts", Action.METRICS_READ, returns=AlertPage)
