@@ -193,6 +193,22 @@ def test_an_older_task_does_not_stop_a_younger_one_of_its_level() -> None:
     assert [each.beneficiary for each in plan(state, later, FAIR).preemptions] == [3]
 
 
+def test_a_start_in_the_same_pass_does_not_spare_a_long_task_of_its_user() -> None:
+    state = a_state(a_node(1, gpus=2), a_node(2, gpus=1))
+    submit(state, a_gpu_task(1), 1, ran=AGES[3])
+    submit(state, a_gpu_task(1), 2, 3)
+    write(state, plan(state, NOW, FAIR), NOW)
+    assert running(state) == {1, 2, 3}
+    waited = Instant(NOW + HOUR // 4)
+    submit(state, a_gpu_task(2), 4)  # not even with the place of task 1
+    submit(state, a_gpu_task(1), 5, 6)
+    held = next(task for task in (2, 3) if state.held[TaskId(task)].node == 2)
+    state.fold(TasksReleased((TaskId(held),), waited))
+    decided = plan(state, waited, FAIR)
+    assert [grant.task for place in decided.places for grant in place.grants] == [5]
+    assert [(each.task, each.beneficiary) for each in decided.preemptions] == [(1, 6)]
+
+
 def test_of_two_sets_the_one_of_the_last_level_is_stopped_though_it_is_larger() -> None:
     """The other would stop the larger one in turn: two restarts instead of one."""
     state = a_state(a_node(1, cpus=8, gpus=2), a_node(2, cpus=8, gpus=2))

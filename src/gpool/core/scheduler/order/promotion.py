@@ -55,7 +55,12 @@ class Promotions:
         return known.get(task, Promotion.NONE) if known else Promotion.NONE
 
     def _promoted(self, user: UserId) -> dict[int, Promotion]:
-        waits = map(self._starving_waits, self._state.queues.shapes_of(user))
+        latest = self._now - self._policy.starvation
+        waits = [
+            self._starving_waits(entry)
+            for entry in self._state.queues.shapes_of(user)
+            if entry.queue.front().queued_at <= latest
+        ]
         most = self._state.gpus.get(("user", user), 0) * self._policy.promoted_milli // 1000
         found: dict[int, Promotion] = {}
         gpus = 0

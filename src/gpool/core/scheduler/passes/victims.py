@@ -26,6 +26,7 @@ from gpool.core.scheduler.order.orders import (
 from gpool.core.scheduler.order.promotion import Promotions
 from gpool.core.scheduler.order.ranking import ExchangeSide, Pair
 from gpool.core.scheduler.passes.ledger import TenantLedger
+from gpool.core.scheduler.passes.preemptible_capacity import PreemptibleCapacity
 from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.place.pricing import Bools, Ints
 from gpool.core.scheduler.state.state import State
@@ -173,41 +174,6 @@ def _column(values: list[int]) -> Ints:
     return np.array(values, np.int64)
 
 
-class PreemptibleCapacity:
-    """By the board's slots, made once a pass; later takes are subtracted."""
-
-    def __init__(self, index: PlacementIndex, lines: Iterable[HeldAllocation]) -> None:
-        self._index = index
-        self._free = free = index.free()
-        slots = index.board.slots
-        rows = [
-            (slot, held.cpu_milli, held.memory_bytes, held.disk_bytes, len(held.slices))
-            for line in lines
-            for slot, held in [
-                (slots.get(part.node), part.allocation) for part in (line, *line.members)
-            ]
-            if slot is not None
-        ]
-        if rows:  # of slices of one GPU each counts as one
-            at, cpu, memory, disk, gpus = np.array(rows, np.int64).T
-            np.add.at(free.cpu, at, cpu)
-            np.add.at(free.memory, at, memory)
-            np.add.at(free.disk, at, disk)
-            np.add.at(free.gpus, at, gpus.astype(free.gpus.dtype))
-
-    def take(self, node: NodeId, allocation: Allocation) -> None:
-        slot, free = self._index.board.slots.get(node), self._free
-        if slot is None:
-            return
-        free.cpu[slot] -= allocation.cpu_milli
-        free.memory[slot] -= allocation.memory_bytes
-        free.disk[slot] -= allocation.disk_bytes
-        free.gpus[slot] -= sum(part.share_milli >= 1000 for part in allocation.slices)
-
-    def nodes(self, shape: Shape) -> Bools:
-        return self._index.would_fit(shape, self._free)
-
-
 class GroupKey(NamedTuple):
     user: UserId
     team: int | None
@@ -239,50 +205,81 @@ class VictimSearch:
         self._unprotected: dict[GroupKey, list[HeldAllocation]] | None = None
         self._groups: dict[GroupKey, VictimGroup | None] = {}
         self._all: VictimGroups | None = None
-        self._users: set[UserId] | None = None
-        self._worst: tuple[int, ...] = ()
+        self._reach: dict[tuple[UserId, tuple[int, ...] | None], Bools] = {}
+        self._classes: dict[tuple[int, Promotion, Instant | None], tuple[int, ...]] = {}
 
     def is_stopped(self, line: HeldAllocation) -> bool:
         return line in self._stopped
 
     def stop(self, line: HeldAllocation) -> None:
         self._stopped.add(line)
+        if self._capacity is not None:
+            self._capacity.stop(line)
 
     def is_hopeless(self, shape: Shape) -> bool:
         """Whether nothing was found for a shape of the same user that asks for no more."""
         return any(asks_no_less(shape, each) for each in self._hopeless.get(shape.user, ()))
 
-    def is_vain(self, user: UserId, rank: Rank, *, is_new: bool) -> bool:
-        """Whether only tasks of this user could be stopped, and it is too early for that or none is of a worse class."""
-        order = self._order
-        if not order.classes or self._policy.limits.guaranteed:
-            return False
-        if self._users is None:
-            stages = {(key.level, key.promotion, key.by): key for key in self._in_sight()}
-            some = [self._in_sight()[key][0] for key in stages.values()]
-            found = [self._victim(line, 0, 0, (0, 0), WITHIN) for line in some]
-            self._users = {key.user for key in self._in_sight()}
-            self._worst = max([order.class_of(each.rank.key) for each in found], default=())
-        if self._users - {user}:
-            return False
-        return is_new or order.class_of(rank.key) >= self._worst
+    def clearable(self, shape: Shape, rank: Rank, *, is_new: bool) -> Bools:
+        """Nodes with room for the shape if all that it may stop were stopped: of its own user only tasks of a worse class, and
+        none while it is new. An upper bound, much cheaper than the search.
+        """
+        if self._capacity is None:
+            stopping = [line for line in self._state.stoppable.values() if line.stopping]
+            self._capacity = PreemptibleCapacity(self._index, self._in_sight().values(), stopping)
+        return self._capacity.nodes(shape, self._reachable(shape.user, rank, is_new=is_new))
+
+    @property
+    def compares_classes(self) -> bool:
+        """Whether classes decide between the tasks of one user: without guarantees all are of one band."""
+        return bool(self._order.classes) and not self._policy.limits.guaranteed
+
+    def has_others(self, user: UserId) -> bool:
+        return any(key.user != user for key in self._in_sight())
+
+    def of_worse_class(self, user: UserId, rank: Rank) -> Iterator[VictimGroup]:
+        own = self._order.class_of(rank.key)
+        for key in self._in_sight():
+            if key.user == user and own < self._class_of(key):
+                group = self._group_of(key)
+                if group is not None:
+                    yield group
+
+    def _reachable(self, user: UserId, rank: Rank, *, is_new: bool) -> Bools:
+        own: tuple[int, ...] | None = None
+        if self.compares_classes:
+            own = () if is_new else self._order.class_of(rank.key)
+        known = self._reach.get((user, own))
+        if known is None:
+            groups = self._in_sight()
+            known = np.ones(1 + len(groups), bool)
+            if own is not None:
+                for number, key in enumerate(groups, 1):
+                    if key.user == user:
+                        known[number] = bool(own) and own < self._class_of(key)
+            self._reach[user, own] = known
+        return known
+
+    def _class_of(self, key: GroupKey) -> tuple[int, ...]:
+        stage = (key.level, key.promotion, key.by)
+        known = self._classes.get(stage)
+        if known is None:
+            victim = self._victim(self._in_sight()[key][0], 0, 0, (0, 0), WITHIN)
+            known = self._classes[stage] = self._order.class_of(victim.rank.key)
+        return known
 
     def give_up(self, shape: Shape) -> None:
         self._hopeless.setdefault(shape.user, []).append(shape)
 
-    def capacity(self) -> PreemptibleCapacity:
-        if self._capacity is None:
-            stopping = [line for line in self._state.stoppable.values() if line.stopping]
-            lines = chain(stopping, *self._in_sight().values())
-            self._capacity = PreemptibleCapacity(self._index, lines)
-        return self._capacity
+    def take(self, node: NodeId, allocation: Allocation) -> None:
+        """Keep room that will be free for a waiting task."""
+        if self._capacity is not None:
+            self._capacity.take(node, allocation)
 
     def groups(self) -> VictimGroups:
         if self._all is None:
-            for key, lines in self._in_sight().items():
-                if key not in self._groups:
-                    self._groups[key] = self._group(lines)
-            groups = [group for group in self._groups.values() if group is not None]
+            found = map(self._group_of, self._in_sight())
+            groups = [group for group in found if group is not None]
             had = [self._tenants.recent_pair(group.shape)[0] for group in groups]
             held = [self._tenants.held_pair(group.shape)[0] for group in groups]
             self._all = VictimGroups(groups, had, held)
@@ -319,8 +316,13 @@ class VictimSearch:
             self._unprotected = {keys[key]: lines for key, lines in by_key.items()}
         return self._unprotected
 
+    def _group_of(self, key: GroupKey) -> VictimGroup | None:
+        if key not in self._groups:
+            lines = self._in_sight()[key]
+            self._groups[key] = self._group([each for each in lines if each not in self._stopped])
+        return self._groups[key]
+
     def _group(self, lines: list[HeldAllocation]) -> VictimGroup | None:
-        lines = [line for line in lines if line not in self._stopped]
         if not lines:
             return None
         tenants, first = self._tenants, lines[0]
