@@ -6,17 +6,20 @@ tasks. Promotion is therefore bounded in number and in rank:
 
 - The oldest tasks of a user that waited for `policy.starvation`, running ones included, until they hold
   `policy.promoted_milli` of the GPUs their user holds (at least one task), go before the user's tasks of
-  `LEVEL_OF_PROMOTED` (8 hours of run time) and above: they stop long tasks, never short ones.
+  `LEVEL_OF_PROMOTED` (8 hours of run time) and above: they stop long tasks, never short ones. Tasks that waited for
+  `FACTOR` times as long are promoted until all of them hold `FACTOR` times that part: the part grows with the wait.
 - The oldest of them goes before all tasks of its user once it waited for `policy.promotion`. So every task runs one
   day, whatever its user submits later.
 
 A promoted task stays among the oldest, so it stays promoted until it ends: promotion costs it no stops.
 
-**Example.** A user holds 320 GPUs, 96 of them for promoted tasks. Tasks that waited for more than a day, oldest first:
+**Example.** A user holds 320 GPUs, 96 of them for promoted tasks, 192 for those that waited for two days. Tasks that
+waited for more than a day, oldest first:
 
-    gpus     32  running   promoted (32)    first of all if it waited for three days
-             64  waiting   promoted (96)    stops tasks of level 3 and above that are not promoted
-              8  waiting   not promoted     waits with the tasks of its level
+    gpus     32  running   waited 3 days   promoted (32)    first of all
+             64  waiting   waited 1 day    promoted (96)    stops tasks of level 3 and above that are not promoted
+              8  waiting   waited 1 day    not promoted     waits with the tasks of its level
+             16  waiting   waited 2 days   promoted (112)
 """
 
 from __future__ import annotations
@@ -31,6 +34,9 @@ from gpool.core.scheduler.order.fair_share import asked_by
 from gpool.core.scheduler.order.orders import Policy, Promotion
 from gpool.core.scheduler.state.state import State
 from gpool.core.scheduler.state.waiting import ShapeState
+
+FACTOR = 2
+"""Of waiting time and of the part of the GPUs."""
 
 
 class _Starving(NamedTuple):
@@ -61,12 +67,16 @@ class Promotions:
             for entry in self._state.queues.shapes_of(user)
             if entry.queue.front().queued_at <= latest
         ]
-        most = self._state.gpus.get(("user", user), 0) * self._policy.promoted_milli // 1000
+        part = self._state.gpus.get(("user", user), 0) * self._policy.promoted_milli // 1000
+        longer = FACTOR * self._policy.starvation
         found: dict[int, Promotion] = {}
         gpus = 0
         for each in merge(self._starving_runs(user), *waits):
-            if found and gpus >= most:
-                break
+            if found and gpus >= part:
+                if gpus >= FACTOR * part or self._now - each.queued_at < longer:
+                    break
+                if each.waited < longer:
+                    continue
             is_first = not found and each.waited >= self._policy.promotion
             found[each.task] = Promotion.FIRST if is_first else Promotion.LONG
             gpus += each.gpus
@@ -86,11 +96,13 @@ class Promotions:
         if self._running is None:
             self._running, starvation = {}, self._policy.starvation
             for line in self._state.stoppable.values():
+                latest = (
+                    line.since - starvation
+                )  # waited: until its start, less its run time before
                 for task, lease in line.leases.items():
-                    age = self._now - lease.queued_at
-                    if age < starvation:
+                    if lease.queued_at > latest:
                         continue
-                    waited = age - lease.attained - (self._now - line.since)
+                    waited = line.since - lease.queued_at - lease.attained
                     if waited >= starvation:
                         found = self._running.setdefault(line.shape.user, [])
                         found.append(_Starving(lease.queued_at, task, line.amounts[0], waited))

@@ -92,7 +92,7 @@ def preempt_for(ctx: PassContext, cursor: QueueCursor) -> bool:
     if not ctx.budget.may_search(cursor) or ctx.victims.is_hopeless(shape):
         return False
     possible = ctx.victims.clearable(shape, cursor.rank, is_new=_is_new(ctx, cursor))
-    if np.count_nonzero(possible) < shape.requirements.nodes:
+    if possible is None or np.count_nonzero(possible) < shape.requirements.nodes:
         found = None
     else:
         ctx.budget.count_vain(shape.user)

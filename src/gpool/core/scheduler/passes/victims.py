@@ -220,14 +220,17 @@ class VictimSearch:
         """Whether nothing was found for a shape of the same user that asks for no more."""
         return any(asks_no_less(shape, each) for each in self._hopeless.get(shape.user, ()))
 
-    def clearable(self, shape: Shape, rank: Rank, *, is_new: bool) -> Bools:
+    def clearable(self, shape: Shape, rank: Rank, *, is_new: bool) -> Bools | None:
         """Nodes with room for the shape if all that it may stop were stopped: of its own user only tasks of a worse class, and
-        none while it is new. An upper bound, much cheaper than the search.
+        none while it is new. An upper bound, much cheaper than the search. None: it may stop nothing and nothing stops.
         """
+        reached = self._reachable(shape.user, rank, is_new=is_new)
         if self._capacity is None:
             stopping = [line for line in self._state.stoppable.values() if line.stopping]
+            if not stopping and not reached[1:].any():
+                return None
             self._capacity = PreemptibleCapacity(self._index, self._in_sight().values(), stopping)
-        return self._capacity.nodes(shape, self._reachable(shape.user, rank, is_new=is_new))
+        return self._capacity.nodes(shape, reached)
 
     @property
     def compares_classes(self) -> bool:
@@ -298,22 +301,26 @@ class VictimSearch:
             period = protection_period(self._order, self._policy, is_own=False)
             by_key: dict[tuple[object, ...], list[HeldAllocation]] = {}
             keys: dict[tuple[object, ...], GroupKey] = {}
+            restarted = now - period
             for line in in_sight(self._state, now):
-                since = line.since
-                if since > now - period and is_protected(line, now, period):
+                since, shape = line.since, line.shape
+                if since > restarted and is_protected(line, now, period):
                     continue
-                shape = line.shape
                 task, lease = next(iter(line.leases.items()))
                 level = level_of(Span(lease.attained + max(0, now - since)))
                 promotion = promotion_of(shape.user, task)
-                key = (shape.user, shape.team, line.amounts, level, promotion, shape.by)
+                key = (id(shape), line.amounts, level, promotion)
                 lines = by_key.get(key)
                 if lines is None:
-                    keys[key] = GroupKey(*key)
+                    keys[key] = GroupKey(
+                        shape.user, shape.team, line.amounts, level, promotion, shape.by
+                    )
                     by_key[key] = [line]
                 else:
                     lines.append(line)
-            self._unprotected = {keys[key]: lines for key, lines in by_key.items()}
+            self._unprotected = {}
+            for alike, lines in by_key.items():
+                self._unprotected.setdefault(keys[alike], []).extend(lines)
         return self._unprotected
 
     def _group_of(self, key: GroupKey) -> VictimGroup | None:
