@@ -25,11 +25,10 @@ waited for more than a day, oldest first:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from heapq import merge
 from typing import NamedTuple
 
 from gpool.core.ids import TaskId, UserId
-from gpool.core.model import Instant
+from gpool.core.model import Instant, Span
 from gpool.core.scheduler.order.fair_share import asked_by
 from gpool.core.scheduler.order.orders import Policy, Promotion
 from gpool.core.scheduler.state.state import State
@@ -55,23 +54,27 @@ class Promotions:
         self._running: dict[UserId, list[_Starving]] | None = None
 
     def of(self, user: UserId, task: int) -> Promotion:
+        return self.of_user(user).get(task, Promotion.NONE)
+
+    def of_user(self, user: UserId) -> Mapping[int, Promotion]:
+        """Promoted tasks only."""
         known = self._known.get(user)
         if known is None:
             known = self._known[user] = self._promoted(user)
-        return known.get(task, Promotion.NONE) if known else Promotion.NONE
+        return known
 
     def _promoted(self, user: UserId) -> dict[int, Promotion]:
-        latest = self._now - self._policy.starvation
-        waits = [
-            self._starving_waits(entry)
-            for entry in self._state.queues.shapes_of(user)
-            if entry.queue.front().queued_at <= latest
-        ]
         part = self._state.gpus.get(("user", user), 0) * self._policy.promoted_milli // 1000
         longer = FACTOR * self._policy.starvation
+        latest = self._now - self._policy.starvation
+        starving = self._starving_runs(user).copy()
+        for entry in self._state.queues.shapes_of(user):
+            if entry.queue.front().queued_at <= latest:
+                starving += self._starving_waits(entry, part)
+        starving.sort()
         found: dict[int, Promotion] = {}
         gpus = 0
-        for each in merge(self._starving_runs(user), *waits):
+        for each in starving:
             if found and gpus >= part:
                 if gpus >= FACTOR * part or self._now - each.queued_at < longer:
                     break
@@ -82,15 +85,25 @@ class Promotions:
             gpus += each.gpus
         return found
 
-    def _starving_waits(self, entry: ShapeState) -> Iterator[_Starving]:
-        gpus = asked_by(entry.shape)[0]
+    def _starving_waits(self, entry: ShapeState, part: int) -> Iterator[_Starving]:
+        """Oldest first; not those that could not be promoted even if only this shape waited."""
+        gpus, starvation = asked_by(entry.shape)[0], self._policy.starvation
+        least, taken, taken_longer = starvation, 0, 0
         for waiting in entry.queue.entries():
             age = self._now - waiting.queued_at
-            if age < self._policy.starvation:
+            if age < least:
                 return
             waited = age - self._state.queues.attained(TaskId(waiting.task))
-            if waited >= self._policy.starvation:
-                yield _Starving(waiting.queued_at, waiting.task, gpus, waited)
+            if waited < least:
+                continue
+            yield _Starving(waiting.queued_at, waiting.task, gpus, waited)
+            taken += gpus
+            if waited >= FACTOR * starvation:
+                taken_longer += gpus
+            if taken_longer >= FACTOR * part:
+                return
+            if taken >= part:
+                least = Span(FACTOR * starvation)
 
     def _starving_runs(self, user: UserId) -> list[_Starving]:
         if self._running is None:

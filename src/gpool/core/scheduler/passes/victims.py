@@ -4,15 +4,24 @@ See `passes.preemption` for the rules and `passes.victim_sets` for the choice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
 
-from gpool.core.ids import NodeId, UserId
-from gpool.core.model import SECOND, Allocation, Instant, Shape, Span
+from gpool.core.ids import NodeId, TaskId, UserId
+from gpool.core.model import (
+    SECOND,
+    Allocation,
+    Instant,
+    Requirements,
+    Shape,
+    Span,
+    TaskKind,
+)
 from gpool.core.scheduler.order.fair_share import Amounts
 from gpool.core.scheduler.order.limits import WITHIN
 from gpool.core.scheduler.order.orders import (
@@ -21,6 +30,7 @@ from gpool.core.scheduler.order.orders import (
     Policy,
     Promotion,
     Rank,
+    attained_at,
     level_of,
 )
 from gpool.core.scheduler.order.promotion import Promotions
@@ -72,9 +82,11 @@ def protection_period(order: Order, policy: Policy, *, is_own: bool) -> Span:
 
 def asks_no_less(shape: Shape, other: Shape) -> bool:
     more, less = shape.requirements, other.requirements
-    if (shape.user, shape.team, shape.environment) != (other.user, other.team, other.environment):
+    if (shape.user, shape.team) != (other.user, other.team):
         return False
-    if more == less:
+    if shape.environment is not other.environment and shape.environment != other.environment:
+        return False
+    if more is less or more == less:
         return True
     if len(more.gpu) != 1 or len(less.gpu) != 1:
         return False
@@ -264,6 +276,8 @@ class VictimSearch:
         return known
 
     def _class_of(self, key: GroupKey) -> tuple[int, ...]:
+        if key.by is None:
+            return _class_at(self._order, key.level, key.promotion)
         stage = (key.level, key.promotion, key.by)
         known = self._classes.get(stage)
         if known is None:
@@ -297,18 +311,23 @@ class VictimSearch:
 
     def _in_sight(self) -> dict[GroupKey, list[HeldAllocation]]:
         if self._unprotected is None:
-            now, promotion_of = self._now, self._promotions.of
+            now, unpromoted = self._now, Promotion.NONE
             period = protection_period(self._order, self._policy, is_own=False)
+            restarted = now - period
+            shape: Shape | None = None
+            promoted: Mapping[int, Promotion] = {}
             by_key: dict[tuple[object, ...], list[HeldAllocation]] = {}
             keys: dict[tuple[object, ...], GroupKey] = {}
-            restarted = now - period
             for line in in_sight(self._state, now):
-                since, shape = line.since, line.shape
+                since = line.since
                 if since > restarted and is_protected(line, now, period):
                     continue
+                if line.shape is not shape:
+                    shape = line.shape
+                    promoted = self._promotions.of_user(shape.user)
                 task, lease = next(iter(line.leases.items()))
                 level = level_of(Span(lease.attained + max(0, now - since)))
-                promotion = promotion_of(shape.user, task)
+                promotion = promoted.get(task, unpromoted)
                 key = (id(shape), line.amounts, level, promotion)
                 lines = by_key.get(key)
                 if lines is None:
@@ -361,6 +380,18 @@ class VictimSearch:
         )
         rank = self._order.rank(candidate, self._now, self._policy)
         return Victim(rank, line, tuple([-part for part in self._order.class_of(rank.key)]))
+
+
+_POLICY = Policy()
+_ANY = Shape(UserId(0), Requirements(), 0, TaskKind.COMMAND, "", "")
+
+
+@lru_cache(maxsize=1024)
+def _class_at(order: Order, level: int, promotion: Promotion) -> tuple[int, ...]:
+    """Class of a task without deadline; nothing else counts (`Order.classes`)."""
+    ran = attained_at(level)
+    candidate = Candidate(_ANY, Instant(0), TaskId(0), 0, 0, ran, promotion=promotion)
+    return order.class_of(order.key(candidate, Instant(0), _POLICY))
 
 
 def _rank_of(victim: Victim) -> Rank:
