@@ -26,6 +26,7 @@ from bench.philly import MODEL, OCTOBER, Job, as_nodes, read_jobs, shape_of
 from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, Instant, Shape, Span
 from gpool.core.scheduler.order.orders import AGES, Policy
+from gpool.core.scheduler.order.promotion import FACTOR
 from gpool.core.scheduler.passes.plan import plan
 from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.state.events import (
@@ -89,6 +90,14 @@ class Gpool:
         """Make a pass then, unless the task has started or stopped before."""
         heappush(self.looks, (at + MOMENT, task, self.epochs[task], task in self.begun))
 
+    def look_at_promotions(self, since: float, task: TaskId) -> None:
+        """`since`: when it was submitted, plus its run time."""
+        waits = {self.policy.promotion}
+        if self.preemptible:
+            waits |= {self.policy.starvation, Span(FACTOR * self.policy.starvation)}
+        for wait in waits:
+            self.look_at(since + wait / SECOND, task)
+
     def is_idle(self, _: float, task: TaskId, epoch: int, runs: bool) -> bool:
         return self.epochs[task] != epoch or (task in self.begun) != runs
 
@@ -97,8 +106,7 @@ class Gpool:
         self.jobs[task], self.epochs[task] = job, 0
         self.state.fold(TasksQueued(self.shape(job), (QueuedTask(task, 0, instant(job.at)),)))
         self.look_at(job.at + self.policy.restart / SECOND, task)
-        waits = self.policy.starvation if self.preemptible else self.policy.promotion
-        self.look_at(job.at + waits / SECOND, task)
+        self.look_at_promotions(job.at, task)
 
     def shape(self, job: Job) -> Shape:
         is_one = self.preemptible and not self.tenants
@@ -159,7 +167,7 @@ class Gpool:
         attained = self.state.attained(task, at)
         self.state.fold(TasksReleased((task,), at))
         waiting = QueuedTask(task, self.epochs[task], instant(job.at), attained)
-        self.look_at(job.at + (attained + self.policy.starvation) / SECOND, task)
+        self.look_at_promotions(job.at + attained / SECOND, task)
         self.state.fold(TasksQueued(self.shape(job), (waiting,)))
 
 

@@ -3,7 +3,8 @@
 python -m bench.jct_grid --trace FILE --out DIR [--windows NAME …] [--nodes N …] [--policies NAME …] [--again NAME …]
 
 Each cell is one JSON file under --out, written after each policy; a policy that is there is not run again (`--again` runs
-it anew). Two of the windows are drawn by SEED. Constants of the planner were chosen on October alone.
+it anew). Two of the windows are drawn by SEED. Constants of the planner were chosen on October alone, but not all other
+windows were unseen: earlier versions were run on parts of them (docs/decisions/0028).
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,9 +15,9 @@ from gpool.core.scheduler.order.builtin import ORDERS
 from gpool.core.scheduler.order.orders import Candidate, Key, Order, Policy, Rank
 from gpool.core.scheduler.order.ranking import Exchange, ExchangeSide, outranks
 from gpool.core.scheduler.passes.context import SEARCHES_IN_ROTATION
+from gpool.core.scheduler.passes.preemptible_capacity import PreemptibleCapacity
 from gpool.core.scheduler.passes.starts import MAX_SHAPES, MAX_STARTS
 from gpool.core.scheduler.passes.victims import (
-    PreemptibleCapacity,
     Victim,
     VictimGroup,
     VictimGroups,
@@ -179,9 +180,15 @@ REQUESTS = st.sampled_from([(), (GpuRequest(1),), (GpuRequest(3),), (GpuRequest(
     lines=st.lists(st.tuples(st.integers(1, 3), REQUESTS, st.booleans()), max_size=14),
     cpus=st.integers(1, 8),
     asked=REQUESTS,
+    reached=st.sets(st.integers(1, 3)),
+    stopped=st.integers(0, 13),
 )
-def test_reach_never_denies_room_that_stopping_all_would_make(
-    lines: list[tuple[int, tuple[GpuRequest, ...], bool]], cpus: int, asked: tuple[GpuRequest, ...]
+def test_reach_never_denies_room_that_stopping_the_reachable_would_make(
+    lines: list[tuple[int, tuple[GpuRequest, ...], bool]],
+    cpus: int,
+    asked: tuple[GpuRequest, ...],
+    reached: set[int],
+    stopped: int,
 ) -> None:
     state = a_state(*(a_node(number, cpus=8, gpus=4) for number in range(1, 4)))
     for task, (user, gpu, stops) in enumerate(lines, 1):
@@ -192,11 +199,19 @@ def test_reach_never_denies_room_that_stopping_all_would_make(
             state.fold(place.leased(tasks, Instant(NOW)))
     shape = a_shape(9, cpu_milli=cpus * 1000, memory_bytes=GIB, gpu=asked)
     index = index_of(state)
-    there = PreemptibleCapacity(index, state.stoppable.values()).nodes(shape)
+    held = list(state.stoppable.values())
+    groups = [[line for line in held if line.shape.user == user] for user in (1, 2, 3)]
+    capacity = PreemptibleCapacity(index, groups, ())
+    stops = held[stopped : stopped + 1]
+    if stops:
+        capacity.nodes(shape, np.ones(4, bool))
+        capacity.stop(stops[0])
+    there = capacity.nodes(shape, np.array([True, *(user in reached for user in (1, 2, 3))]))
     for id_, entry in state.nodes.items():
         room = entry.room.copy()
         for line in entry.lines.values():
-            if (id_, line.allocation.number) in state.stoppable:
+            is_reached = line.shape.user in reached or line in stops
+            if is_reached and (id_, line.allocation.number) in state.stoppable:
                 room.give(line.allocation)
         assert entry.node is not None
         fits = unfit(entry.node, shape) is None and fit(entry.node, room, shape) is not None

@@ -193,6 +193,22 @@ def test_an_older_task_does_not_stop_a_younger_one_of_its_level() -> None:
     assert [each.beneficiary for each in plan(state, later, FAIR).preemptions] == [3]
 
 
+def test_a_start_in_the_same_pass_does_not_spare_a_long_task_of_its_user() -> None:
+    state = a_state(a_node(1, gpus=2), a_node(2, gpus=1))
+    submit(state, a_gpu_task(1), 1, ran=AGES[3])
+    submit(state, a_gpu_task(1), 2, 3)
+    write(state, plan(state, NOW, FAIR), NOW)
+    assert running(state) == {1, 2, 3}
+    waited = Instant(NOW + HOUR // 4)
+    submit(state, a_gpu_task(2), 4)  # not even with the place of task 1
+    submit(state, a_gpu_task(1), 5, 6)
+    held = next(task for task in (2, 3) if state.held[TaskId(task)].node == 2)
+    state.fold(TasksReleased((TaskId(held),), waited))
+    decided = plan(state, waited, FAIR)
+    assert [grant.task for place in decided.places for grant in place.grants] == [5]
+    assert [(each.task, each.beneficiary) for each in decided.preemptions] == [(1, 6)]
+
+
 def test_of_two_sets_the_one_of_the_last_level_is_stopped_though_it_is_larger() -> None:
     """The other would stop the larger one in turn: two restarts instead of one."""
     state = a_state(a_node(1, cpus=8, gpus=2), a_node(2, cpus=8, gpus=2))
@@ -206,19 +222,23 @@ def test_of_two_sets_the_one_of_the_last_level_is_stopped_though_it_is_larger() 
 
 
 def test_starving_tasks_go_before_long_ones_within_their_part_and_never_before_short_ones() -> None:
-    """Ten GPUs, three of them for promoted tasks; all waiting tasks waited for two days."""
+    """Ten GPUs, three of them for tasks that waited for a day, six for those that waited for two."""
     state = a_state(*(a_node(n, gpus=1) for n in range(1, 11)))
-    starved = NOW - 2 * 24 * HOUR
-    submit(state, a_gpu_task(), *range(1, 7), ran=40 * HOUR)
-    submit(state, a_gpu_task(), *range(7, 11))
+    starved = NOW - 30 * HOUR
+    submit(state, a_gpu_task(), *range(1, 9), ran=40 * HOUR)
+    submit(state, a_gpu_task(), 9, 10)
     write(state, plan(state, NOW, FAIR), NOW)
     assert running(state) == set(range(1, 11))
     submit(state, a_gpu_task(), *range(11, 20), at=starved - 200 * HOUR, ran=200 * HOUR)
     later = Instant(NOW + FAIR.protection)
     decided = plan(state, later, FAIR)
     assert len(decided.preemptions) == 3
-    assert {each.task for each in decided.preemptions} <= set(range(1, 7))
+    assert {each.task for each in decided.preemptions} <= set(range(1, 9))
     assert {each.beneficiary for each in decided.preemptions} == {11, 12, 13}
+    longer = replace(FAIR, starvation=Span(15 * HOUR))  # waited for it twice
+    decided = plan(state, later, longer)
+    assert {each.task for each in decided.preemptions} <= set(range(1, 9))
+    assert {each.beneficiary for each in decided.preemptions} == set(range(11, 17))
     waits = replace(FAIR, starvation=Span(10 * 24 * HOUR))  # control: not starving yet
     assert plan(state, later, waits).preemptions == ()
 

@@ -68,7 +68,7 @@ class Policy:
     max_preemptions_per_pass: int = 200
     promotion: Span = _PROMOTION  # waiting time after which a user's oldest task goes first
     starvation: Span = _STARVATION  # waiting time after which it goes before long tasks
-    promoted_milli: int = 300  # part of their user's GPUs that promoted tasks may hold
+    promoted_milli: int = 300  # part of their user's GPUs that promoted tasks may hold at first
     restart: Span = _RESTART  # assumed cost of stopping and restarting a task
     urgency: Span = _URGENCY  # time before its deadline from which a task counts as due
     margin_milli: int = 100  # shares nearer to each other than this are equal in preemption

@@ -47,7 +47,6 @@ from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import Shape, Span
 from gpool.core.scheduler.order.fair_share import asked_by
 from gpool.core.scheduler.order.limits import Holder, holders_of
-from gpool.core.scheduler.order.orders import Rank
 from gpool.core.scheduler.order.ranking import Exchange, ExchangeSide, outranks
 from gpool.core.scheduler.passes.context import (
     PassContext,
@@ -63,10 +62,11 @@ from gpool.core.scheduler.passes.victim_sets import (
 )
 from gpool.core.scheduler.passes.victims import (
     Victim,
+    VictimGroup,
     is_protected,
     protection_period,
 )
-from gpool.core.scheduler.place.pricing import GPU
+from gpool.core.scheduler.place.pricing import GPU, Bools
 from gpool.core.scheduler.state.events import Preempt
 
 _WORK_PER_NODE, _WORK_PER_VICTIM = 15, 3  # about microseconds
@@ -91,14 +91,12 @@ def preempt_for(ctx: PassContext, cursor: QueueCursor) -> bool:
     shape = cursor.shape
     if not ctx.budget.may_search(cursor) or ctx.victims.is_hopeless(shape):
         return False
-    if not ctx.capacity.future_nodes and (
-        ctx.victims.is_vain(shape.user, cursor.rank, is_new=_is_new(ctx, cursor))
-    ):
-        return False
-    if not ctx.victims.capacity().nodes(shape).any():
-        return False
-    ctx.budget.count_vain(shape.user)
-    found = _cheapest(ctx, cursor)
+    possible = ctx.victims.clearable(shape, cursor.rank, is_new=_is_new(ctx, cursor))
+    if possible is None or np.count_nonzero(possible) < shape.requirements.nodes:
+        found = None
+    else:
+        ctx.budget.count_vain(shape.user)
+        found = _cheapest(ctx, cursor, possible)
     is_certain = not ctx.claims.reserved_count or (shape.preemptible and ctx.preempts_by_order)
     if found is None and is_certain and not shape.avoids and not _is_new(ctx, cursor):
         ctx.victims.give_up(shape)
@@ -109,7 +107,7 @@ def preempt_for(ctx: PassContext, cursor: QueueCursor) -> bool:
     promised = []
     for each in found:
         allocation = ctx.capacity.promise(shape, each.node, each.fit)
-        ctx.victims.capacity().take(each.node, allocation)
+        ctx.victims.take(each.node, allocation)
         ctx.claims.clear(each.node, shape)
         promised.append(allocation)
     ctx.tenants.count(shape, promised)
@@ -125,13 +123,13 @@ def _is_new(ctx: PassContext, cursor: QueueCursor) -> bool:
     return ctx.now - cursor.head.queued_at < ctx.policy.restart
 
 
-def _cheapest(ctx: PassContext, cursor: QueueCursor) -> list[Clearing] | None:
+def _cheapest(ctx: PassContext, cursor: QueueCursor, possible: Bools) -> list[Clearing] | None:
     shape, guaranteed = cursor.shape, ctx.policy.limits.guaranteed
     choose = cheapest_for_gang if shape.requirements.nodes > 1 else cheapest
-    found = choose(shape, shape.requirements.nodes, _clearable(ctx, cursor))
+    found = choose(shape, shape.requirements.nodes, _clearable(ctx, cursor, possible))
     if found is not None and guaranteed and not _spares_guarantees(ctx, shape, found):
         left = dict(guaranteed)
-        found = choose(shape, shape.requirements.nodes, _clearable(ctx, cursor, left))
+        found = choose(shape, shape.requirements.nodes, _clearable(ctx, cursor, possible, left))
     return found
 
 
@@ -180,11 +178,13 @@ def _spares_guarantee(
 
 
 def _clearable(
-    ctx: PassContext, cursor: QueueCursor, guaranteed: dict[Holder, int] | None = None
+    ctx: PassContext,
+    cursor: QueueCursor,
+    possible: Bools,
+    guaranteed: dict[Holder, int] | None = None,
 ) -> Iterator[Clearable]:
-    """For a gang also nodes with room. `guaranteed`: GPUs that others must keep."""
+    """For a gang also nodes with room. `possible`: by slot; `guaranteed`: GPUs that others must keep."""
     shape, slots = cursor.shape, ctx.index.board.slots
-    possible = ctx.victims.capacity().nodes(shape)
     at: dict[NodeId, list[Victim]] = {
         id_: [] for id_ in ctx.capacity.future_nodes if id_ in slots and possible[slots[id_]]
     }
@@ -231,6 +231,17 @@ def _nodes_to_search(
 
 
 def _victims_for(ctx: PassContext, cursor: QueueCursor) -> Iterator[Victim]:
+    user, has_classes = cursor.shape.user, ctx.victims.compares_classes
+    if has_classes and not _is_new(ctx, cursor):
+        for group in ctx.victims.of_worse_class(user, cursor.rank):
+            ctx.budget.use_work(1)
+            yield from _unprotected(ctx, group)
+    if not has_classes or ctx.victims.has_others(user):
+        yield from _victims_by_share(ctx, cursor, with_own=not has_classes)
+
+
+def _victims_by_share(ctx: PassContext, cursor: QueueCursor, *, with_own: bool) -> Iterator[Victim]:
+    """Victims of other users and, `with_own`, of the same user."""
     shape, tenants = cursor.shape, ctx.tenants
     asked = asked_by(shape)
     own = ExchangeSide(
@@ -239,12 +250,11 @@ def _victims_for(ctx: PassContext, cursor: QueueCursor) -> Iterator[Victim]:
         tenants.recent_pair(shape),
         tenants.held_pair(shape),
     )
-    is_new = bool(ctx.order.classes) and _is_new(ctx, cursor)
     own_gain, own_after = tenants.shares(shape, None, asked), tenants.held_pair(shape, asked)
     for group in ctx.victims.groups().worth_comparing(shape, own, ctx.order, ctx.policy):
         ctx.budget.use_work(1)
         other, line = group.shape, group.first.line
-        if shape.user == other.user and (is_new or _is_last(ctx, own.rank, group.first.rank)):
+        if shape.user == other.user and (not with_own or _is_vain(ctx, cursor, own, group)):
             continue
         waiting, gained = own, own_gain
         running = ExchangeSide(
@@ -264,10 +274,7 @@ def _victims_for(ctx: PassContext, cursor: QueueCursor) -> Iterator[Victim]:
             )
             gained = tenants.shares(shape, line, asked)
         exchange = Exchange(waiting, gained, running, Span(0), evens, shape.user == other.user)
-        victims = group.victims()
-        if shape.user == other.user:
-            period = protection_period(ctx.order, ctx.policy, is_own=True)
-            victims = [each for each in victims if not is_protected(each.line, ctx.now, period)]
+        victims = _unprotected(ctx, group) if shape.user == other.user else group.victims()
         found = _outranked(ctx, victims, exchange)
         is_within_band = own.rank.band == running.rank.band
         if shape.user != other.user and is_within_band and ctx.order.exchanges_by_share:
@@ -275,12 +282,22 @@ def _victims_for(ctx: PassContext, cursor: QueueCursor) -> Iterator[Victim]:
         yield from found
 
 
-def _is_last(ctx: PassContext, own: Rank, other: Rank) -> bool:
-    """Whether the class of a task of the same user is no better than that of the running one."""
-    order = ctx.order
-    if not order.classes or own.band != other.band:
+def _is_vain(ctx: PassContext, cursor: QueueCursor, own: ExchangeSide, group: VictimGroup) -> bool:
+    """Whether a task of the same user is too new, or its class is no better than that of the group."""
+    order, other = ctx.order, group.first.rank
+    if not order.classes:
         return False
-    return order.class_of(own.key) >= order.class_of(other.key)
+    if _is_new(ctx, cursor):
+        return True
+    if own.rank.band != other.band:
+        return False
+    return order.class_of(own.rank.key) >= order.class_of(other.key)
+
+
+def _unprotected(ctx: PassContext, group: VictimGroup) -> list[Victim]:
+    """Victims for a task of the same user."""
+    period = protection_period(ctx.order, ctx.policy, is_own=True)
+    return [each for each in group.victims() if not is_protected(each.line, ctx.now, period)]
 
 
 def _would_never_end(ctx: PassContext, victim: Victim) -> bool:

@@ -17,6 +17,7 @@ from gpool.core.scheduler.order.fair_share import asked_by, tenant_of
 from gpool.core.scheduler.order.limits import Holder, gpus_of, least_gpus
 from gpool.core.scheduler.passes.context import PassContext, QueueCursor
 from gpool.core.scheduler.passes.ledger import UNKNOWN, BackfillReservation
+from gpool.core.scheduler.passes.queue_fill import prefetch_depth
 from gpool.core.scheduler.place import gangs
 from gpool.core.scheduler.place.fit import fit, is_slice
 from gpool.core.scheduler.state.capacity import Room
@@ -38,6 +39,7 @@ class Contention(NamedTuple):
     is_one_user: bool = (
         False  # all waiting tasks are of one user, who may be stopped: none is kept out
     )
+    is_needless: bool = False  # and none is prefetched either: a reservation has no effect
 
 
 def contention(ctx: PassContext, cursors: Collection[QueueCursor]) -> Contention:
@@ -49,19 +51,24 @@ def contention(ctx: PassContext, cursors: Collection[QueueCursor]) -> Contention
     shares = {each: ctx.tenants.share(each) for each in tenants}
     recent = {each: ctx.tenants.recent(each) for each in tenants}
     held = sum(shares[each] - recent[each] for each in tenants)
+    is_one_user = (
+        ctx.preempts_by_order
+        and all(cursor.shape.preemptible for cursor in cursors)
+        and len({cursor.shape.user for cursor in cursors}) == 1
+    )
     return Contention(
         max(shares.values(), default=0),
         max(recent.values(), default=0),
         held // max(1, len(tenants)),
-        ctx.preempts_by_order
-        and all(cursor.shape.preemptible for cursor in cursors)
-        and len({cursor.shape.user for cursor in cursors}) == 1,
+        is_one_user,
+        is_one_user
+        and all(prefetch_depth(ctx.state, each.shape, ctx.policy) == 1 for each in cursors),
     )
 
 
 def reserve_for(ctx: PassContext, cursor: QueueCursor, among: Contention) -> None:
     shape, claims, queued_at = cursor.shape, ctx.claims, Instant(cursor.head.queued_at)
-    if ctx.now - queued_at < ctx.policy.patience:
+    if among.is_needless or ctx.now - queued_at < ctx.policy.patience:
         return
     if cursor.entry.lines and not _is_owed(ctx, shape, among):
         return

@@ -4,15 +4,24 @@ See `passes.preemption` for the rules and `passes.victim_sets` for the choice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
 
-from gpool.core.ids import NodeId, UserId
-from gpool.core.model import SECOND, Allocation, Instant, Shape, Span
+from gpool.core.ids import NodeId, TaskId, UserId
+from gpool.core.model import (
+    SECOND,
+    Allocation,
+    Instant,
+    Requirements,
+    Shape,
+    Span,
+    TaskKind,
+)
 from gpool.core.scheduler.order.fair_share import Amounts
 from gpool.core.scheduler.order.limits import WITHIN
 from gpool.core.scheduler.order.orders import (
@@ -21,11 +30,13 @@ from gpool.core.scheduler.order.orders import (
     Policy,
     Promotion,
     Rank,
+    attained_at,
     level_of,
 )
 from gpool.core.scheduler.order.promotion import Promotions
 from gpool.core.scheduler.order.ranking import ExchangeSide, Pair
 from gpool.core.scheduler.passes.ledger import TenantLedger
+from gpool.core.scheduler.passes.preemptible_capacity import PreemptibleCapacity
 from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.place.pricing import Bools, Ints
 from gpool.core.scheduler.state.state import State
@@ -71,9 +82,11 @@ def protection_period(order: Order, policy: Policy, *, is_own: bool) -> Span:
 
 def asks_no_less(shape: Shape, other: Shape) -> bool:
     more, less = shape.requirements, other.requirements
-    if (shape.user, shape.team, shape.environment) != (other.user, other.team, other.environment):
+    if (shape.user, shape.team) != (other.user, other.team):
         return False
-    if more == less:
+    if shape.environment is not other.environment and shape.environment != other.environment:
+        return False
+    if more is less or more == less:
         return True
     if len(more.gpu) != 1 or len(less.gpu) != 1:
         return False
@@ -173,41 +186,6 @@ def _column(values: list[int]) -> Ints:
     return np.array(values, np.int64)
 
 
-class PreemptibleCapacity:
-    """By the board's slots, made once a pass; later takes are subtracted."""
-
-    def __init__(self, index: PlacementIndex, lines: Iterable[HeldAllocation]) -> None:
-        self._index = index
-        self._free = free = index.free()
-        slots = index.board.slots
-        rows = [
-            (slot, held.cpu_milli, held.memory_bytes, held.disk_bytes, len(held.slices))
-            for line in lines
-            for slot, held in [
-                (slots.get(part.node), part.allocation) for part in (line, *line.members)
-            ]
-            if slot is not None
-        ]
-        if rows:  # of slices of one GPU each counts as one
-            at, cpu, memory, disk, gpus = np.array(rows, np.int64).T
-            np.add.at(free.cpu, at, cpu)
-            np.add.at(free.memory, at, memory)
-            np.add.at(free.disk, at, disk)
-            np.add.at(free.gpus, at, gpus.astype(free.gpus.dtype))
-
-    def take(self, node: NodeId, allocation: Allocation) -> None:
-        slot, free = self._index.board.slots.get(node), self._free
-        if slot is None:
-            return
-        free.cpu[slot] -= allocation.cpu_milli
-        free.memory[slot] -= allocation.memory_bytes
-        free.disk[slot] -= allocation.disk_bytes
-        free.gpus[slot] -= sum(part.share_milli >= 1000 for part in allocation.slices)
-
-    def nodes(self, shape: Shape) -> Bools:
-        return self._index.would_fit(shape, self._free)
-
-
 class GroupKey(NamedTuple):
     user: UserId
     team: int | None
@@ -239,50 +217,86 @@ class VictimSearch:
         self._unprotected: dict[GroupKey, list[HeldAllocation]] | None = None
         self._groups: dict[GroupKey, VictimGroup | None] = {}
         self._all: VictimGroups | None = None
-        self._users: set[UserId] | None = None
-        self._worst: tuple[int, ...] = ()
+        self._reach: dict[tuple[UserId, tuple[int, ...] | None], Bools] = {}
+        self._classes: dict[tuple[int, Promotion, Instant | None], tuple[int, ...]] = {}
 
     def is_stopped(self, line: HeldAllocation) -> bool:
         return line in self._stopped
 
     def stop(self, line: HeldAllocation) -> None:
         self._stopped.add(line)
+        if self._capacity is not None:
+            self._capacity.stop(line)
 
     def is_hopeless(self, shape: Shape) -> bool:
         """Whether nothing was found for a shape of the same user that asks for no more."""
         return any(asks_no_less(shape, each) for each in self._hopeless.get(shape.user, ()))
 
-    def is_vain(self, user: UserId, rank: Rank, *, is_new: bool) -> bool:
-        """Whether only tasks of this user could be stopped, and it is too early for that or none is of a worse class."""
-        order = self._order
-        if not order.classes or self._policy.limits.guaranteed:
-            return False
-        if self._users is None:
-            stages = {(key.level, key.promotion, key.by): key for key in self._in_sight()}
-            some = [self._in_sight()[key][0] for key in stages.values()]
-            found = [self._victim(line, 0, 0, (0, 0), WITHIN) for line in some]
-            self._users = {key.user for key in self._in_sight()}
-            self._worst = max([order.class_of(each.rank.key) for each in found], default=())
-        if self._users - {user}:
-            return False
-        return is_new or order.class_of(rank.key) >= self._worst
+    def clearable(self, shape: Shape, rank: Rank, *, is_new: bool) -> Bools | None:
+        """Nodes with room for the shape if all that it may stop were stopped: of its own user only tasks of a worse class, and
+        none while it is new. An upper bound, much cheaper than the search. None: it may stop nothing and nothing stops.
+        """
+        reached = self._reachable(shape.user, rank, is_new=is_new)
+        if self._capacity is None:
+            stopping = [line for line in self._state.stoppable.values() if line.stopping]
+            if not stopping and not reached[1:].any():
+                return None
+            self._capacity = PreemptibleCapacity(self._index, self._in_sight().values(), stopping)
+        return self._capacity.nodes(shape, reached)
+
+    @property
+    def compares_classes(self) -> bool:
+        """Whether classes decide between the tasks of one user: without guarantees all are of one band."""
+        return bool(self._order.classes) and not self._policy.limits.guaranteed
+
+    def has_others(self, user: UserId) -> bool:
+        return any(key.user != user for key in self._in_sight())
+
+    def of_worse_class(self, user: UserId, rank: Rank) -> Iterator[VictimGroup]:
+        own = self._order.class_of(rank.key)
+        for key in self._in_sight():
+            if key.user == user and own < self._class_of(key):
+                group = self._group_of(key)
+                if group is not None:
+                    yield group
+
+    def _reachable(self, user: UserId, rank: Rank, *, is_new: bool) -> Bools:
+        own: tuple[int, ...] | None = None
+        if self.compares_classes:
+            own = () if is_new else self._order.class_of(rank.key)
+        known = self._reach.get((user, own))
+        if known is None:
+            groups = self._in_sight()
+            known = np.ones(1 + len(groups), bool)
+            if own is not None:
+                for number, key in enumerate(groups, 1):
+                    if key.user == user:
+                        known[number] = bool(own) and own < self._class_of(key)
+            self._reach[user, own] = known
+        return known
+
+    def _class_of(self, key: GroupKey) -> tuple[int, ...]:
+        if key.by is None:
+            return _class_at(self._order, key.level, key.promotion)
+        stage = (key.level, key.promotion, key.by)
+        known = self._classes.get(stage)
+        if known is None:
+            victim = self._victim(self._in_sight()[key][0], 0, 0, (0, 0), WITHIN)
+            known = self._classes[stage] = self._order.class_of(victim.rank.key)
+        return known
 
     def give_up(self, shape: Shape) -> None:
         self._hopeless.setdefault(shape.user, []).append(shape)
 
-    def capacity(self) -> PreemptibleCapacity:
-        if self._capacity is None:
-            stopping = [line for line in self._state.stoppable.values() if line.stopping]
-            lines = chain(stopping, *self._in_sight().values())
-            self._capacity = PreemptibleCapacity(self._index, lines)
-        return self._capacity
+    def take(self, node: NodeId, allocation: Allocation) -> None:
+        """Keep room that will be free for a waiting task."""
+        if self._capacity is not None:
+            self._capacity.take(node, allocation)
 
     def groups(self) -> VictimGroups:
         if self._all is None:
-            for key, lines in self._in_sight().items():
-                if key not in self._groups:
-                    self._groups[key] = self._group(lines)
-            groups = [group for group in self._groups.values() if group is not None]
+            found = map(self._group_of, self._in_sight())
+            groups = [group for group in found if group is not None]
             had = [self._tenants.recent_pair(group.shape)[0] for group in groups]
             held = [self._tenants.held_pair(group.shape)[0] for group in groups]
             self._all = VictimGroups(groups, had, held)
@@ -297,30 +311,44 @@ class VictimSearch:
 
     def _in_sight(self) -> dict[GroupKey, list[HeldAllocation]]:
         if self._unprotected is None:
-            now, promotion_of = self._now, self._promotions.of
+            now, unpromoted = self._now, Promotion.NONE
             period = protection_period(self._order, self._policy, is_own=False)
+            restarted = now - period
+            shape: Shape | None = None
+            promoted: Mapping[int, Promotion] = {}
             by_key: dict[tuple[object, ...], list[HeldAllocation]] = {}
             keys: dict[tuple[object, ...], GroupKey] = {}
             for line in in_sight(self._state, now):
                 since = line.since
-                if since > now - period and is_protected(line, now, period):
+                if since > restarted and is_protected(line, now, period):
                     continue
-                shape = line.shape
+                if line.shape is not shape:
+                    shape = line.shape
+                    promoted = self._promotions.of_user(shape.user)
                 task, lease = next(iter(line.leases.items()))
                 level = level_of(Span(lease.attained + max(0, now - since)))
-                promotion = promotion_of(shape.user, task)
-                key = (shape.user, shape.team, line.amounts, level, promotion, shape.by)
+                promotion = promoted.get(task, unpromoted)
+                key = (id(shape), line.amounts, level, promotion)
                 lines = by_key.get(key)
                 if lines is None:
-                    keys[key] = GroupKey(*key)
+                    keys[key] = GroupKey(
+                        shape.user, shape.team, line.amounts, level, promotion, shape.by
+                    )
                     by_key[key] = [line]
                 else:
                     lines.append(line)
-            self._unprotected = {keys[key]: lines for key, lines in by_key.items()}
+            self._unprotected = {}
+            for alike, lines in by_key.items():
+                self._unprotected.setdefault(keys[alike], []).extend(lines)
         return self._unprotected
 
+    def _group_of(self, key: GroupKey) -> VictimGroup | None:
+        if key not in self._groups:
+            lines = self._in_sight()[key]
+            self._groups[key] = self._group([each for each in lines if each not in self._stopped])
+        return self._groups[key]
+
     def _group(self, lines: list[HeldAllocation]) -> VictimGroup | None:
-        lines = [line for line in lines if line not in self._stopped]
         if not lines:
             return None
         tenants, first = self._tenants, lines[0]
@@ -352,6 +380,18 @@ class VictimSearch:
         )
         rank = self._order.rank(candidate, self._now, self._policy)
         return Victim(rank, line, tuple([-part for part in self._order.class_of(rank.key)]))
+
+
+_POLICY = Policy()
+_ANY = Shape(UserId(0), Requirements(), 0, TaskKind.COMMAND, "", "")
+
+
+@lru_cache(maxsize=1024)
+def _class_at(order: Order, level: int, promotion: Promotion) -> tuple[int, ...]:
+    """Class of a task without deadline; nothing else counts (`Order.classes`)."""
+    ran = attained_at(level)
+    candidate = Candidate(_ANY, Instant(0), TaskId(0), 0, 0, ran, promotion=promotion)
+    return order.class_of(order.key(candidate, Instant(0), _POLICY))
 
 
 def _rank_of(victim: Victim) -> Rank:
