@@ -39,6 +39,7 @@ from gpool.server.nodes.registry import NodeRegistry
 from gpool.server.nodes.reports import ReportBatches
 from gpool.server.nodes.telemetry import Telemetry
 from gpool.server.outbound import Outbound
+from gpool.server.replicas.membership import Membership, Replica, SoleServer, is_replicated
 from gpool.server.scheduling.loops import LoopRunner, all_loops
 from gpool.server.scheduling.picture import StatePicture
 from gpool.server.scheduling.policy import ActivePolicy, known_orders
@@ -82,9 +83,11 @@ def private_directory(data: Path) -> None:
 async def open_server(settings: Settings, clock: Clock | None = None) -> Server:
     private_directory(settings.data)
     clock = clock or SystemClock()
-    server = wire(settings, await open_store(settings.store_url), clock)
-    server.blobs.remove_temporary()
-    await server.store.write(storage.forget_interrupted())
+    if is_replicated(settings.store_url):
+        server = await _open_replica(settings, clock)
+    else:
+        server = wire(settings, await open_store(settings.store_url), clock)
+        await _remove_interrupted(server)
     await quotas.refresh(server)
     await operating.refresh(server)
     await server.identity.signing.ready(server.now)
@@ -93,7 +96,31 @@ async def open_server(settings: Settings, clock: Clock | None = None) -> Server:
     return server
 
 
-def wire(settings: Settings, store: Store, clock: Clock) -> Server:
+async def _open_replica(settings: Settings, clock: Clock) -> Server:
+    """Register this server beside others of its database, and try to lead."""
+    membership = Membership(settings.store_url, system_ids(clock).next(), settings.origin, VERSION)
+    server = wire(settings, await membership.open_store(), clock, membership)
+
+    def turned() -> None:
+        server.nodes.elsewhere.forget_heartbeats()
+        server.picture.invalidate()
+        membership.wake.call()
+
+    await membership.start(turned)
+    if not membership.living:
+        await _remove_interrupted(server)
+    return server
+
+
+async def _remove_interrupted(server: Server) -> None:
+    """Remove temporary files and reserved uploads of an earlier process. No other server may run: they could be its."""
+    server.blobs.remove_temporary()
+    await server.store.write(storage.forget_interrupted())
+
+
+def wire(
+    settings: Settings, store: Store, clock: Clock, membership: Membership | None = None
+) -> Server:
     hub, metrics, root_key = Hub(), Metrics(), _root_key(settings.data)
     remember = span(settings.key_cache_s)
     sealer = Sealer(store, settings.master_source, clock.now)
@@ -102,14 +129,23 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
     order_named(policy.order, orders)  # Invalid for an unknown order, before anything is served
     elapsed = clock.passed if isinstance(clock, MonotonicClock) else None
     registry = NodeRegistry(metrics, settings.ttl, elapsed)
-    picture = StatePicture(store, registry, ActivePolicy(policy, orders), hub, metrics, clock.now)
+    replica: Replica = SoleServer() if membership is None else membership
+    picture = StatePicture(
+        store,
+        registry,
+        ActivePolicy(policy, orders),
+        hub,
+        metrics,
+        clock.now,
+        lambda: replica.leads,
+    )
     telemetry = Telemetry()
     metrics.watch_gpus(GpuCollector(telemetry, lambda: picture.state.nodes, clock.now))
     return Server(
         settings=settings,
         store=store,
         clock=clock,
-        ids=system_ids(clock),
+        ids=system_ids(clock, None if membership is None else lambda: membership.slot),
         hub=hub,
         nodes=registry,
         picture=picture,
@@ -129,6 +165,7 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
         examiner=GpuVerifier(store, picture, clock.now, VerificationSettings.of(settings)),
         telemetry=telemetry,
         paces=FrameBudgets(settings.node_frames_per_s),
+        replica=replica,
     )
 
 
@@ -163,6 +200,8 @@ async def running(server: Server) -> AsyncIterator[Server]:
         await runner.stop()
         for connection in server.nodes.connections:
             connection.refuse("unreachable", "the server is stopping; connect again", retry=True)
+        if isinstance(server.replica, Membership):
+            await server.replica.stop()
         await server.identity.close()
         await server.store.close()
 

@@ -19,7 +19,7 @@ import uvicorn
 import uvloop
 from pydantic import ValidationError
 
-from gpool.core.errors import GpoolError, Unreachable
+from gpool.core.errors import GpoolError
 from gpool.server.app import make_app, open_server, private_directory
 from gpool.server.http import HttpLimits, LimitedConfig, LimitedServer
 from gpool.server.server import Server
@@ -52,35 +52,20 @@ class _Listener(LimitedServer):
         self.signal = sig
         super().handle_exit(sig, frame)
 
-    def stop_unlocked(self, watch: asyncio.Task[str]) -> None:
-        """Stop when the lock watch ends for any reason: another server may hold the lock."""
-        if not watch.cancelled():
-            log.error("lost the lock of the store; stopping")
-            self.should_exit = True
-
 
 async def serve(settings: Settings, opened: Opened | None = None) -> int:
     """Serve until SIGINT or SIGTERM and return the signal. `opened` is called before the first request.
 
-    `Conflict` if another server has the store's lock; `Unreachable` after the lock was lost.
+    `Conflict` if another server has the lock of an SQLite store.
     """
     private_directory(settings.data)
     raise_descriptor_limit()
-    async with lock_for_serving(settings.store_url, settings.ttl_s / 2) as lock:
+    async with lock_for_serving(settings.store_url):
         server = await open_server(settings)
         if opened is not None:
             await opened(server)
         listener = _Listener(configuration(server))
-        watch = asyncio.create_task(lock.lost(), name="server-lock")
-        watch.add_done_callback(listener.stop_unlocked)
-        try:
-            await listener.serve()
-        finally:
-            watch.cancel()
-        if watch.done():
-            raise Unreachable(
-                f"the server stopped: it lost the lock of its store: {watch.result()}"
-            )
+        await listener.serve()
     return listener.signal
 
 

@@ -18,6 +18,7 @@ for _verb in (
     users.teams,
     keys_and_audit.keys,
     keys_and_audit.audit,
+    keys_and_audit.replicas,
     policy.policy,
     policy.cordon,
     policy.uncordon,

@@ -22,11 +22,13 @@ from gpool.server.actions.tasks import deletion as task_deletion
 from gpool.server.actions.tasks import sealed_logs
 from gpool.server.nodes.gpu_verifier import GpuVerifier
 from gpool.server.nodes.reliability import UpdateReliability
+from gpool.server.replicas.follow import FollowChanges
+from gpool.server.replicas.membership import Membership
 from gpool.server.scheduling import learning
 from gpool.server.scheduling.overdue import EndOverdueLeases
 from gpool.server.server import Server
 from gpool.server.settings import span
-from gpool.server.store.operations import nodes, rules
+from gpool.server.store.operations import nodes, replicas, rules
 from gpool.server.store.operations import rules as rules_operations
 from gpool.server.store.operations.identity import account_deletion, accounts, sessions
 from gpool.server.store.operations.leases import gang_members, leases
@@ -106,6 +108,9 @@ OVERDUE = "it does not release a gang that has ended; connect again when none of
 
 TRAINING_CHECK_S = 3600.0
 
+EVERYWHERE = frozenset({"follow", "identity", "examine"})
+"""Loops of every replica: they concern its own connections and memory. The others run in the leader only."""
+
 
 class Loop(Protocol):
     name: str
@@ -148,7 +153,8 @@ class ExpireNodes:
                 node, "no heartbeat for a whole lease time; connect again", retry=True
             )
             heard_at, term = server.nodes.heard_at[node], server.picture.term
-            recording = await server.write(leases.expire_silent(node, heard_at, term, now))
+            seen = server.nodes.elsewhere.heartbeat(node)
+            recording = await server.write(leases.expire_silent(node, heard_at, term, now, seen))
             if recording is NotExpired.DEPOSED:
                 server.picture.invalidate()
                 return
@@ -158,6 +164,10 @@ class ExpireNodes:
             server.picture.add_loss(node)
             server.nodes.drop_expired_deadline(node, now)
             server.picture.absorb(recording)
+            if node in server.nodes.elsewhere:
+                await server.write(replicas.disconnect_silent(node))
+                server.nodes.elsewhere.forget(node)
+                server.picture.refresh_node(node)
         await self._pause_drained(now)
 
     async def _pause_drained(self, now: Instant) -> None:
@@ -378,7 +388,8 @@ class LoopRunner:
     async def _run(self, loop: Loop) -> None:
         while True:
             try:
-                await loop.run_once(self._server.now)
+                if self._server.replica.leads or loop.name in EVERYWHERE:
+                    await loop.run_once(self._server.now)
             except Exception:
                 log.exception("loop %s failed; it goes on at the next tick", loop.name)
                 self._server.metrics.loop_faults.labels(loop.name).inc()
@@ -400,6 +411,8 @@ def all_loops(server: Server) -> tuple[Loop, ...]:
         EndOverdueLeases(server),
         TrainPricing(server),
     )
+    if isinstance(server.replica, Membership):
+        loops = (*loops, FollowChanges(server, server.replica))
     if server.examiner is not None:
         loops = (*loops, VerifyGpus(server, server.examiner))
     return loops if server.sign_ins is None else (*loops, MaintainIdentity(server))
