@@ -26,6 +26,7 @@ from gpool.server.identity import authorization
 from gpool.server.identity.access_tokens import TokenAudience
 from gpool.server.identity.authorization import Credentials
 from gpool.server.identity.certificates import certificate_of
+from gpool.server.identity.envelope import FieldLocation
 from gpool.server.identity.node_proofs import NodeAuthenticator
 from gpool.server.identity.passwords import PasswordCost
 from gpool.server.identity.refresh_tokens import RefreshTerms
@@ -47,6 +48,7 @@ from gpool.server.scheduling.scheduler import Scheduler
 from gpool.server.server import VERSION, Server, SignInServices
 from gpool.server.settings import Settings, span
 from gpool.server.store.drivers.opening import open_store
+from gpool.server.store.operations.identity import sealed_fields
 from gpool.server.store.operations.identity import users as people
 from gpool.server.store.operations.tasks import storage
 from gpool.server.store.protocol import Store
@@ -58,6 +60,7 @@ OPERATOR_KEY_FILE = "operator.key"
 ROOT_KEY_FILE = "server.key"
 OWN_FILES = (ROOT_KEY_FILE, "up.lock")  # besides the database
 DAY_S = 86_400
+_ROOT_KEY = FieldLocation("server_secrets", "root", "sealed")
 NO_TELEMETRY: Any = {
     "tracing": False,
     "metrics": False,
@@ -99,15 +102,18 @@ async def open_server(settings: Settings, clock: Clock | None = None) -> Server:
 async def _open_replica(settings: Settings, clock: Clock) -> Server:
     """Register this server beside others of its database, and try to lead."""
     membership = Membership(settings.store_url, system_ids(clock).next(), settings.origin, VERSION)
-    server = wire(settings, await membership.open_store(), clock, membership)
+    store = await membership.open_store()
+    root_key = await _shared_root_key(settings, store, clock)
+    server = wire(settings, store, clock, membership, root_key)
 
     def turned() -> None:
+        server.metrics.queued.set(0)  # the leader's passes set it
         server.nodes.elsewhere.forget_heartbeats()
         server.picture.invalidate()
         membership.wake.call()
 
     await membership.start(turned)
-    if not membership.living:
+    if not await membership.others_running():
         await _remove_interrupted(server)
     return server
 
@@ -118,10 +124,28 @@ async def _remove_interrupted(server: Server) -> None:
     await server.store.write(storage.forget_interrupted())
 
 
+async def _shared_root_key(settings: Settings, store: Store, clock: Clock) -> bytes:
+    """Root key of the pool, encrypted in the store. The first replica stores that of its data directory."""
+    sealer, place = Sealer(store, settings.master_source, clock.now), _ROOT_KEY
+    if await store.read(sealed_fields.server_secret(place.row)) is None:
+        sealed = await sealer.seal(place, _root_key(settings.data))
+        await store.write(sealed_fields.put_server_secret(place.row, sealed))
+    found = await store.read(sealed_fields.server_secret(place.row))
+    assert found is not None, "it has just been stored"
+    return await sealer.open(place, found)
+
+
 def wire(
-    settings: Settings, store: Store, clock: Clock, membership: Membership | None = None
+    settings: Settings,
+    store: Store,
+    clock: Clock,
+    membership: Membership | None = None,
+    root_key: bytes | None = None,
 ) -> Server:
-    hub, metrics, root_key = Hub(), Metrics(), _root_key(settings.data)
+    """Build the server. `root_key`: shared by replicas; without it the one of the data directory."""
+    hub, metrics = Hub(), Metrics()
+    if root_key is None:
+        root_key = _root_key(settings.data)
     remember = span(settings.key_cache_s)
     sealer = Sealer(store, settings.master_source, clock.now)
     sign_ins = _sign_ins(settings, store, sealer)
@@ -155,7 +179,9 @@ def wire(
             settings.data / "artifacts", settings.max_artifact_bytes, settings.min_free_bytes
         ),
         credentials=Credentials(store, clock.now, remember, root_key, sign_ins.signing),
-        gate=NodeAuthenticator(store, clock.now, root_key, remember=remember),
+        gate=NodeAuthenticator(
+            store, clock.now, root_key, remember=remember, is_shared=membership is not None
+        ),
         metrics=metrics,
         sealer=sealer,
         guard=Guard(clock.now),
@@ -204,6 +230,15 @@ async def running(server: Server) -> AsyncIterator[Server]:
             await server.replica.stop()
         await server.identity.close()
         await server.store.close()
+
+
+async def drain(app: FastAPI, server: Server) -> None:
+    """Prepare the end of a server that others may replace: give up leading, send nodes elsewhere, serve what comes."""
+    app.state.draining = True  # `/readyz` and the agents' channel answer 503
+    if isinstance(server.replica, Membership):
+        await server.replica.resign()
+    for connection in server.nodes.connections:
+        connection.refuse("unreachable", "the server is stopping; connect again", retry=True)
 
 
 def make_app(server: Server) -> FastAPI:

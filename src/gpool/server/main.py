@@ -17,10 +17,11 @@ from typing import Literal
 
 import uvicorn
 import uvloop
+from fastapi import FastAPI
 from pydantic import ValidationError
 
 from gpool.core.errors import GpoolError
-from gpool.server.app import make_app, open_server, private_directory
+from gpool.server.app import drain, make_app, open_server, private_directory
 from gpool.server.http import HttpLimits, LimitedConfig, LimitedServer
 from gpool.server.server import Server
 from gpool.server.settings import Settings
@@ -41,16 +42,36 @@ OWN_DESCRIPTORS = 128
 """Descriptors for the store, artifacts and logs."""
 
 Opened = Callable[[Server], Awaitable[None]]
+Drain = Callable[[], Awaitable[None]]
 
 
 class _Listener(LimitedServer):
-    """Records the signal that stopped it: uvicorn raises it again, but the parent may have set it to be ignored."""
+    """Records the signal that stopped it: uvicorn raises it again, but the parent may have set it to be ignored.
+
+    After SIGTERM it goes on for `drain_s`; a second signal, SIGINT, ends it at once.
+    """
 
     signal = 0
+
+    def __init__(self, config: uvicorn.Config, drain_s: float, drain: Drain) -> None:
+        super().__init__(config)
+        self._drain_s, self._drain = drain_s, drain
+        self._ends_s: float | None = None  # end of the drain by the loop's clock
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.signal = sig
         super().handle_exit(sig, frame)
+
+    async def on_tick(self, counter: int) -> bool:
+        is_over = await super().on_tick(counter)
+        if not is_over or self.signal != signal.SIGTERM or self.force_exit:
+            return is_over
+        now_s = asyncio.get_running_loop().time()
+        if self._ends_s is None:
+            self._ends_s = now_s + self._drain_s
+            if self._drain_s:
+                await self._drain()
+        return now_s >= self._ends_s
 
 
 async def serve(settings: Settings, opened: Opened | None = None) -> int:
@@ -64,7 +85,9 @@ async def serve(settings: Settings, opened: Opened | None = None) -> int:
         server = await open_server(settings)
         if opened is not None:
             await opened(server)
-        listener = _Listener(configuration(server))
+        app = make_app(server)
+        config = configuration(server, app)
+        listener = _Listener(config, settings.drain_s, lambda: drain(app, server))
         await listener.serve()
     return listener.signal
 
@@ -93,10 +116,10 @@ def http_limits(settings: Settings) -> HttpLimits:
     )
 
 
-def configuration(server: Server) -> uvicorn.Config:
+def configuration(server: Server, app: FastAPI | None = None) -> uvicorn.Config:
     shown = server.certificate
     return LimitedConfig(
-        make_app(server),
+        app or make_app(server),
         http_limits(server.settings),
         host=server.settings.host,
         port=server.settings.port,

@@ -45,13 +45,15 @@ class ReplicaDesk:
 
 @asynccontextmanager
 async def replica_desks(
-    url: str, data: Path, count: int = 2
+    url: str, data: Path, count: int = 2, **settings: Any
 ) -> AsyncIterator[tuple[StoppedClock, list[ReplicaDesk]]]:
+    """`settings` may contain `folders`: a data directory for each server, instead of one for all."""
     clock = StoppedClock()
     made: list[ReplicaDesk] = []
+    folders: list[Path] = settings.pop("folders", [data] * count)
     try:
-        for _ in range(count):
-            desk = await open_desk(data, clock, database_url=url)
+        for folder in folders:
+            desk = await open_desk(folder, clock, database_url=url, **settings)
             membership = desk.server.replica
             assert isinstance(membership, Membership)
             made.append(ReplicaDesk(desk, membership, FollowChanges(desk.server, membership)))

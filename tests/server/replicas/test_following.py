@@ -5,16 +5,25 @@ from __future__ import annotations
 import asyncio
 from importlib import import_module
 from pathlib import Path
+from secrets import token_hex
 
 import pytest
+from pydantic import SecretStr
 
-from gpool.core.ids import NodeId, TaskId, decode
+from gpool.core.errors import NotSignedIn
+from gpool.core.ids import NodeId, TaskId, decode, encode
+from gpool.core.model import Permission, Span
+from gpool.server.identity.access_tokens import thumbprint
+from gpool.server.identity.node_proofs import NodeAuthenticator
 from gpool.server.store.operations import replicas
+from gpool.server.store.operations.identity import sealed_fields
 from gpool.server.store.operations.leases import leases
 from gpool.server.store.operations.replicas import NodeLink
+from gpool.transfer.node_proofs import RequestStatement, new_nonce
 from gpool.wire.frames import Hold, Refused, Released, Started, Stop, StopReason
 from tests.server.replicas.replica_desks import LEASE_S, ReplicaDesk, executed, replica_desks
 from tests.server.server_desk import an_offer, exited
+from tests.tools.nodes import a_key
 from tests.tools.processes import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.anyio
@@ -99,18 +108,67 @@ async def test_rules_and_accounts_changed_at_one_server_hold_at_the_other(
         assert answer.status_code == 200, answer.text
         await leader.follow()
         assert leader.desk.server.picture.policy.current.order == "fcfs"
-        headers = await leader.desk.person("ann")
+        headers = await leader.desk.person("ann", Permission.PROVIDER)
+        lent = await follower.desk.join(a_key(78), an_offer(), headers, name="ann's")
+        await lent.connect()
         asked = await follower.desk.http.get("/v1/me", headers=headers)
         assert asked.status_code == 200
         user = asked.json()["id"]
         await leader.desk.http.patch(f"/v1/users/{user}", json={"disabled": True})
         await follower.follow()
         assert (await follower.desk.http.get("/v1/me", headers=headers)).status_code == 401
+        assert lent.channel.closed, "nodes of a suspended account are disconnected everywhere"
         assert node in follower.state.nodes
-        listed = (await leader.desk.get("/v1/nodes")).json()["items"][0]["id"]
+        listed = encode("node", node)
         await leader.desk.http.delete(f"/v1/nodes/{listed}")
         await follower.follow()
         assert node not in follower.state.nodes
+
+
+async def test_a_proof_that_one_server_accepted_is_refused_by_the_other(
+    url: str, tmp_path: Path
+) -> None:
+    async with replica_desks(url, tmp_path) as (_, (leader, follower)):
+        key = a_key(77)
+        agent = await leader.desk.join(key, an_offer(), {}, name="alice")
+        first, second = leader.desk.server.gate, follower.desk.server.gate
+        token, path = first.token(agent.credentials).token, "/v1/artifacts/" + "0" * 64
+        at_s = leader.desk.server.now // 1_000_000
+
+        def proof() -> str:
+            said = RequestStatement(first.name, "GET", path, token, at_s, new_nonce(), "")
+            return key.request_proof(said)
+
+        used = proof()
+        assert await first.requests("GET", path, "", token, used) == agent.credentials
+        with pytest.raises(NotSignedIn):
+            await second.requests("GET", path, "", token, used)
+        assert await second.requests("GET", path, "", token, proof()) == agent.credentials
+        # control: a server that keeps used proofs to itself accepts the replay
+        root = bytes.fromhex((tmp_path / "server.key").read_text())  # the first server's file
+        server = follower.desk.server
+        alone = NodeAuthenticator(server.store, server.clock.now, root, remember=Span(0))
+        assert await alone.requests("GET", path, "", token, used) == agent.credentials
+
+
+async def test_servers_with_one_master_key_and_own_folders_are_the_same_pool(
+    url: str, tmp_path: Path
+) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    given = {"folders": folders, "master_key": SecretStr(token_hex(32))}
+    async with replica_desks(url, tmp_path, **given) as (_, (first, second)):
+        assert first.desk.server.gate.name == second.desk.server.gate.name
+        machine = a_key(77)
+        agent = await first.desk.join(machine, an_offer(), {}, name="alice")
+        issued = first.desk.server.gate.token(agent.credentials).token
+        gate, thumb = second.desk.server.gate, thumbprint(machine.public)
+        until = gate.good_until(issued, agent.credentials.node, thumb)
+        assert until is not None, "a token of one server is valid at the other"
+        stored = await second.desk.server.store.read(sealed_fields.server_secret("root"))
+        assert stored is not None
+        plain = bytes.fromhex((folders[0] / "server.key").read_text())
+        assert plain not in stored, "it is encrypted"
+        assert not (folders[1] / "server.key").exists()
 
 
 # ---- leadership and terms
@@ -198,26 +256,24 @@ async def test_the_leader_expires_only_nodes_that_no_server_hears(url: str, tmp_
         assert not leader.desk.server.nodes.is_connected(agent.credentials.node)
 
 
-async def test_a_heartbeat_stored_since_the_leader_looked_stops_the_expiry(
+async def test_a_heartbeat_stored_since_the_leader_looked_delays_the_expiry_once(
     url: str, tmp_path: Path
 ) -> None:
     async with replica_desks(url, tmp_path) as (clock, (leader, follower)):
         agent = await follower.desk.agent()
-        await leader.desk.command()
+        task = await leader.desk.command()
         await leader.schedule()
-        await follower.follow()
         clock.advance(LEASE_S / 3)
         await leader.follow()
-        seen = leader.desk.server.nodes.elsewhere.heartbeat(agent.credentials.node)
         clock.advance(-5)  # the follower's clock may be behind
         await agent.send_beat()
+        await executed(url, "UPDATE node_connections SET replica_id = NULL")  # and its server dies
         clock.advance(5 + LEASE_S + 1)
-        node, term, now = agent.credentials.node, leader.desk.server.picture.term, clock.now()
-        write = leader.desk.server.store.write
-        outcome = await write(leases.expire_silent(node, now, term, now, seen))
-        assert outcome is leases.NotExpired.HEARD
-        control = await write(leases.expire_silent(node, now, term, now))
-        assert control is not leases.NotExpired.HEARD
+        await leader.expire()
+        assert await leader.status(task) == "leased", "heard since the leader looked"
+        clock.advance(LEASE_S + 1)
+        await leader.expire()
+        assert await leader.status(task) == "queued"
 
 
 async def test_nodes_of_a_dead_server_have_a_full_lease_time_to_connect_elsewhere(
@@ -312,6 +368,19 @@ async def test_ends_that_a_hello_implies_are_fenced_by_the_newest_connection(
         await leader.follow()
         assert await leader.status(task) == "queued"
         assert leader.state == follower.state
+
+
+async def test_a_starting_server_knows_whether_another_one_runs(url: str, tmp_path: Path) -> None:
+    """A running one has uploads in progress; after kill -9 only the row of a server is left."""
+    async with replica_desks(url, tmp_path) as (_, (leader, follower)):
+        assert await follower.membership.others_running()
+        await leader.membership.resign()
+        assert await follower.membership.others_running(), "it drains"
+        ends = (
+            "SELECT pg_terminate_backend(CAST(lock_pid AS int), 60000) FROM replicas WHERE slot = 0"
+        )
+        await executed(url, ends)  # as with its process
+        assert not await follower.membership.others_running()
 
 
 # ---- the feed

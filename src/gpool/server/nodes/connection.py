@@ -121,6 +121,10 @@ class NodeChannel:
             server.picture.node_changed(stored.row.node)
         if stored is not None and not self.closed and await self._took_time(stored.row):
             stored = await server.write(reconciliation.stored_leases(self.node))
+        if self._link is not None and stored is not None and not self.closed:
+            is_newest = await server.write(replicas.open_connection(self.node, self._link))
+            if not is_newest:
+                self._refuse_overtaken()
         if self.closed:
             return
         if stored is None:

@@ -123,7 +123,7 @@ def register(
         return NotRegistered.REMOVED
     if not who.may_lend:  # since the connection was accepted
         raise Forbidden(nodes.MAY_NOT_LEND)
-    if link is not None and not (yield from replicas.connect(node, link, at)):
+    if link is not None and not (yield from replicas.begin_connection(node, link, at)):
         return NotRegistered.OVERTAKEN
     row = yield from take(node, offer, gpu_ids, at, quota)
     return (yield from _leases_of(node, row))

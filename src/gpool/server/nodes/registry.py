@@ -103,6 +103,10 @@ class NodesElsewhere:
     def heartbeat(self, node: NodeId) -> Instant | None:
         return self._seen.get(node)
 
+    def forget_heartbeat(self, node: NodeId) -> None:
+        """Called when a newer one was stored than seen here: the node has a lease time from then."""
+        self._seen.pop(node, None)
+
     def forget_heartbeats(self) -> None:
         """Called when this replica begins to lead: each node gets a full lease time."""
         self._seen.clear()

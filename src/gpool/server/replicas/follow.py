@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
 from typing import Literal
 
 from gpool.core.ids import NodeId, SpecId, TaskId
@@ -21,11 +20,12 @@ from gpool.server.replicas.following import Difference, UnknownSpec, difference
 from gpool.server.replicas.membership import KEEP_CHANGES, Membership
 from gpool.server.scheduling import delivery
 from gpool.server.server import Server
-from gpool.server.store.operations import replicas
+from gpool.server.store.operations import nodes, replicas
 from gpool.server.store.operations.leases import leases
 from gpool.server.store.operations.replicas import ChangedRows, ChangedTask, FollowedIds
 from gpool.server.store.rows import allocation_from
-from gpool.server.store.values import HeldLease, Recording
+from gpool.server.store.values import HeldLease
+from gpool.wire.frames import Hold, StopReason
 
 log = logging.getLogger(__name__)
 
@@ -70,11 +70,21 @@ class FollowChanges:
         if self._membership.leads and passed - self._seen_at >= server.settings.beat_every // 2:
             self._seen_at = passed
             await self._see_others(server.now)
-        if server.picture.is_stale and not self._membership.leads:
-            await server.picture.rebuild(server.now)
-        if self._membership.leads and passed - self._pruned_at >= PRUNE_EVERY:
+        if not self._membership.leads:
+            await self._follow_time(now)
+        if passed - self._pruned_at >= PRUNE_EVERY:
             self._pruned_at = passed
-            await self._membership.prune_feed()
+            server.picture.drop_unused_specs()
+            if self._membership.leads:
+                await self._membership.prune_feed()
+                await server.write(replicas.forget_proofs(now))
+
+    async def _follow_time(self, now: Instant) -> None:
+        """Do for a follower's state what the leader's passes do: rebuild it, end backoffs, apply rules that are due."""
+        picture = self._server.picture
+        if picture.is_stale:
+            await picture.rebuild(now)
+        picture.advance(now)
 
     async def _heartbeat(self, now: Instant) -> None:
         server, membership = self._server, self._membership
@@ -89,12 +99,12 @@ class FollowChanges:
     async def _bury(self, dead: Collection[int], now: Instant) -> None:
         """Remove dead replicas. Their nodes have a full lease time from now to connect elsewhere."""
         server = self._server
-        nodes = await server.write(replicas.bury(dead, server.picture.term))
-        if nodes is None:
+        left = await server.write(replicas.bury(dead, server.picture.term))
+        if left is None:
             server.picture.invalidate()
             return
-        log.warning("replicas %s are dead; %d nodes were connected to them", dead, len(nodes))
-        for node in nodes:
+        log.warning("replicas %s are dead; %d nodes were connected to them", dead, len(left))
+        for node in left:
             server.nodes.extend_deadline(node, now, server.nodes.heard_at.get(node))
             if server.nodes.elsewhere.place(node, None):
                 server.picture.refresh_node(node)
@@ -139,7 +149,11 @@ class FollowChanges:
             if change.replica_id != self._membership.id and change.xid not in self._applied:
                 named.update(dict.fromkeys(change.ids))
         if named:
-            await self._apply(list(named), now)
+            try:
+                await self._apply(list(named), now)
+            except BaseException:
+                self._sent.forget()  # the same changes are read again
+                raise
         self._applied = {each.xid for each in page.changes if each.xid >= page.horizon}
         self._cursor = page.horizon
 
@@ -152,20 +166,26 @@ class FollowChanges:
         if ACCOUNTS in named:
             server.credentials.forget()
             server.gate.forget()
+            await self._disconnect_suspended()
         ids = [id_ for id_ in named if id_ >= WHOLE]
         for first in range(0, len(ids), AT_ONCE):
             some = ids[first : first + AT_ONCE]
-            specs = server.picture.specs
+            specs, here = server.picture.specs, self._nodes_here()
             wanted = FollowedIds(
-                some,
-                {connection.node for connection in server.nodes.connections},
-                set(specs.known),
-                set(specs.with_secrets),
-                set(specs.with_checkpoints),
+                some, here, specs.known, specs.with_secrets, specs.with_checkpoints
             )
             rows = await server.picture.write(replicas.changed_rows(wanted))
             self._absorb(rows, some, now)
-            await self._deliver(rows)
+            await self._deliver(rows, here)
+
+    def _nodes_here(self) -> set[NodeId]:
+        return {connection.node for connection in self._server.nodes.connections}
+
+    async def _disconnect_suspended(self) -> None:
+        """Close connections of nodes whose owner was suspended at another replica, which ends their leases."""
+        server = self._server
+        for node in await server.store.read(replicas.not_lending(self._nodes_here())):
+            server.nodes.disconnect(node, nodes.MAY_NOT_LEND)
 
     def _absorb(self, rows: ChangedRows, named: Iterable[int], now: Instant) -> None:
         """Fold the rows, before the next await."""
@@ -190,13 +210,16 @@ class FollowChanges:
         lost = [each.node for each in found.requeued if each.reason is EndReason.LOST]
         for node in dict.fromkeys(lost):
             picture.add_loss(node)
-        picture.absorb(self._sent.unsent_stops(found), is_own=False)
+        picture.absorb(found.recording(), is_own=False)
         for leased in found.leased:
+            picture.forecasts.started(leased.tasks, now)
             picture.fold(leased)
             if picture.term:
                 self._server.nodes.ensure_deadline(leased.node, now)
         for queued in found.queued:
             picture.fold(queued)
+            if not queued.tasks[0].epoch:
+                picture.forecasts.arrived(queued.shape, queued.tasks[0].queued_at)
         if found.preempted:
             picture.fold(TasksPreempted(tuple(found.preempted)))
 
@@ -206,16 +229,16 @@ class FollowChanges:
         return None if shape is None else picture.nodes.failed_starts.shape_for(task, shape)
 
     def _place_nodes(self, rows: ChangedRows, named: Iterable[int], now: Instant) -> None:
-        server, nodes = self._server, self._server.nodes
+        server, registry = self._server, self._server.nodes
         for row in rows.nodes:
             node = row.node.id
             replica = rows.places.get(node)
             if replica == self._membership.id:
                 replica = None  # the connection itself counts
             else:
-                nodes.disconnect(node, "this node connected to another server", retry=True)
-            if nodes.elsewhere.place(node, replica) and replica is not None:
-                nodes.ensure_deadline(node, now)
+                registry.disconnect(node, "this node connected to another server", retry=True)
+            if registry.elsewhere.place(node, replica) and replica is not None:
+                registry.ensure_deadline(node, now)
             server.picture.node_changed(row.node)
         present = {row.node.id for row in rows.nodes}
         for id_ in named:
@@ -225,16 +248,14 @@ class FollowChanges:
 
     # ---- delivery
 
-    async def _deliver(self, rows: ChangedRows) -> None:
+    async def _deliver(self, rows: ChangedRows, here: Collection[NodeId]) -> None:
+        """Send leases and stops of nodes that were connected here when the rows were read; later ones were reconciled."""
         server = self._server
-        here = {connection.node for connection in server.nodes.connections}
-        granted = [
-            row
-            for row in rows.tasks
-            if row.status == TaskStatus.LEASED and row.node_id in here and not row.preempting
-        ]
-        await self._grant(self._sent.unsent_grants(granted), rows)
-        for node in {node for gang in rows.gangs for node in gang.nodes} & here:
+        held = [row for row in rows.tasks if row.holding and row.node_id in here]
+        await self._grant(self._sent.unsent_grants(held), rows)
+        server.nodes.stop(self._sent.unsent_cancels(held), StopReason.CANCELLED)
+        server.nodes.stop(self._sent.unsent_preemptions(held), StopReason.PREEMPTED)
+        for node in {node for gang in rows.gangs for node in gang.nodes}.intersection(here):
             await self._send_again(node)
 
     async def _grant(self, granted: Sequence[ChangedTask], rows: ChangedRows) -> None:
@@ -275,25 +296,32 @@ class SentFrames:
         self._server = server
         self._sent: set[Sent] = set()
 
-    def unsent_grants(self, granted: Iterable[ChangedTask]) -> list[ChangedTask]:
-        return [row for row in granted if self._is_new((row.id, row.epoch, "grant"))]
+    def forget(self) -> None:
+        self._sent.clear()
 
-    def unsent_stops(self, found: Difference) -> Recording:
+    def unsent_grants(self, held: Iterable[ChangedTask]) -> list[ChangedTask]:
         self._drop_ended()
-        recording = found.recording()
-        return replace(
-            recording,
-            to_stop=tuple(
-                each
-                for each in recording.to_stop
-                if self._is_new((each[1].task, each[1].epoch, "cancel"))
-            ),
-            to_preempt=tuple(
-                each
-                for each in recording.to_preempt
-                if self._is_new((each[1].task, each[1].epoch, "preempt"))
-            ),
-        )
+        return [
+            row
+            for row in held
+            if row.status == TaskStatus.LEASED and self._is_new((row.id, row.epoch, "grant"))
+        ]
+
+    def unsent_cancels(self, held: Iterable[ChangedTask]) -> list[tuple[NodeId, Hold]]:
+        return [
+            _hold(row)
+            for row in held
+            if row.status == TaskStatus.CANCELLED and self._is_new((row.id, row.epoch, "cancel"))
+        ]
+
+    def unsent_preemptions(self, held: Iterable[ChangedTask]) -> list[tuple[NodeId, Hold]]:
+        return [
+            _hold(row)
+            for row in held
+            if row.preempting
+            and row.status != TaskStatus.CANCELLED
+            and self._is_new((row.id, row.epoch, "preempt"))
+        ]
 
     def _is_new(self, sent: Sent) -> bool:
         is_new = sent not in self._sent
@@ -304,6 +332,11 @@ class SentFrames:
         held = self._server.picture.state.held
         if len(self._sent) > 1000 + 4 * len(held):
             self._sent = {each for each in self._sent if TaskId(each[0]) in held}
+
+
+def _hold(row: ChangedTask) -> tuple[NodeId, Hold]:
+    assert row.node_id is not None
+    return row.node_id, Hold(row.id, row.epoch)
 
 
 def _lease(row: ChangedTask) -> HeldLease:

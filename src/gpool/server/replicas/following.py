@@ -29,7 +29,6 @@ from gpool.server.scheduling.backoff import RejectedPlans
 from gpool.server.store.operations.replicas import ChangedRows, ChangedTask, EndedAttempt
 from gpool.server.store.rows import REASON, STATUS, allocation_from
 from gpool.server.store.values import EndedTask, Recording, Requeued
-from gpool.wire.frames import Hold
 
 QUEUED = TaskStatus.QUEUED.value
 CANCELLED = TaskStatus.CANCELLED.value
@@ -52,8 +51,6 @@ class Difference:
     requeued: list[Requeued] = field(default_factory=list)
     released: dict[TaskId, None] = field(default_factory=dict)
     withdrawn: list[TaskId] = field(default_factory=list)
-    to_stop: list[tuple[NodeId, Hold]] = field(default_factory=list)
-    to_preempt: list[tuple[NodeId, Hold]] = field(default_factory=list)
     preempted: list[TaskId] = field(default_factory=list)
     leased: list[TasksLeased] = field(default_factory=list)
     _queued: dict[int, tuple[Shape, list[QueuedTask]]] = field(default_factory=dict)
@@ -71,8 +68,6 @@ class Difference:
             requeued=tuple(self.requeued),
             released=tuple(self.released),
             withdrawn=tuple(self.withdrawn),
-            to_stop=tuple(self.to_stop),
-            to_preempt=tuple(self.to_preempt),
         )
 
 
@@ -153,14 +148,9 @@ def _held(
     node: NodeId,
     shape_of: Callable[[TaskId, SpecId], Shape | None],
 ) -> None:
-    hold = (node, Hold(row.id, row.epoch))
-    if row.status == CANCELLED:
-        found.to_stop.append(hold)
     line = state.held.get(row.id)
-    if row.preempting and row.status != CANCELLED:
-        found.to_preempt.append(hold)
-        if line is None or not line.stopping:
-            found.preempted.append(row.id)
+    if row.preempting and row.status != CANCELLED and (line is None or not line.stopping):
+        found.preempted.append(row.id)
     if row.allocation_number is None or row.allocation is None:
         return
     if line is not None and (line.node, line.allocation.number) == (node, row.allocation_number):

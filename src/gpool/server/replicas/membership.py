@@ -38,12 +38,18 @@ class Replica(Protocol):
     @property
     def leads(self) -> bool: ...
 
+    @property
+    def reign(self) -> int:
+        """Number of times this process began to lead: what a loop remembers of an earlier reign is out of date."""
+        ...
+
 
 class SoleServer:
     """A server on SQLite, or in a simulation: no other one exists, and it always leads."""
 
     id = 0
     leads = True
+    reign = 1
 
 
 class Membership:
@@ -52,6 +58,7 @@ class Membership:
     def __init__(self, url: str, id_: int, address: str, version: str) -> None:
         self.id = id_
         self.slot = 0
+        self.reign = 0
         self.wake = Wake()  # of the loop that reads the feed
         self.others: Mapping[int, Span] = {}  # by replica: time since its last heartbeat
         self._url, self._address, self._version = url, address, version
@@ -82,6 +89,13 @@ class Membership:
         )
         self._notifying = asyncio.create_task(self._notify(), name="gpool-notify")
 
+    async def resign(self) -> None:
+        """Give up the leadership for good: another replica takes it within a second or two."""
+        was_leader = self.leads
+        await self._lock.resign()
+        if was_leader:
+            self._turned()
+
     async def stop(self) -> None:
         """Give up the leadership and remove the row, so that nobody waits for this replica."""
         if self._notifying is not None:
@@ -101,9 +115,8 @@ class Membership:
         self.others = {each.id: Span(each.silent_us) for each in seen if each.id != self.id}
         return True
 
-    @property
-    def living(self) -> list[int]:
-        return [id_ for id_, silent in self.others.items() if silent <= DEAD_AFTER]
+    async def others_running(self) -> bool:
+        return await self._link.others_running()
 
     @property
     def dead(self) -> list[int]:
@@ -119,6 +132,7 @@ class Membership:
         await self._link.prune(KEEP_CHANGES)
 
     def _turned(self) -> None:
+        self.reign += self.leads
         log.warning("replica %s %s", self.id, "leads now" if self.leads else "follows now")
         self._turn()
 

@@ -61,11 +61,14 @@ class StoreUsage:
         self._server = server
         self._written: dict[tuple[str, int], tuple[int, Instant]] = {}
         self._swept = Instant(0)
+        self._reign = 0
 
     async def run_once(self, now: Instant) -> None:
         server = self._server
         if server.picture.is_stale:
             return
+        if self._reign != server.replica.reign:  # another leader may have written since
+            self._reign, self._written = server.replica.reign, {}
         found = changed(server.picture.state.used(now), self._written, now)
         rows = list(found.items())
         for first in range(0, len(rows), _ROWS):
@@ -160,6 +163,7 @@ class ExpireNodes:
                 return
             if recording is NotExpired.HEARD:  # by another server; its leases are not ours to end
                 server.nodes.extend_deadline(node, now)
+                server.nodes.elsewhere.forget_heartbeat(node)
                 continue
             server.picture.add_loss(node)
             server.nodes.drop_expired_deadline(node, now)

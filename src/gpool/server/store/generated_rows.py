@@ -427,3 +427,14 @@ class ChangesRecord(NamedTuple):
     at: Instant
     replica_id: int
     ids: bytes
+
+
+class UsedProofsRecord(NamedTuple):
+    key: str
+    nonce: str
+    expires_at: Instant
+
+
+class ServerSecretsRecord(NamedTuple):
+    name: str
+    sealed: bytes

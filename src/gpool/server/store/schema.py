@@ -400,3 +400,21 @@ changes = Table(
     Index("ix_changes_at", "at"),
 )
 """Change feed: ids (8 bytes each) that a transaction changed, written by triggers of PostgreSQL. Not written on SQLite."""
+
+used_proofs = Table(
+    "used_proofs",
+    metadata,
+    text_column("key", primary_key=True),
+    text_column("nonce", primary_key=True),
+    int_column("expires_at"),
+    Index("ix_used_proofs_expires_at", "expires_at"),
+)
+"""Proofs of nodes' requests that a replica has accepted, so that no other one accepts them. Not written on SQLite."""
+
+server_secrets = Table(
+    "server_secrets",
+    metadata,
+    text_column("name", primary_key=True),
+    bytes_column("sealed"),
+)
+"""Secrets that all replicas share, encrypted: `root`, from which names and keys of nodes' tokens derive. Not on SQLite."""

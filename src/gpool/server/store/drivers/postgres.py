@@ -128,8 +128,11 @@ class ReplicaWiring:
     committed: Callable[[], None] = lambda: None
 
     async def connect(self, url: str) -> Any:
-        settings = {"gpool.replica": str(self.replica)}
-        return await asyncpg.connect(url, server_settings=settings, **PREPARED)
+        """Named by a statement: PgBouncer refuses unknown settings at the start of a session."""
+        connection = await asyncpg.connect(url, **PREPARED)
+        named = "SELECT set_config('gpool.replica', $1, false)"
+        await connection.execute(named, str(self.replica))
+        return connection
 
 
 NO_REPLICA = ReplicaWiring()

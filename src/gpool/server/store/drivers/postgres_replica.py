@@ -80,11 +80,20 @@ class LeaderLock:
             raise Unreachable(f"PostgreSQL refused the session of the server lock: {exc}") from exc
         self._task = asyncio.create_task(self._run(), name="gpool-leader-lock")
 
-    async def stop(self) -> None:
+    async def resign(self) -> None:
+        """Give up the lock and try no more; the session stays open, as a sign that the process runs."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        self.is_held = False
+        if self.is_held:
+            self.is_held = False
+            try:
+                await self._connection.execute("SELECT pg_advisory_unlock_all()", timeout=ANSWER_S)
+            except BROKEN:
+                self._connection.terminate()
+
+    async def stop(self) -> None:
+        await self.resign()
         await _close(self._connection)
 
     async def _run(self) -> None:
@@ -186,6 +195,11 @@ _HEARTBEAT = f"""
     UPDATE replicas SET heard_at = {NOW}, term = $2, lock_pid = $3 WHERE id = $1 RETURNING id
 """  # noqa: S608
 _REPLICAS = f"SELECT id, slot, term, {NOW} - heard_at FROM replicas ORDER BY id"  # noqa: S608
+_RUNNING = """
+    SELECT r.id FROM replicas r JOIN pg_stat_activity a ON a.pid = r.lock_pid
+    WHERE r.id <> $1 AND a.datname = current_database() AND a.application_name LIKE 'gpool server%'
+"""
+"""Other replicas whose session of the lock is open: a killed process has none, whatever its row says."""
 _READ = """
     SELECT CAST(CAST(pg_snapshot_xmin(pg_current_snapshot()) AS text) AS bigint) AS horizon, c.xid, c.replica_id, c.ids
     FROM (VALUES (1)) AS one LEFT JOIN changes c ON c.xid >= $1 ORDER BY c.xid
@@ -228,6 +242,9 @@ class ReplicaLink:
         if not await self._ask(_HEARTBEAT, self._id, term, lock_pid):
             return None
         return [SeenReplica(*row) for row in await self._ask(_REPLICAS)]
+
+    async def others_running(self) -> bool:
+        return bool(await self._ask(_RUNNING, self._id))
 
     async def horizon(self) -> int:
         [row] = await self._ask(_HORIZON)

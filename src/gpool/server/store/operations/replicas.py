@@ -59,17 +59,30 @@ class HeardNode(NamedTuple):
 
 
 @operation
-def connect(node: NodeId, link: NodeLink, at: Instant) -> Operation[bool]:
-    """Record that the replica has the node's connection; False if a newer `Hello` of the node was recorded."""
+def begin_connection(node: NodeId, link: NodeLink, at: Instant) -> Operation[bool]:
+    """Record the `Hello` of a node; False if a newer one was recorded. The node is not connected anywhere until
+    `open_connection`: its GPUs may have to be withheld first.
+    """
     found = yield from values(
         NodeId,
         "INSERT INTO node_connections (node_id, replica_id, boot, beat, connected_at) "
-        "VALUES (:node, :replica, :boot, :beat, :at) ON CONFLICT (node_id) DO UPDATE SET "
-        "replica_id = excluded.replica_id, boot = excluded.boot, beat = excluded.beat, "
-        "connected_at = excluded.connected_at "
+        "VALUES (:node, NULL, :boot, :beat, :at) ON CONFLICT (node_id) DO UPDATE SET "
+        "replica_id = NULL, boot = excluded.boot, beat = excluded.beat, connected_at = excluded.connected_at "
         "WHERE (node_connections.boot, node_connections.beat) < (excluded.boot, excluded.beat) "
         "RETURNING node_id",
-        {"node": node, "replica": link.replica, "boot": link.boot, "beat": link.beat, "at": at},
+        {"node": node, "boot": link.boot, "beat": link.beat, "at": at},
+    )
+    return bool(found)
+
+
+@operation
+def open_connection(node: NodeId, link: NodeLink) -> Operation[bool]:
+    """Record that the replica has the node's connection; False if a newer `Hello` was recorded meanwhile."""
+    found = yield from values(
+        NodeId,
+        "UPDATE node_connections SET replica_id = :replica WHERE node_id = :node AND boot = :boot AND beat = :beat "
+        "RETURNING node_id",
+        {"node": node, "replica": link.replica, "boot": link.boot, "beat": link.beat},
     )
     return bool(found)
 
@@ -109,6 +122,19 @@ def record_if_connected(
 
 
 @operation
+def not_lending(connected: Collection[NodeId]) -> Operation[tuple[NodeId, ...]]:
+    """Those of the nodes whose owner may not lend any more."""
+    found = yield from values(
+        NodeId,
+        "SELECT n.id FROM {nodes} AS i JOIN nodes n ON n.id = i.id JOIN users u ON u.id = n.owner_id "
+        "WHERE u.disabled_at IS NOT NULL OR ',' || u.permissions || ',' NOT LIKE '%,provider,%'",
+        {},
+        {"nodes": of_ids(connected)},
+    )
+    return tuple(found)
+
+
+@operation
 def connected_elsewhere(replica: int) -> Operation[tuple[HeardNode, ...]]:
     rows = yield from select(
         HeardNode,
@@ -117,6 +143,27 @@ def connected_elsewhere(replica: int) -> Operation[tuple[HeardNode, ...]]:
         {"replica": replica},
     )
     return tuple(rows)
+
+
+# ---- proofs of nodes' requests
+
+
+@operation
+def take_proof(key: str, nonce: str, expires_at: Instant) -> Operation[bool]:
+    """Record an accepted proof; False if a replica has accepted it before."""
+    found = yield from values(
+        str,
+        "INSERT INTO used_proofs (key, nonce, expires_at) VALUES (:key, :nonce, :expires) "
+        "ON CONFLICT (key, nonce) DO NOTHING RETURNING nonce",
+        {"key": key, "nonce": nonce, "expires": expires_at},
+    )
+    return bool(found)
+
+
+@operation
+def forget_proofs(now: Instant) -> Operation[None]:
+    """Delete proofs that their expiry rejects."""
+    yield Statement("DELETE FROM used_proofs WHERE expires_at < :now", {"now": now})
 
 
 # ---- replicas
@@ -273,9 +320,18 @@ def changed_rows(wanted: FollowedIds) -> Operation[ChangedRows]:
             "n.id = ANY(CAST(string_to_array(:ids, ',') AS bigint[]))", {"ids": listed}
         )
     granted = [row for row in tasks if row.status == LEASED and row.node_id in wanted.here]
-    secret, saved = set(wanted.with_secrets), set(wanted.with_checkpoints)
-    secret |= {id_ for id_, (_, spec) in specs.items() if spec.secrets}
-    saved |= {id_ for id_, (_, spec) in specs.items() if spec.checkpoint}
+    new_secret = {id_ for id_, (_, spec) in specs.items() if spec.secrets}
+    new_saved = {id_ for id_, (_, spec) in specs.items() if spec.checkpoint}
+    secret = {
+        row.spec_id
+        for row in granted
+        if row.spec_id in wanted.with_secrets or row.spec_id in new_secret
+    }
+    saved = [
+        row.id
+        for row in granted
+        if row.spec_id in wanted.with_checkpoints or row.spec_id in new_saved
+    ]
     return ChangedRows(
         tasks=tuple(tasks),
         attempts={(row.task_id, row.epoch): row for row in attempts},
@@ -283,10 +339,8 @@ def changed_rows(wanted: FollowedIds) -> Operation[ChangedRows]:
         gangs=tuple(gang for gang, _ in gangs),
         nodes=nodes,
         places={place.id: place.replica_id for place in places},
-        secrets=(
-            yield from secrets_to_open({row.spec_id for row in granted if row.spec_id in secret})
-        ),
-        checkpoints=(yield from manifests([row.id for row in granted if row.spec_id in saved])),
+        secrets=(yield from secrets_to_open(secret)),
+        checkpoints=(yield from manifests(saved)),
     )
 
 

@@ -1,4 +1,4 @@
-"""Replicas, the replica that holds each node's connection, and the change feed, which triggers write on PostgreSQL."""
+"""Replicas, the connections and used proofs of nodes, and the change feed, which triggers write on PostgreSQL."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WHOLE = (
     ("quotas", "INSERT OR UPDATE OR DELETE", QUOTAS),
     ("users", "UPDATE OF permissions, disabled_at, deleted_at OR DELETE", ACCOUNTS),
     ("api_keys", "UPDATE OF ended_at OR DELETE", ACCOUNTS),
-    ("sessions", "UPDATE OF ended_at OR DELETE", ACCOUNTS),
+    ("sessions", "UPDATE OF ended_at", ACCOUNTS),
     ("memberships", "INSERT OR UPDATE OR DELETE", ACCOUNTS),
     ("teams", "UPDATE OR DELETE", ACCOUNTS),
 )
@@ -136,5 +136,19 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("xid", name=op.f("pk_changes")),
     )
     op.create_index("ix_changes_at", "changes", ["at"])
+    op.create_table(
+        "used_proofs",
+        sa.Column("key", sa.Text(), nullable=False),
+        sa.Column("nonce", sa.Text(), nullable=False),
+        sa.Column("expires_at", BIG, autoincrement=False, nullable=False),
+        sa.PrimaryKeyConstraint("key", "nonce", name=op.f("pk_used_proofs")),
+    )
+    op.create_index("ix_used_proofs_expires_at", "used_proofs", ["expires_at"])
+    op.create_table(
+        "server_secrets",
+        sa.Column("name", sa.Text(), nullable=False),
+        sa.Column("sealed", sa.LargeBinary(), nullable=False),
+        sa.PrimaryKeyConstraint("name", name=op.f("pk_server_secrets")),
+    )
     if op.get_context().dialect.name == "postgresql":
         _write_feed()
