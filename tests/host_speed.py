@@ -18,6 +18,7 @@ FOLDERS = (
     "tests/cli/test_processes.py",
     "tests/e2e/",
     "tests/hostile/",
+    "tests/server/replicas/test_two_servers.py",
     "tests/transfer/test_cut_connections.py",
 )
 

@@ -16,9 +16,11 @@ from pathlib import Path
 from random import Random
 from urllib.parse import urlsplit, urlunsplit
 
+import msgspec
 import structlog
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, WebSocketException
+from websockets.http11 import Response
 
 from gpool.agent.state_machine.instructions import Connected, Disconnected, Event, FrameArrived
 from gpool.core.errors import (
@@ -132,6 +134,7 @@ def next_boot(data_dir: Path) -> str:
 
 FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 10.0
+LONGEST_RETRY_AFTER_S = 300.0
 OPEN_WITHIN_S = 10.0
 ANSWER_WITHIN_S = 15.0
 PING_EVERY_S = 10.0
@@ -181,20 +184,23 @@ class AgentChannel:
         """Stay connected until cancelled; raise `GpoolError` on a final refusal."""
         delay = FIRST_DELAY_S
         while True:
+            wanted_s = 0.0  # the server's Retry-After
             try:
                 await self._connect()
             except InvalidStatus as error:
-                status = error.response.status_code
-                if status == 403:
+                code = _problem_code(error.response)
+                if code == Forbidden.code:
                     raise Forbidden(
                         f"{self._address.url} refuses this node: its owner's account is disabled or may not lend; "
                         "ask an operator of the pool"
                     ) from error
-                if status == 401:
+                if code == NotSignedIn.code:
                     raise NotSignedIn(
                         f"{self._address.url} does not know this node's key; join again with a new link: gpool join LINK"
                     ) from error
-                log.warning("channel_refused", status=status, retry_s=round(delay, 2))
+                wanted_s, status = _retry_after_s(error.response), error.response.status_code
+                retry_s = round(max(delay, wanted_s), 2)
+                log.warning("channel_refused", status=status, retry_s=retry_s)
             except ssl.SSLError as error:
                 if (wrong := wrong_certificate(error)) is not None:
                     raise Forbidden(f"{self._address.url}: {wrong}") from error
@@ -204,7 +210,11 @@ class AgentChannel:
                 log.warning("channel_lost", error=what, retry_s=round(delay, 2))
             if self._welcomed:
                 delay, self._welcomed = FIRST_DELAY_S, False
-            await asyncio.sleep(delay * self._random.uniform(0.5, 1.0))
+            # never earlier than the server wishes, and not all agents at once
+            pause_s = max(
+                delay * self._random.uniform(0.5, 1.0), wanted_s * self._random.uniform(1.0, 1.5)
+            )
+            await asyncio.sleep(pause_s)
             delay = min(LONGEST_DELAY_S, delay * 2)
 
     async def _connect(self) -> None:
@@ -283,6 +293,25 @@ class AgentChannel:
                     await connection.send(encode(frame))
         except WebSocketException:
             return
+
+
+def _problem_code(response: Response) -> str:
+    """Code of a refusal by the gpool server itself; "" for another answer, e.g. of a proxy before it."""
+    try:
+        found = msgspec.json.decode(response.body or b"", type=_Problem)
+    except msgspec.MsgspecError:
+        return ""
+    return found.code
+
+
+class _Problem(msgspec.Struct):
+    code: str
+
+
+def _retry_after_s(response: Response) -> float:
+    """Seconds of `Retry-After`, at most `LONGEST_RETRY_AFTER_S`; 0 without one."""
+    text = response.headers.get("Retry-After", "")
+    return min(float(text), LONGEST_RETRY_AFTER_S) if text.isdecimal() else 0.0
 
 
 def _decoded(message: str | bytes) -> FromServer:

@@ -213,6 +213,7 @@ class Action(StrEnum):
     POLICY_CHANGE = "policy.change"
     KEYS_ROTATE = "server.rotate_keys"
     AUDIT_READ = "audit.read"
+    REPLICAS_READ = "replicas.read"
 
 
 class AuditRule(StrEnum):
@@ -342,6 +343,7 @@ RULES: Mapping[Action, PermissionRule] = {
     _A.POLICY_CHANGE: _changes(_K.SERVER, _OPERATOR, None),
     _A.KEYS_ROTATE: _changes(_K.SERVER, _OPERATOR, None),
     _A.AUDIT_READ: _reads(_K.SERVER, _OPERATOR, _S.ADMIN),
+    _A.REPLICAS_READ: _reads(_K.SERVER, _OPERATOR, _S.ADMIN),
 }
 
 

@@ -29,6 +29,7 @@ from gpool.server.identity import authorization
 from gpool.server.identity.access_tokens import TokenAudience
 from gpool.server.identity.authorization import Credentials
 from gpool.server.identity.certificates import certificate_of
+from gpool.server.identity.envelope import FieldLocation
 from gpool.server.identity.node_proofs import NodeAuthenticator
 from gpool.server.identity.passwords import PasswordCost
 from gpool.server.identity.refresh_tokens import RefreshTerms
@@ -44,6 +45,7 @@ from gpool.server.nodes.registry import NodeRegistry
 from gpool.server.nodes.reports import ReportBatches
 from gpool.server.nodes.telemetry import Telemetry
 from gpool.server.outbound import Outbound
+from gpool.server.replicas.membership import Membership, Replica, SoleServer, is_replicated
 from gpool.server.scheduling.loops import LoopRunner, all_loops
 from gpool.server.scheduling.picture import StatePicture
 from gpool.server.scheduling.policy import ActivePolicy, known_orders
@@ -51,6 +53,7 @@ from gpool.server.scheduling.scheduler import Scheduler
 from gpool.server.server import VERSION, Server, SignInServices
 from gpool.server.settings import Settings, span
 from gpool.server.store.drivers.opening import open_store
+from gpool.server.store.operations.identity import sealed_fields
 from gpool.server.store.operations.identity import users as people
 from gpool.server.store.operations.tasks import storage
 from gpool.server.store.protocol import Store
@@ -62,6 +65,7 @@ OPERATOR_KEY_FILE = "operator.key"
 ROOT_KEY_FILE = "server.key"
 OWN_FILES = (ROOT_KEY_FILE, "up.lock")  # besides the database
 DAY_S = 86_400
+_ROOT_KEY = FieldLocation("server_secrets", "root", "sealed")
 NO_TELEMETRY: Any = {
     "tracing": False,
     "metrics": False,
@@ -87,9 +91,11 @@ def private_directory(data: Path) -> None:
 async def open_server(settings: Settings, clock: Clock | None = None) -> Server:
     private_directory(settings.data)
     clock = clock or SystemClock()
-    server = wire(settings, await open_store(settings.store_url), clock)
-    server.blobs.remove_temporary()
-    await server.store.write(storage.forget_interrupted())
+    if is_replicated(settings.store_url):
+        server = await _open_replica(settings, clock)
+    else:
+        server = wire(settings, await open_store(settings.store_url), clock)
+        await _remove_interrupted(server)
     await quotas.refresh(server)
     await operating.refresh(server)
     await server.identity.signing.ready(server.now)
@@ -98,8 +104,52 @@ async def open_server(settings: Settings, clock: Clock | None = None) -> Server:
     return server
 
 
-def wire(settings: Settings, store: Store, clock: Clock) -> Server:
-    hub, metrics, root_key = Hub(), Metrics(), _root_key(settings.data)
+async def _open_replica(settings: Settings, clock: Clock) -> Server:
+    """Register this server beside others of its database, and try to lead."""
+    membership = Membership(settings.store_url, system_ids(clock).next(), settings.origin, VERSION)
+    store = await membership.open_store()
+    root_key = await _shared_root_key(settings, store, clock)
+    server = wire(settings, store, clock, membership, root_key)
+
+    def turned() -> None:
+        server.nodes.elsewhere.forget_heartbeats()
+        server.picture.invalidate()
+        membership.wake.call()
+
+    await membership.start(turned)
+    if not await membership.others_running():
+        await _remove_interrupted(server)
+    return server
+
+
+async def _remove_interrupted(server: Server) -> None:
+    """Remove temporary files and reserved uploads of an earlier process. No other server may run: they could be its."""
+    server.blobs.remove_temporary()
+    await server.store.write(storage.forget_interrupted())
+
+
+async def _shared_root_key(settings: Settings, store: Store, clock: Clock) -> bytes:
+    """Root key of the pool, encrypted in the store. The first replica stores that of its data directory."""
+    sealer, place = Sealer(store, settings.master_source, clock.now), _ROOT_KEY
+    if await store.read(sealed_fields.server_secret(place.row)) is None:
+        sealed = await sealer.seal(place, _root_key(settings.data))
+        await store.write(sealed_fields.put_server_secret(place.row, sealed))
+    found = await store.read(sealed_fields.server_secret(place.row))
+    assert found is not None, "it has just been stored"
+    return await sealer.open(place, found)
+
+
+def wire(
+    settings: Settings,
+    store: Store,
+    clock: Clock,
+    membership: Membership | None = None,
+    root_key: bytes | None = None,
+) -> Server:
+    """Build the server. `root_key`: shared by replicas; without it the one of the data directory."""
+    hub, metrics = Hub(), Metrics()
+    if root_key is None:
+        root_key = _root_key(settings.data)
     store = MeasuredStore(store, metrics.signals.store)
     remember = span(settings.key_cache_s)
     sealer = Sealer(store, settings.master_source, clock.now)
@@ -108,14 +158,27 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
     order_named(policy.order, orders)  # Invalid for an unknown order, before anything is served
     elapsed = clock.passed if isinstance(clock, MonotonicClock) else None
     registry = NodeRegistry(metrics, settings.ttl, elapsed)
-    picture = StatePicture(store, registry, ActivePolicy(policy, orders), hub, metrics, clock.now)
+    replica: Replica = SoleServer() if membership is None else membership
+
+    def leads() -> bool:
+        return replica.leads
+
+    picture = StatePicture(
+        store,
+        registry,
+        ActivePolicy(policy, orders),
+        hub,
+        metrics,
+        clock.now,
+        leads,
+    )
     telemetry, monitor = Telemetry(), PoolMonitor()
     observed = Observed(
         picture,
         telemetry,
         monitor.survey,
         clock.now,
-        is_leader=_leads,
+        is_leader=leads,
         version=VERSION,
         most_gpus=settings.metrics_gpus,
         data=settings.data,
@@ -126,7 +189,7 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
         settings=settings,
         store=store,
         clock=clock,
-        ids=system_ids(clock),
+        ids=system_ids(clock, None if membership is None else lambda: membership.slot),
         hub=hub,
         nodes=registry,
         picture=picture,
@@ -136,7 +199,9 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
             settings.data / "artifacts", settings.max_artifact_bytes, settings.min_free_bytes
         ),
         credentials=Credentials(store, clock.now, remember, root_key, sign_ins.signing),
-        gate=NodeAuthenticator(store, clock.now, root_key, remember=remember),
+        gate=NodeAuthenticator(
+            store, clock.now, root_key, remember=remember, is_shared=membership is not None
+        ),
         metrics=metrics,
         sealer=sealer,
         guard=Guard(clock.now),
@@ -147,12 +212,8 @@ def wire(settings: Settings, store: Store, clock: Clock) -> Server:
         telemetry=telemetry,
         monitor=monitor,
         paces=FrameBudgets(settings.node_frames_per_s),
+        replica=replica,
     )
-
-
-def _leads() -> bool:
-    """Whether this server schedules. A store has one server (`lock_for_serving`), so it always does."""
-    return True
 
 
 def _sign_ins(settings: Settings, store: Store, sealer: Sealer) -> SignInServices:
@@ -186,8 +247,19 @@ async def running(server: Server) -> AsyncIterator[Server]:
         await runner.stop()
         for connection in server.nodes.connections:
             connection.refuse("unreachable", "the server is stopping; connect again", retry=True)
+        if isinstance(server.replica, Membership):
+            await server.replica.stop()
         await server.identity.close()
         await server.store.close()
+
+
+async def drain(app: FastAPI, server: Server) -> None:
+    """Prepare the end of a server that others may replace: give up leading, send nodes elsewhere, serve what comes."""
+    app.state.draining = True  # `/readyz` and the agents' channel answer 503
+    if isinstance(server.replica, Membership):
+        await server.replica.resign()
+    for connection in server.nodes.connections:
+        connection.refuse("unreachable", "the server is stopping; connect again", retry=True)
 
 
 def make_app(server: Server, tracing: Tracing | None = None) -> FastAPI:

@@ -15,13 +15,14 @@ from urllib.parse import unquote, urlsplit
 
 import uvicorn
 import uvloop
+from fastapi import FastAPI
 from pydantic import ValidationError
 
-from gpool.core.errors import GpoolError, Unreachable
+from gpool.core.errors import GpoolError
 from gpool.observability.logs import LogSource, configure, exported_traces, fail, get_logger
 from gpool.observability.redaction import Redactor
 from gpool.observability.tracing import Tracing
-from gpool.server.app import make_app, open_server, private_directory
+from gpool.server.app import drain, make_app, open_server, private_directory
 from gpool.server.http import HttpLimits, LimitedConfig, LimitedServer
 from gpool.server.metrics.listener import metrics_listener
 from gpool.server.server import VERSION, Server
@@ -44,22 +45,36 @@ OWN_DESCRIPTORS = 128
 """Descriptors for the store, artifacts and logs."""
 
 Opened = Callable[[Server], Awaitable[None]]
+Drain = Callable[[], Awaitable[None]]
 
 
 class _Listener(LimitedServer):
-    """Records the signal that stopped it: uvicorn raises it again, but the parent may have set it to be ignored."""
+    """Records the signal that stopped it: uvicorn raises it again, but the parent may have set it to be ignored.
+
+    After SIGTERM it goes on for `drain_s`; a second signal, SIGINT, ends it at once.
+    """
 
     signal = 0
+
+    def __init__(self, config: uvicorn.Config, drain_s: float, drain: Drain) -> None:
+        super().__init__(config)
+        self._drain_s, self._drain = drain_s, drain
+        self._ends_s: float | None = None  # end of the drain by the loop's clock
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.signal = sig
         super().handle_exit(sig, frame)
 
-    def stop_unlocked(self, watch: asyncio.Task[str]) -> None:
-        """Stop when the lock watch ends for any reason: another server may hold the lock."""
-        if not watch.cancelled():
-            log.error("lost the lock of the store; stopping")
-            self.should_exit = True
+    async def on_tick(self, counter: int) -> bool:
+        is_over = await super().on_tick(counter)
+        if not is_over or self.signal != signal.SIGTERM or self.force_exit:
+            return is_over
+        now_s = asyncio.get_running_loop().time()
+        if self._ends_s is None:
+            self._ends_s = now_s + self._drain_s
+            if self._drain_s:
+                await self._drain()
+        return now_s >= self._ends_s
 
 
 async def serve(
@@ -67,26 +82,19 @@ async def serve(
 ) -> int:
     """Serve until SIGINT or SIGTERM and return the signal. `opened` is called before the first request.
 
-    `Conflict` if another server has the store's lock; `Unreachable` after the lock was lost.
+    `Conflict` if another server has the lock of an SQLite store.
     """
     private_directory(settings.data)
     raise_descriptor_limit()
-    async with lock_for_serving(settings.store_url, settings.ttl_s / 2) as lock:
+    async with lock_for_serving(settings.store_url):
         server = await open_server(settings)
         if opened is not None:
             await opened(server)
-        listener = _Listener(configuration(server, tracing))
-        watch = asyncio.create_task(lock.lost(), name="server-lock")
-        watch.add_done_callback(listener.stop_unlocked)
-        try:
-            async with metrics_listener(server):
-                await listener.serve()
-        finally:
-            watch.cancel()
-        if watch.done():
-            raise Unreachable(
-                f"the server stopped: it lost the lock of its store: {watch.result()}"
-            )
+        app = make_app(server, tracing)
+        config = configuration(server, app)
+        listener = _Listener(config, settings.drain_s, lambda: drain(app, server))
+        async with metrics_listener(server):
+            await listener.serve()
     return listener.signal
 
 
@@ -114,10 +122,10 @@ def http_limits(settings: Settings) -> HttpLimits:
     )
 
 
-def configuration(server: Server, tracing: Tracing | None = None) -> uvicorn.Config:
+def configuration(server: Server, app: FastAPI | None = None) -> uvicorn.Config:
     shown = server.certificate
     return LimitedConfig(
-        make_app(server, tracing),
+        app or make_app(server),
         http_limits(server.settings),
         host=server.settings.host,
         port=server.settings.port,

@@ -29,6 +29,7 @@ from gpool.server.nodes.registry import NodeRegistry
 from gpool.server.nodes.reports import ReportBatches
 from gpool.server.nodes.telemetry import Telemetry
 from gpool.server.outbound import Outbound
+from gpool.server.replicas.membership import Replica, SoleServer
 from gpool.server.scheduling.explanations import Explainer
 from gpool.server.scheduling.learning import TrainingRequests
 from gpool.server.scheduling.picture import StatePicture
@@ -108,6 +109,7 @@ class Server:
     monitor: PoolMonitor = field(default_factory=PoolMonitor)
     learning: TrainingRequests = field(default_factory=TrainingRequests)
     explaining: Explainer = field(default_factory=Explainer)
+    replica: Replica = field(default_factory=SoleServer)
     turns: Turns = field(default_factory=Turns)
     paces: FrameBudgets = field(default_factory=lambda: FrameBudgets(0.0))  # frame budgets of nodes
 

@@ -117,6 +117,11 @@ class Settings(BaseSettings):
         ge=0,
         description="The agent stops its tasks this much before its leases expire.",
     )
+    drain_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="Time between SIGTERM and the end of the server, in which `/readyz` answers 503, its nodes are asked to connect elsewhere, and requests are still served.",
+    )
     beat_s: float = Field(default=8.0, gt=0, description="Interval of the agents' heartbeats.")
     tick_s: float = Field(
         default=1.0, gt=0, description="Longest time between two scheduling passes."

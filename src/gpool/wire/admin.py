@@ -28,6 +28,24 @@ class KeysDocument(Answer):
     masters: int
 
 
+class ReplicaDocument(Answer):
+    """One server of the pool. `term`: of the leader, else 0; `nodes`: connected to it."""
+
+    id: str
+    address: str
+    version: str
+    leader: bool
+    alive: bool
+    term: int
+    nodes: int
+    started_at: AwareDatetime | None  # null: the only server of an SQLite database
+    heard_at: AwareDatetime | None
+
+
+class ReplicaPage(Answer):
+    items: list[ReplicaDocument]
+
+
 class AuditDocument(Answer):
     number: int
     at: AwareDatetime

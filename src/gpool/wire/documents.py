@@ -419,6 +419,6 @@ class ArtifactPage(Answer):
 
 
 class HealthDocument(Answer):
-    status: Literal["ok", "starting", "unavailable"]
+    status: Literal["ok", "starting", "stopping", "unavailable"]
     version: str
     detail: str | None = None  # why it is unavailable

@@ -19,6 +19,7 @@ for _verb in (
     keys_and_audit.keys,
     keys_and_audit.audit,
     alerts.alerts,
+    keys_and_audit.replicas,
     policy.policy,
     policy.cordon,
     policy.uncordon,

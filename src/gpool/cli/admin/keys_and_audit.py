@@ -1,4 +1,4 @@
-"""`gpool admin keys` (encryption keys of the server) and `gpool admin audit`."""
+"""`gpool admin keys` (encryption keys of the server), `gpool admin audit` and `gpool admin replicas`."""
 
 from __future__ import annotations
 
@@ -44,6 +44,28 @@ def keys_rotate(ctx: click.Context, master: bool, detach: bool, as_json: bool) -
         pause.wait(LOOK_EVERY_S)
         progress = api.get_json("/v1/admin/keys")
     _show(progress, as_json)
+
+
+@click.command()
+@as_json
+@click.pass_context
+def replicas(ctx: click.Context, as_json: bool) -> None:
+    """List the servers of the pool and which one leads."""
+    found = client_of(ctx).api.get_json("/v1/admin/replicas")
+    if as_json:
+        emit_json(found["items"])
+        return
+    columns = ("id", "address", "version", "role", "nodes", "started_at", "heard_at")
+    rows = [[_cell(each, name) for name in columns] for each in found["items"]]
+    table(columns, rows, "No server is registered.")
+
+
+def _cell(replica: dict[str, Any], column: str) -> str:
+    if column == "role":
+        if not replica["alive"]:
+            return "dead"
+        return "leader" if replica["leader"] else "follower"
+    return str(replica[column] if replica[column] is not None else "-")
 
 
 def _show(progress: dict[str, Any], as_json: bool) -> None:

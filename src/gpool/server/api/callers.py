@@ -125,6 +125,11 @@ def server_of(connection: HTTPConnection) -> Server:
     return server
 
 
+def is_draining(connection: HTTPConnection) -> bool:
+    """Whether the server was told to stop and sends its nodes elsewhere (`app.drain`)."""
+    return bool(getattr(connection.app.state, "draining", False))
+
+
 def address_of(connection: HTTPConnection) -> str:
     return address_in(connection.scope)
 

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
-from gpool.core.errors import GpoolError, Invalid, NotSignedIn, TooMany
+from gpool.core.errors import GpoolError, Invalid, NotSignedIn, TooMany, Unreachable
 from gpool.core.ids import NodeId, decode
 from gpool.core.ids import encode as encode_id
 from gpool.core.permissions import Action
 from gpool.observability.logs import get_logger
-from gpool.server.api.callers import KNOWN, address_of, server_of
+from gpool.server.api.callers import KNOWN, address_of, is_draining, server_of
 from gpool.server.api.endpoints import EndpointRouter
 from gpool.server.api.problems import problem
 from gpool.server.http import PROVEN
@@ -52,6 +52,9 @@ MAX_WAITING_BYTES = 64 * 1024 * 1024
 
 ORDERLY = (1000, 1001)
 """Close codes of an agent that ended its connection itself (RFC 6455); others: it crashed or the network broke."""
+
+STOPPING_S = 1
+"""Retry-After of a server that drains: behind a load balancer the next attempt meets another one."""
 
 PROVE_WITHIN_S = 10.0
 """Time limit for the proof of a new connection."""
@@ -133,6 +136,8 @@ def _size(message: Message) -> int:
 async def agent_channel(socket: WebSocket) -> None:
     server = server_of(socket)
     try:
+        if is_draining(socket):
+            raise Unreachable("this server is stopping; connect again", retry_after=STOPPING_S)
         server.guard.count_channel(address_of(socket))
         who = await server.gate.node(_claimed_node(socket))
         if who is None:

@@ -49,7 +49,7 @@ from gpool.server.identity.access_tokens import (
     new_key,
     thumbprint,
 )
-from gpool.server.store.operations import nodes
+from gpool.server.store.operations import nodes, replicas
 from gpool.server.store.protocol import Store
 from gpool.server.store.values import NodeCredentials
 from gpool.transfer.node_proofs import (
@@ -239,7 +239,10 @@ class _CachedNode:
 
 
 class NodeAuthenticator:
-    """`root_key`: shared by all replicas; `remember`: how long a removed node may still be accepted."""
+    """`root_key`: shared by all replicas; `remember`: how long a removed node may still be accepted.
+
+    `is_shared`: other servers accept proofs too, so each accepted one is recorded in the store.
+    """
 
     def __init__(
         self,
@@ -248,7 +251,9 @@ class NodeAuthenticator:
         root_key: bytes,
         *,
         remember: Span,
+        is_shared: bool = False,
     ) -> None:
+        self._is_shared = is_shared
         self.name = pool_name(root_key)
         self._store, self._now, self._remember = store, now, remember
         self._place = TokenAudience(self.name, self.name)
@@ -327,8 +332,8 @@ class NodeAuthenticator:
         self, method: str, path: str, lease: str, token: str, proof: str
     ) -> NodeCredentials:
         """Authenticate a request by token and proof; else `NotSignedIn` without a reason."""
-        claims = self._claims(token)
-        if claims is None or parse_request_proof(proof) is None:
+        claims, parsed = self._claims(token), parse_request_proof(proof)
+        if claims is None or parsed is None:
             raise _not_proven()
         who = await self.node(NodeId(decode("node", claims.subject)))
         public = public_from(who.public_key or "") if who is not None else None
@@ -338,6 +343,11 @@ class NodeAuthenticator:
         found = self._proofs.request(statement, proof, public, claims, self._now())
         if isinstance(found, NotProven):
             raise _not_proven()
+        if self._is_shared:
+            expires = Instant(parsed.at_s * SECOND + REQUEST_LIFE + SECOND)
+            taking = replicas.take_proof(found.thumbprint, parsed.nonce, expires)
+            if not await self._store.write(taking):
+                raise _not_proven()
         return who
 
 

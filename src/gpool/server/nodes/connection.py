@@ -2,26 +2,30 @@
 
 At `Hello` the agent's leases are reconciled with the store (`reconciliation`). An answer follows the commit that
 covers it. A newer connection of the node replaces the older one. The transport closes after `Refused`.
+One file because each frame changes the same few facts about one connection.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
-from gpool.core.errors import Forbidden, NotFound
+from gpool.core.errors import Forbidden, GpoolError, NotFound
 from gpool.core.ids import NodeId, SpecId, TaskId
 from gpool.core.model import EndReason, Instant, Offer, TaskSpec, TaskStatus
 from gpool.server.nodes import reconciliation
-from gpool.server.nodes.reconciliation import StoredLeases
+from gpool.server.nodes.reconciliation import NotRegistered, StoredLeases
 from gpool.server.nodes.registry import HeartbeatNumber, OpenSecrets
 from gpool.server.nodes.reports import MAX_ITEMS, checked_report, offer_problem
 from gpool.server.scheduling import delivery
 from gpool.server.scheduling.picture import StatePicture
 from gpool.server.server import Server
 from gpool.server.settings import Settings
-from gpool.server.store.operations import nodes
+from gpool.server.store.operations import nodes, replicas
 from gpool.server.store.operations.leases import leases
-from gpool.server.store.values import HeldLease, NodeCredentials, NodeRow
+from gpool.server.store.operations.replicas import NodeLink
+from gpool.server.store.protocol import Operation
+from gpool.server.store.values import HeldLease, NodeCredentials, NodeRow, Recording
 from gpool.wire.frames import (
     PROTOCOL,
     AgentFrame,
@@ -67,6 +71,7 @@ class NodeChannel:
         self._unstated: set[TaskId] = set()
         self._leaving = False  # its agent stops
         self._compared_at = Instant(0)  # last comparison of a heartbeat with the picture
+        self._link: NodeLink | None = None  # its row, where replicas exist
 
     async def receive(self, frame: AgentFrame) -> None:
         if self.closed:
@@ -100,17 +105,27 @@ class NodeChannel:
         registry.set_newest_heartbeat(self.node, hello.boot, hello.beat)
         gpu_ids = server.ids.take(len(hello.offer.gpus))
         offer, quota = self._kept(hello.offer), server.settings.owner_quota
+        if server.replica.id:
+            self._link = NodeLink(server.replica.id, hello.boot, hello.beat)
         try:
-            stored = await server.write(
-                reconciliation.register(self.node, offer, gpu_ids, now, quota)
+            registered = await server.write(
+                reconciliation.register(self.node, offer, gpu_ids, now, quota, self._link)
             )
         except Forbidden as error:
             self.refuse(error.code, error.detail, retry=error.detail != nodes.MAY_NOT_LEND)
             return
+        if registered is NotRegistered.OVERTAKEN:
+            self._refuse_overtaken()
+            return
+        stored = None if registered is NotRegistered.REMOVED else registered
         if stored is not None:  # even if this connection is closed by now
             server.picture.node_changed(stored.row.node)
         if stored is not None and not self.closed and await self._took_time(stored.row):
             stored = await server.write(reconciliation.stored_leases(self.node))
+        if self._link is not None and stored is not None and not self.closed:
+            is_newest = await server.write(replicas.open_connection(self.node, self._link))
+            if not is_newest:
+                self._refuse_overtaken()
         if self.closed:
             return
         if stored is None:
@@ -160,13 +175,33 @@ class NodeChannel:
         ended = [delivery.undecryptable_secret(each.task, each.epoch) for each in undecryptable]
         ended += [Finished(lease.task, lease.epoch, EndReason.LOST) for lease in lost]
         if ended:
-            term = server.picture.term
-            recording = await server.write(
-                leases.record_if_current([(self.node, ended)], term, server.now)
-            )
+            recording = await server.write(self._recording(ended))
             if lost:
                 server.picture.add_loss(self.node)
             server.picture.absorb(recording)
+
+    def _recording(self, ended: Sequence[Finished]) -> Operation[Recording]:
+        """Ends that the server decides, fenced by this connection's row, or by the term of the only server."""
+        server, frames = self._server, [(self.node, ended)]
+        if self._link is None:
+            return leases.record_if_current(frames, server.picture.term, server.now)
+        return replicas.record_if_connected(frames, self.node, self._link, server.now)
+
+    async def send_leases(self, stored: StoredLeases) -> None:
+        """Send stored leases that have not started, and stops; the agent ignores those it has."""
+        if self.closed:
+            return
+        stop = [each for each in stored.held if each.status is TaskStatus.CANCELLED]
+        if stop:
+            holds = tuple(Hold(each.task, each.epoch) for each in stop)
+            self._send(Stop(holds, StopReason.CANCELLED))
+        undecryptable = self._grant_again(stored.held, stored)
+        if stored.preempting:
+            self._send(Stop(stored.preempting, StopReason.PREEMPTED))
+        ended = [delivery.undecryptable_secret(each.task, each.epoch) for each in undecryptable]
+        if ended:
+            server = self._server
+            server.picture.absorb(await server.write(self._recording(ended)))
 
     def _grant_again(
         self, missing: Sequence[HeldLease], stored: StoredLeases
@@ -224,9 +259,12 @@ class NodeChannel:
         expire after the margin; one that is killed meanwhile has not.
         """
         self.closed = True
+        server = self._server
         if self._detach() and self._leaving and is_orderly:
-            server = self._server
             server.nodes.shorten_deadline(self.node, server.now, server.settings.margin)
+        if self._link is not None:
+            with suppress(GpoolError):  # no database: the row is cleared with this replica's
+                await server.write(replicas.disconnect(self.node, self._link))
 
     def _detach(self) -> bool:
         is_current = self._server.nodes.detach(self)

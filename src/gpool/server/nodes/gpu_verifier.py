@@ -386,7 +386,11 @@ class GpuVerifier:
 
     def _idle(self, record: GpuVerificationRecord) -> Gpu | None:
         entry = self._picture.state.nodes.get(record.node)
-        if entry is None or entry.node is None or not self._picture.nodes.is_connected(record.node):
+        if (
+            entry is None
+            or entry.node is None
+            or self._picture.nodes.connection(record.node) is None
+        ):
             return None
         room = entry.room.gpus.get(record.position)
         if room is not None and room.free_share < 1000:

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 
 from gpool.core.errors import Forbidden, NotFound
 from gpool.core.gangs import GangOrder
 from gpool.core.ids import NodeId, SpecId, TaskId, UserId
 from gpool.core.model import InputFile, Instant, Offer, TaskSpec, TaskStatus
 from gpool.core.quotas import NO_OWNER_QUOTA, OwnerQuota
-from gpool.server.store.operations import gpus, nodes
+from gpool.server.store.operations import gpus, nodes, replicas
 from gpool.server.store.operations.identity import accounts
 from gpool.server.store.operations.identity.sealed_fields import data_keys, secrets_to_open
 from gpool.server.store.operations.leases import grants, leases
+from gpool.server.store.operations.replicas import NodeLink
 from gpool.server.store.operations.tasks import progress
 from gpool.server.store.protocol import Operation, operation
 from gpool.server.store.values import DataKey, HeldLease, NodeRow, SealedSecrets
@@ -101,6 +103,11 @@ class StoredLeases:
     gang_keys: tuple[DataKey, ...]  # with which gangs' secrets may be encrypted
 
 
+class NotRegistered(Enum):
+    REMOVED = auto()
+    OVERTAKEN = auto()  # another replica has recorded a newer `Hello` of the node
+
+
 @operation
 def register(
     node: NodeId,
@@ -108,12 +115,16 @@ def register(
     gpu_ids: Sequence[int],
     at: Instant,
     quota: OwnerQuota = NO_OWNER_QUOTA,
-) -> Operation[StoredLeases | None]:
+    link: NodeLink | None = None,
+) -> Operation[StoredLeases | NotRegistered]:
+    """Record the offer of a node that connects, and read its leases. `link`: the connection, where replicas exist."""
     who = yield from nodes.credentials_of(node)
     if who is None:
-        return None
+        return NotRegistered.REMOVED
     if not who.may_lend:  # since the connection was accepted
         raise Forbidden(nodes.MAY_NOT_LEND)
+    if link is not None and not (yield from replicas.begin_connection(node, link, at)):
+        return NotRegistered.OVERTAKEN
     row = yield from take(node, offer, gpu_ids, at, quota)
     return (yield from _leases_of(node, row))
 

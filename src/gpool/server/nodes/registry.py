@@ -31,7 +31,7 @@ the frames of a node, so that a delayed `Hello` never overrides a newer one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
@@ -70,6 +70,52 @@ class HeartbeatNumber(NamedTuple):
     number: int
 
 
+class NodesElsewhere:
+    """Nodes connected to other replicas, and the stored heartbeats that this one has seen. Empty without replicas."""
+
+    def __init__(self) -> None:
+        self._replicas: dict[NodeId, int] = {}
+        self._seen: dict[NodeId, Instant] = {}
+
+    def __contains__(self, node: NodeId) -> bool:
+        return node in self._replicas
+
+    @property
+    def nodes(self) -> Collection[NodeId]:
+        return self._replicas.keys()
+
+    def place(self, node: NodeId, replica: int | None) -> bool:
+        """Record the replica that has the node's connection, None: no other one has; whether that is a change."""
+        was = node in self._replicas
+        if replica is None:
+            self._replicas.pop(node, None)
+        else:
+            self._replicas[node] = replica
+        return was != (replica is not None)
+
+    def is_new(self, node: NodeId, beat: Instant) -> bool:
+        """Remember a stored heartbeat; whether it differs from the last one."""
+        if self._seen.get(node) == beat:
+            return False
+        self._seen[node] = beat
+        return True
+
+    def heartbeat(self, node: NodeId) -> Instant | None:
+        return self._seen.get(node)
+
+    def forget_heartbeat(self, node: NodeId) -> None:
+        """Called when a newer one was stored than seen here: the node has a lease time from then."""
+        self._seen.pop(node, None)
+
+    def forget_heartbeats(self) -> None:
+        """Called when this replica begins to lead: each node gets a full lease time."""
+        self._seen.clear()
+
+    def forget(self, node: NodeId) -> None:
+        self._replicas.pop(node, None)
+        self._seen.pop(node, None)
+
+
 class NodeRegistry:
     def __init__(
         self, metrics: Metrics, ttl: Span, elapsed: Callable[[], Instant] | None = None
@@ -80,6 +126,7 @@ class NodeRegistry:
         self._ttl = ttl
         self._elapsed = elapsed  # None: deadlines go by the time of day
         self._connections: dict[NodeId, NodeConnection] = {}
+        self.elsewhere = NodesElsewhere()
         self._heartbeats: dict[NodeId, HeartbeatNumber] = {}
         self._deadlines: dict[NodeId, Instant] = {}  # in time of `lease_time`
         # time of day of the last heartbeat, or of `ensure_deadline`
@@ -98,10 +145,12 @@ class NodeRegistry:
         return tuple(self._connections.values())
 
     def is_connected(self, node: NodeId) -> bool:
-        return node in self._connections
+        """Whether any replica has the node's connection."""
+        return node in self._connections or node in self.elsewhere
 
     def attach(self, connection: NodeConnection) -> None:
         self._connections[connection.node] = connection
+        self.elsewhere.forget(connection.node)
         self._metrics.nodes.set(len(self._connections))
 
     def detach(self, connection: NodeConnection) -> bool:
@@ -131,9 +180,10 @@ class NodeRegistry:
     def set_newest_heartbeat(self, node: NodeId, boot: str, number: int) -> None:
         self._heartbeats[node] = HeartbeatNumber(boot, number)
 
-    def extend_deadline(self, node: NodeId, now: Instant) -> None:
+    def extend_deadline(self, node: NodeId, now: Instant, heard_at: Instant | None = None) -> None:
+        """`heard_at`: the stored heartbeat of a node that another replica hears; else it is heard `now`."""
         self._deadlines[node] = Instant(self.lease_time(now) + self._ttl)
-        self.heard_at[node] = now
+        self.heard_at[node] = now if heard_at is None else heard_at
 
     def ensure_deadline(self, node: NodeId, now: Instant) -> None:
         if node not in self._deadlines:
@@ -194,7 +244,7 @@ class NodeRegistry:
         return begins
 
     def annotated(self, node: Node) -> Node:
-        connected = node.id in self._connections
+        connected = self.is_connected(node.id)
         merit = self._reliability.get(node.id, node.merit)
         resting = self.backoff.reason(node.id)
         if (node.connected, node.merit, node.resting) == (connected, merit, resting):
@@ -205,6 +255,7 @@ class NodeRegistry:
         self._deadlines.pop(node, None)
         self.heard_at.pop(node, None)
         self._heartbeats.pop(node, None)
+        self.elsewhere.forget(node)
         self._blocked.discard(node)
         self.backoff.forget(node)
         self.failed_starts.forget_node(node)

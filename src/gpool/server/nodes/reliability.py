@@ -35,13 +35,15 @@ class UpdateReliability:
         self.every_s = EVERY_S
         self._server = server
         self._records: dict[NodeId, ReliabilityRecord] | None = None  # None: not yet read
+        self._reign = 0  # of this server, in which they were read
         self._unwritten: set[NodeId] = set()
         self._ran_at = self._wrote_at = Instant(0)
         self._unread: list[NodeId] | None = None  # nodes of this turn; None: nothing was read yet
         self._verified: dict[NodeId, tuple[bool, int]] = {}
 
     async def run_once(self, now: Instant) -> None:
-        if self._records is None:
+        if self._records is None or self._reign != self._server.replica.reign:
+            self._reign, self._unwritten = self._server.replica.reign, set()
             self._records = dict(await self._server.store.read(node_pages.reliability_records()))
             self._ran_at = self._wrote_at = now
         await self._read_some()

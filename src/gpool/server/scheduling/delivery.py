@@ -55,6 +55,16 @@ class SpecCache:
             self._add(id_, user, spec, teams.get(id_))
         self._names = 0
 
+    @property
+    def known(self) -> Collection[SpecId]:
+        return self._known.keys()
+
+    def add_stored(self, id_: SpecId, user: UserId, spec: TaskSpec, team: int | None) -> None:
+        """Add a spec that another replica wrote."""
+        if id_ not in self._known:
+            self._add(id_, user, spec, team)
+            self._names += len(spec.inputs) + len(spec.outputs)
+
     def add(self, id_: SpecId, submission: Submission) -> Shape:
         known = self._known.get(id_)
         if known is None:

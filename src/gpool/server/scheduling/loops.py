@@ -22,11 +22,13 @@ from gpool.server.actions.tasks import deletion as task_deletion
 from gpool.server.actions.tasks import sealed_logs
 from gpool.server.nodes.gpu_verifier import GpuVerifier
 from gpool.server.nodes.reliability import UpdateReliability
+from gpool.server.replicas.follow import FollowChanges
+from gpool.server.replicas.membership import Membership
 from gpool.server.scheduling import learning
 from gpool.server.scheduling.overdue import EndOverdueLeases
 from gpool.server.server import Server
 from gpool.server.settings import span
-from gpool.server.store.operations import nodes, rules
+from gpool.server.store.operations import nodes, replicas, rules
 from gpool.server.store.operations import rules as rules_operations
 from gpool.server.store.operations.identity import account_deletion, accounts, sessions
 from gpool.server.store.operations.leases import gang_members, leases
@@ -59,11 +61,14 @@ class StoreUsage:
         self._server = server
         self._written: dict[tuple[str, int], tuple[int, Instant]] = {}
         self._swept = Instant(0)
+        self._reign = 0
 
     async def run_once(self, now: Instant) -> None:
         server = self._server
         if server.picture.is_stale:
             return
+        if self._reign != server.replica.reign:  # another leader may have written since
+            self._reign, self._written = server.replica.reign, {}
         found = changed(server.picture.state.used(now), self._written, now)
         rows = list(found.items())
         for first in range(0, len(rows), _ROWS):
@@ -105,6 +110,9 @@ OVERDUE_AFTER = Span(900 * SECOND)
 OVERDUE = "it does not release a gang that has ended; connect again when none of its processes runs"
 
 TRAINING_CHECK_S = 3600.0
+
+EVERYWHERE = frozenset({"follow", "identity", "examine"})
+"""Loops of every replica: they concern its own connections and memory. The others run in the leader only."""
 
 
 class Loop(Protocol):
@@ -148,17 +156,23 @@ class ExpireNodes:
                 node, "no heartbeat for a whole lease time; connect again", retry=True
             )
             heard_at, term = server.nodes.heard_at[node], server.picture.term
-            recording = await server.write(leases.expire_silent(node, heard_at, term, now))
+            seen = server.nodes.elsewhere.heartbeat(node)
+            recording = await server.write(leases.expire_silent(node, heard_at, term, now, seen))
             if recording is NotExpired.DEPOSED:
                 server.picture.invalidate()
                 return
             if recording is NotExpired.HEARD:  # by another server; its leases are not ours to end
                 server.nodes.extend_deadline(node, now)
+                server.nodes.elsewhere.forget_heartbeat(node)
                 continue
             server.metrics.signals.agents.lost.inc()
             server.picture.add_loss(node)
             server.nodes.drop_expired_deadline(node, now)
             server.picture.absorb(recording)
+            if node in server.nodes.elsewhere:
+                await server.write(replicas.disconnect_silent(node))
+                server.nodes.elsewhere.forget(node)
+                server.picture.refresh_node(node)
         await self._pause_drained(now)
 
     async def _pause_drained(self, now: Instant) -> None:
@@ -381,7 +395,8 @@ class LoopRunner:
     async def _run(self, loop: Loop) -> None:
         while True:
             try:
-                await loop.run_once(self._server.now)
+                if self._server.replica.leads or loop.name in EVERYWHERE:
+                    await loop.run_once(self._server.now)
             except Exception:
                 log.exception("loop failed; it goes on at the next tick", loop=loop.name)
                 self._server.metrics.loop_faults.labels(loop.name).inc()
@@ -403,6 +418,8 @@ def all_loops(server: Server) -> tuple[Loop, ...]:
         EndOverdueLeases(server),
         TrainPricing(server),
     )
+    if isinstance(server.replica, Membership):
+        loops = (*loops, FollowChanges(server, server.replica))
     if server.examiner is not None:
         loops = (*loops, VerifyGpus(server, server.examiner))
     return loops if server.sign_ins is None else (*loops, MaintainIdentity(server))

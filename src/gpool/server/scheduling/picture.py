@@ -82,9 +82,10 @@ class StatePicture:
         hub: Hub,
         metrics: Metrics,
         clock: Callable[[], Instant] | None = None,
+        leads: Callable[[], bool] = lambda: True,
     ) -> None:
         self.state = State()
-        self.term = 0  # leadership term of the rows the state was built from
+        self.term = 0  # leadership term of the rows the state was built from; 0: of a follower
         self.changed = Wake()  # called when a pass may decide something new
         self.nodes = nodes
         self.policy = policy
@@ -96,6 +97,7 @@ class StatePicture:
         self._hub = hub
         self._metrics = metrics
         self._clock = clock  # None: no backoff begins, and releases carry no instant
+        self._leads = leads
         self._validity = _Validity()
 
     # ---- staleness
@@ -131,11 +133,11 @@ class StatePicture:
     # ---- rebuilding
 
     async def rebuild(self, now: Instant) -> None:
-        """Take a new term and build the state from the store. Nodes that hold leases get a full lease time."""
+        """Build the state from the store; the leader takes a new term, and gives nodes that hold leases a full lease time."""
         invalidations, is_first = self._validity.invalidations, self._validity.is_new
         self.policy.apply_rules_at(now)
         used = await self._store.read(usage_operations.usage()) if is_first else {}
-        self.term, rows = await self.write(_survey(now))
+        self.term, rows = await self.write(_survey(now) if self._leads() else _followed())
         self.specs.rebuild(rows.specs, rows.teams)
         self.nodes.failed_starts.rebuild(rows.unstarted)
         state = self._built(rows)
@@ -147,7 +149,7 @@ class StatePicture:
         self.state = state
         self.rejected.rebuild(state)
         self._validity.rebuilt(invalidations)
-        for node in _holders(rows):
+        for node in _holders(rows) if self.term else ():
             self.nodes.ensure_deadline(node, now)
         self._metrics.rebuilt.inc()
 
@@ -195,7 +197,8 @@ class StatePicture:
         self.forecasts.arrived(shape, at)
         self._metrics.submitted.inc(len(submitted.tasks))
 
-    def absorb(self, recording: Recording) -> None:
+    def absorb(self, recording: Recording, *, is_own: bool = True) -> None:
+        """Fold a committed recording. `is_own` False: another replica wrote it, and has counted it in its metrics."""
         if recording.withdrawn:
             self.fold(TasksWithdrawn(recording.withdrawn))
             self.forecasts.gone(recording.withdrawn)
@@ -212,7 +215,8 @@ class StatePicture:
             self.fold(TasksReleased(recording.released, Instant(0) if now is None else now))
         if recording.requeued:
             self._requeue(recording, attained)
-        _count(self._metrics, recording)
+        if is_own:
+            _count(self._metrics, recording)
         self._hub.publish(_topics(recording))
         self.nodes.stop(recording.to_stop, StopReason.CANCELLED)
         self.nodes.stop(recording.to_preempt, StopReason.PREEMPTED)
@@ -384,3 +388,9 @@ def _survey(at: Instant) -> Operation[tuple[int, Picture]]:
     term = yield from leases.take_term(at)
     picture = yield from leases.picture()
     return term, picture
+
+
+@operation
+def _followed() -> Operation[tuple[int, Picture]]:
+    picture = yield from leases.picture()
+    return 0, picture

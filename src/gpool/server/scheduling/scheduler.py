@@ -118,7 +118,7 @@ class Scheduler:
         left as it was: it contains committed tasks only.
         """
         picture, state = self._picture, self._picture.state
-        if picture.is_stale or picture.waiting:
+        if picture.is_stale or picture.waiting or not picture.term:
             return None
         if any(each.secrets or each.spec.requirements.nodes > 1 for each in submissions):
             return None

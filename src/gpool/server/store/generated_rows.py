@@ -401,3 +401,40 @@ class NodeRecordsRecord(NamedTuple):
     up_us: int
     losses: int
     at: Instant
+
+
+class ReplicasRecord(NamedTuple):
+    id: int
+    slot: int
+    address: str
+    version: str
+    started_at: Instant
+    heard_at: Instant
+    lock_pid: int | None
+    term: int
+
+
+class NodeConnectionsRecord(NamedTuple):
+    node_id: NodeId
+    replica_id: int | None
+    boot: str
+    beat: int
+    connected_at: Instant
+
+
+class ChangesRecord(NamedTuple):
+    xid: int
+    at: Instant
+    replica_id: int
+    ids: bytes
+
+
+class UsedProofsRecord(NamedTuple):
+    key: str
+    nonce: str
+    expires_at: Instant
+
+
+class ServerSecretsRecord(NamedTuple):
+    name: str
+    sealed: bytes

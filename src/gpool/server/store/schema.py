@@ -361,3 +361,60 @@ node_records = Table(
     int_column("at"),
 )
 """Decayed uptime of each node and losses with leases (in thousandths), at time `at`."""
+
+replicas = Table(
+    "replicas",
+    metadata,
+    id_column(),
+    int_column("slot"),
+    text_column("address"),
+    text_column("version"),
+    int_column("started_at"),
+    int_column("heard_at"),
+    maybe_int("lock_pid"),
+    counter("term"),
+    UniqueConstraint("slot"),
+)
+"""Server processes on a PostgreSQL database. `heard_at`: by the database's clock; `lock_pid`: database session of its
+leadership lock; `term`: taken by a leader, else 0; `slot`: its part of the counter in ids."""
+
+node_connections = Table(
+    "node_connections",
+    metadata,
+    int_column("node_id", primary_key=True),
+    maybe_int("replica_id"),
+    text_column("boot"),
+    int_column("beat"),
+    int_column("connected_at"),
+    Index("ix_node_connections_replica_id", "replica_id"),
+)
+"""The replica that has each node's connection (NULL: none), and the newest `Hello`. Not written on SQLite."""
+
+changes = Table(
+    "changes",
+    metadata,
+    int_column("xid", primary_key=True),
+    int_column("at"),
+    int_column("replica_id"),
+    bytes_column("ids"),
+    Index("ix_changes_at", "at"),
+)
+"""Change feed: ids (8 bytes each) that a transaction changed, written by triggers of PostgreSQL. Not written on SQLite."""
+
+used_proofs = Table(
+    "used_proofs",
+    metadata,
+    text_column("key", primary_key=True),
+    text_column("nonce", primary_key=True),
+    int_column("expires_at"),
+    Index("ix_used_proofs_expires_at", "expires_at"),
+)
+"""Proofs of nodes' requests that a replica has accepted, so that no other one accepts them. Not written on SQLite."""
+
+server_secrets = Table(
+    "server_secrets",
+    metadata,
+    text_column("name", primary_key=True),
+    bytes_column("sealed"),
+)
+"""Secrets that all replicas share, encrypted: `root`, from which names and keys of nodes' tokens derive. Not on SQLite."""

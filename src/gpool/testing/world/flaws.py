@@ -300,7 +300,12 @@ class DeafChannel(NodeChannel):
 class EarlyExpiry(NodeRegistry):
     """Expires a node after half of its lease time."""
 
-    def extend_deadline(self, node: NodeId, now: Instant) -> None:
+    def extend_deadline(
+        self,
+        node: NodeId,
+        now: Instant,
+        heard_at: Instant | None = None,  # noqa: ARG002 - as the registry's
+    ) -> None:
         self._deadlines[node] = Instant(now + Span(self._ttl // 2))
 
 
@@ -310,9 +315,9 @@ class ExpiryAtRestart(NodeRegistry):
 
 
 class ReleasesAtCancel(StatePicture):
-    def absorb(self, recording: Recording) -> None:
+    def absorb(self, recording: Recording, *, is_own: bool = True) -> None:
         stopped = tuple(TaskId(hold.task) for _, hold in recording.to_stop)
-        super().absorb(replace(recording, released=recording.released + stopped))
+        super().absorb(replace(recording, released=recording.released + stopped), is_own=is_own)
 
 
 class ForgetsRequeued(StatePicture):

@@ -41,7 +41,7 @@ _EPOCH_MASK = (1 << _EPOCH_BITS) - 1
 _SLACK = 256
 
 
-def epoch_of(entry: TaskQueueEntry) -> int:
+def epoch_of(entry: TaskQueueEntry | QueueTicket) -> int:
     return entry.stamp & _EPOCH_MASK
 
 

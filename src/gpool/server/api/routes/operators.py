@@ -17,7 +17,8 @@ from gpool.core.scheduler.order.limits import Holder
 from gpool.core.scheduler.place.portfolio import PLAIN, Learnt
 from gpool.core.scheduler.predict.simulation import DryRun
 from gpool.core.scheduler.state.operator_rules import Reservation
-from gpool.server.actions import audit, policy
+from gpool.server.actions import audit, policy, replicas
+from gpool.server.actions.replicas import ListedReplica
 from gpool.server.api.callers import address_of, server_of, user_of
 from gpool.server.api.endpoints import NO_CONTENT, EndpointRouter, SuccessReply, created
 from gpool.server.api.messages import (
@@ -45,6 +46,8 @@ from gpool.wire.admin import (
     LearntDocument,
     PolicyDocument,
     PolicyRequest,
+    ReplicaDocument,
+    ReplicaPage,
     ReservationDocument,
     ReservationPage,
     ReservationRequest,
@@ -224,6 +227,14 @@ async def rotate_server_keys(request: Request) -> Response:
     return answer(_keys(status), 202)
 
 
+@routes.get("/v1/admin/replicas", Action.REPLICAS_READ, returns=ReplicaPage)
+async def list_replicas(request: Request) -> Response:
+    """List the servers of this pool, oldest first, and which one leads."""
+    await user_of(request)
+    found = await replicas.listed(server_of(request))
+    return answer(ReplicaPage(items=[_replica(each) for each in found]))
+
+
 @routes.get(
     "/v1/audit",
     Action.AUDIT_READ,
@@ -251,6 +262,21 @@ async def get_audit(
     links = await audit.page(server, cursor, limit)
     more = str(links[-1].entry.sequence) if len(links) == limit else None
     return answer(AuditPage(items=[_entry(link) for link in links], next=more))
+
+
+def _replica(listed: ListedReplica) -> ReplicaDocument:
+    row = listed.row
+    return ReplicaDocument(
+        id=str(row.id),
+        address=row.address,
+        version=row.version,
+        leader=listed.leads,
+        alive=listed.is_alive,
+        term=row.term,
+        nodes=listed.nodes,
+        started_at=instant_to_datetime(Instant(row.started_at)) if row.started_at else None,
+        heard_at=instant_to_datetime(Instant(row.heard_at)) if row.heard_at else None,
+    )
 
 
 async def _checked(request: Request, anchors: list[AuditAnchor]) -> AuditCheck:

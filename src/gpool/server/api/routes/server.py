@@ -13,7 +13,7 @@ from gpool.core.model import SECOND, Instant
 from gpool.core.permissions import Action
 from gpool.server.alerts.monitor import PoolMonitor
 from gpool.server.alerts.rules import RULES, RUNBOOK, AlertRule
-from gpool.server.api.callers import server_of, user_of
+from gpool.server.api.callers import is_draining, server_of, user_of
 from gpool.server.api.endpoints import EndpointRouter, SuccessReply
 from gpool.server.api.messages import Cursor, LargeLimit, Wait, answer, tagged
 from gpool.server.api.routes import nodes, tasks
@@ -39,12 +39,14 @@ async def get_health(request: Request) -> Response:  # noqa: ARG001 - the signat
     returns=(
         SuccessReply(HealthDocument),
         SuccessReply(
-            HealthDocument, 503, "The server is starting, or its database does not answer"
+            HealthDocument, 503, "The server starts or stops, or its database does not answer"
         ),
     ),
 )
 async def get_readiness(request: Request) -> Response:
     """Answer 200 while the server accepts tasks: it has started, and its database answers within 2 s."""
+    if is_draining(request):
+        return answer(HealthDocument(status="stopping", version=VERSION), 503)
     if not getattr(request.app.state, "ready", False):
         return answer(HealthDocument(status="starting", version=VERSION), 503)
     problem = await request.app.state.readiness.problem()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
-from contextlib import AbstractAsyncContextManager, closing, suppress
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, closing, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
 from gpool.core.errors import Invalid
-from gpool.server.store.drivers.shared import ServerLock, locked_file
+from gpool.server.store.drivers.shared import locked_file
 from gpool.server.store.drivers.sqlite import InlineStore, SqliteStore
 from gpool.server.store.migrations import newest_migration
 from gpool.server.store.protocol import Store
@@ -20,8 +21,15 @@ SQLITE = "sqlite:///"
 POSTGRES = ("postgresql://", "postgres://")
 
 
-async def open_store(url: str) -> Store:
-    """Open `sqlite:///PATH` (relative; `sqlite:////PATH` is absolute) or `postgresql://…`; `Invalid` for another URL."""
+def _ignored() -> None:
+    """Nobody waits for commits."""
+
+
+async def open_store(url: str, replica: int = 0, committed: Callable[[], None] = _ignored) -> Store:
+    """Open `sqlite:///PATH` (relative; `sqlite:////PATH` is absolute) or `postgresql://…`; `Invalid` for another URL.
+
+    PostgreSQL only: `replica` is named in the change feed; `committed` is called after each commit.
+    """
     if url.startswith(SQLITE):
         path = Path(url.removeprefix(SQLITE))
         close_to_others(path)
@@ -30,7 +38,7 @@ async def open_store(url: str) -> Store:
     if url.startswith(POSTGRES):
         # asyncpg is in the extra `postgres`, so it is imported only where the URL asks for it
         postgres = import_module("gpool.server.store.drivers.postgres")
-        store: Store = await postgres.open_postgres(url)
+        store: Store = await postgres.open_postgres(url, postgres.ReplicaWiring(replica, committed))
         return store
     raise _unknown_store(url)
 
@@ -63,17 +71,12 @@ def close_to_others(database: Path) -> None:
             os.chmod(f"{database}{suffix}", 0o600)
 
 
-def lock_for_serving(url: str, reclaim_s: float) -> AbstractAsyncContextManager[ServerLock]:
-    """Hold the store's server lock; `Conflict` names the server that has it.
-
-    `reclaim_s`: how long retaking a lock lost with its database session may take.
-    """
+def lock_for_serving(url: str) -> AbstractAsyncContextManager[None]:
+    """Hold the lock of an SQLite store; `Conflict` names the server that has it. PostgreSQL serves several at once."""
     if url.startswith(SQLITE):
         return locked_file(Path(url.removeprefix(SQLITE)))
     if url.startswith(POSTGRES):
-        postgres = import_module("gpool.server.store.drivers.postgres")
-        lock: AbstractAsyncContextManager[ServerLock] = postgres.locked_database(url, reclaim_s)
-        return lock
+        return nullcontext()
     raise _unknown_store(url)
 
 

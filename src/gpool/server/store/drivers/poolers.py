@@ -20,7 +20,7 @@ _REFUSAL = (
 )
 
 
-async def refuse_shared_sessions(url: str, within_s: float) -> None:
+async def refuse_shared_sessions(url: str, within_s: float = 5.0) -> None:
     """Raise `Invalid` if a pooler shares sessions, or has no second one within `within_s`.
 
     PostgreSQL itself is recognised by one query: the process id it announces is its backend's. Behind a pooler, a

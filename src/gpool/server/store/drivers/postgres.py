@@ -1,9 +1,7 @@
 """PostgreSQL store: one writer task with its own connection and group commit, and a pool of readers.
 
 Row locks and guarded statements isolate concurrent writers; an operation that loses a deadlock or a race runs again
-in a transaction of its own.
-
-PostgreSQL releases it with the session, so the session is watched; no pooler that shares sessions may lie between.
+in a transaction of its own. Each session of the writer names its replica, which the triggers of the change feed record.
 """
 
 from __future__ import annotations
@@ -11,25 +9,22 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, TypeVar
 
 import asyncpg  # type: ignore[import-untyped]
 
-from gpool.core.errors import Conflict, GpoolError, InternalFault, Unreachable
+from gpool.core.errors import GpoolError, InternalFault, Unreachable
 from gpool.observability.logs import get_logger
 from gpool.server.store.drivers.poolers import refuse_shared_sessions
 from gpool.server.store.drivers.shared import (
     MAX_GROUP,
-    PATIENCE_S,
     RefusedLate,
     Waiting,
     answer_all,
-    held_by_another,
-    this_process,
     writes,
 )
 from gpool.server.store.migrations import newest_migration
@@ -37,134 +32,9 @@ from gpool.server.store.protocol import Operation, Row, Statement, again
 
 log = get_logger(__name__)
 
-SERVER_LOCK = 0x67706F6F6C73  # "gpools"; migrations have a lock of their own
-
-_CHECK_S = 5.0
-"""Interval and time limit of the check whether the session still answers."""
-
-_RETRY_S = 0.2
-_CLOSE_S = 1.0
-
-_SESSION = f"""
-    SET lock_timeout = '{PATIENCE_S:g}s';
-    SET tcp_keepalives_idle = 15; SET tcp_keepalives_interval = 5; SET tcp_keepalives_count = 3;
-"""
-"""PostgreSQL drops the session of a machine that vanished after 15 + 3 × 5 = 30 s; the server itself notices a silent
-database within 2 × `_CHECK_S` = 10 s, hence before another one can have the lock."""
-
-_HOLDER = """
-    SELECT a.pid, a.application_name FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid
-    WHERE l.locktype = 'advisory' AND l.granted AND a.datname = current_database()
-    AND l.objsubid = 1 AND (l.classid::bigint << 32) | l.objid::bigint = $1
-"""
-
-
-_END_SESSION = """
-    SELECT pg_terminate_backend(a.pid) FROM pg_stat_activity a
-    WHERE a.pid = $1 AND a.application_name = current_setting('application_name') AND a.datname = current_database()
-"""
-"""Ends a lost session of this process: PostgreSQL would keep it, and its lock, until the keep-alive gives up."""
-
-
-class PostgresServerLock:
-    def __init__(self, url: str, connection: Any, reclaim_s: float) -> None:
-        self._url = url
-        self._connection = connection
-        self._pid: int = connection.get_server_pid()
-        self._reclaim_s = reclaim_s
-
-    async def lost(self) -> str:
-        """Return the reason once the lock cannot be kept. A lost session is replaced within `reclaim_s`."""
-        while True:
-            await self._until_silent()
-            log.warning(
-                "the database session that holds the server lock is lost; taking the lock again"
-            )
-            try:
-                async with asyncio.timeout(self._reclaim_s):
-                    self._connection = await self._reclaimed()
-                    self._pid = self._connection.get_server_pid()
-            except Conflict as exc:
-                return exc.detail
-            except TimeoutError:
-                return f"PostgreSQL did not grant it again within {self._reclaim_s:g} s"
-            log.warning("this server holds the server lock again")
-
-    async def close(self) -> None:
-        with suppress(*LOST):
-            await self._connection.close(timeout=_CLOSE_S)
-
-    async def _until_silent(self) -> None:
-        closed = asyncio.Event()
-        self._connection.add_termination_listener(lambda _: closed.set())
-        while not self._connection.is_closed():
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_CHECK_S):
-                    await closed.wait()
-                return
-            try:
-                await self._connection.execute("SELECT 1", timeout=_CHECK_S)
-            except (*LOST, asyncpg.PostgresError):
-                self._connection.terminate()
-
-    async def _reclaimed(self) -> Any:
-        while True:
-            try:
-                return await locked_session(self._url, self._pid)
-            except (Unreachable, asyncpg.PostgresError):  # it starts, or has no connection to spare
-                await asyncio.sleep(_RETRY_S)
-
-
-@asynccontextmanager
-async def locked_database(url: str, reclaim_s: float) -> AsyncIterator[PostgresServerLock]:
-    """Hold the database's server lock; `Conflict` if another server has it, `Invalid` behind a pooler that shares sessions.
-
-    `reclaim_s`: how long replacing a lost session may take; shorter than a lease time, because a server that takes the
-    lock meanwhile expires no lease before that.
-    """
-    await refuse_shared_sessions(url, _CHECK_S)
-    lock = PostgresServerLock(url, await locked_session(url), reclaim_s)
-    try:
-        yield lock
-    finally:
-        await lock.close()
-
-
-async def locked_session(url: str, lost_pid: int | None = None) -> Any:
-    """`lost_pid`: backend of an earlier session of this process, ended first if it still lives."""
-    try:
-        connection = await asyncpg.connect(url, timeout=_CHECK_S)
-    except LOST as exc:
-        raise Unreachable(
-            f"PostgreSQL cannot be reached: {exc}; check the store's address"
-        ) from exc
-    try:
-        await _lock(connection, lost_pid)
-    except LOST as exc:
-        connection.terminate()
-        raise Unreachable(f"PostgreSQL closed the session of the server lock: {exc}") from exc
-    except BaseException:
-        connection.terminate()
-        raise
-    return connection
-
-
-async def _lock(connection: Any, lost_pid: int | None) -> None:
-    await connection.execute(_SESSION)
-    await connection.execute("SELECT set_config('application_name', $1, false)", this_process())
-    if lost_pid is not None:
-        await connection.execute(_END_SESSION, lost_pid)
-    try:
-        await connection.execute("SELECT pg_advisory_lock($1)", SERVER_LOCK)
-    except asyncpg.LockNotAvailableError:
-        found = await connection.fetchrow(_HOLDER, SERVER_LOCK)
-        holder = "unknown session"
-        if found is not None:
-            holder = f"{found['application_name'] or 'unknown'}; PostgreSQL session {found['pid']}"
-        raise held_by_another(
-            holder, "this PostgreSQL database", "GPOOL_SERVER_DATABASE_URL"
-        ) from None
-
+SERVER_LOCK = (
+    0x67706F6F6C73  # "gpools": leadership (`postgres_replica`); migrations have a lock of their own
+)
 
 T = TypeVar("T")
 Columns = tuple[tuple[str, str], ...]
@@ -251,10 +121,29 @@ async def drive(connection: Any, operation: Operation[T]) -> T:
         raise
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaWiring:
+    """The replica that the store belongs to (0: none), and a callback after each commit."""
+
+    replica: int = 0
+    committed: Callable[[], None] = lambda: None
+
+    async def connect(self, url: str) -> Any:
+        """Named by a statement: PgBouncer refuses unknown settings at the start of a session."""
+        connection = await asyncpg.connect(url, **PREPARED)
+        named = "SELECT set_config('gpool.replica', $1, false)"
+        await connection.execute(named, str(self.replica))
+        return connection
+
+
+NO_REPLICA = ReplicaWiring()
+
+
 class PostgresStore:
-    def __init__(self, url: str, writer: Any, readers: Any) -> None:
+    def __init__(self, url: str, writer: Any, readers: Any, wiring: ReplicaWiring) -> None:
         self._url = url
         self._writer = writer
+        self._wiring = wiring
         self._readers = readers
         self._waiting: deque[Waiting] = deque()
         self._wake = asyncio.Event()
@@ -302,11 +191,12 @@ class PostgresStore:
             group = [self._waiting.popleft() for _ in range(count)]
             await self._commit(group)
             answer_all(group)
+            self._wiring.committed()
 
     async def _commit(self, group: Sequence[Waiting]) -> None:
         try:
             if self._writer.is_closed():
-                self._writer = await asyncpg.connect(self._url, **PREPARED)
+                self._writer = await self._wiring.connect(self._url)
             async with self._writer.transaction():
                 for waiting in group:
                     try:
@@ -365,7 +255,7 @@ async def migrate(connection: Any) -> str | None:
 
 
 async def migrate_database(url: str) -> str | None:
-    await refuse_shared_sessions(url, _CHECK_S)
+    await refuse_shared_sessions(url)
     try:
         connection = await asyncpg.connect(url)
     except LOST as exc:
@@ -382,9 +272,10 @@ async def _no_reset(_: Any) -> None:
     """Skip asyncpg's reset: readers change no session state, and it costs a round trip per read."""
 
 
-async def open_postgres(url: str) -> PostgresStore:
+async def open_postgres(url: str, wiring: ReplicaWiring = NO_REPLICA) -> PostgresStore:
+    await refuse_shared_sessions(url)
     try:
-        writer = await asyncpg.connect(url, **PREPARED)
+        writer = await wiring.connect(url)
         await migrate(writer)
         readers = await asyncpg.create_pool(
             url, min_size=1, max_size=READERS, reset=_no_reset, **PREPARED
@@ -393,4 +284,4 @@ async def open_postgres(url: str) -> PostgresStore:
         raise Unreachable(
             f"PostgreSQL cannot be reached: {exc}; check the store's address"
         ) from exc
-    return PostgresStore(url, writer, readers)
+    return PostgresStore(url, writer, readers, wiring)

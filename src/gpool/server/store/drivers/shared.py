@@ -11,7 +11,7 @@ A refusal (`GpoolError`) raised before an operation's first write fails that ope
 other exception, the group is rolled back and each of its operations runs again in a transaction of its own, so only
 the faulty one fails. Hence operations must be repeatable (`operation`).
 
-A second server would give every node a deadline, hear no heartbeat and expire leases that the first one renews.
+A second server on an SQLite database would write past the first one's state; servers on PostgreSQL are replicas.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from gpool.core.errors import Conflict, GpoolError
 from gpool.server.store.protocol import Operation, Statement
@@ -76,20 +76,6 @@ PATIENCE_S = 3.0
 _POLL_S = 0.05
 
 
-class ServerLock(Protocol):
-    async def lost(self) -> str:
-        """Wait until the lock cannot be kept, and return the reason."""
-        ...
-
-
-class FileServerLock:
-    """An flock, which the kernel keeps until the process ends."""
-
-    async def lost(self) -> str:
-        never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        return await never
-
-
 def this_process() -> str:
     return f"gpool server, process {os.getpid()} on {platform.node()}"
 
@@ -102,7 +88,7 @@ def held_by_another(holder: str, store: str, setting: str) -> Conflict:
 
 
 @asynccontextmanager
-async def locked_file(database: Path) -> AsyncIterator[FileServerLock]:
+async def locked_file(database: Path) -> AsyncIterator[None]:
     """Hold the lock in `DATABASE.lock` beside an SQLite database; `Conflict` if another server has it."""
     path, file = _lock_file(database)
     try:
@@ -114,7 +100,7 @@ async def locked_file(database: Path) -> AsyncIterator[FileServerLock]:
             await asyncio.sleep(_POLL_S)
         os.ftruncate(file, 0)
         os.pwrite(file, f"{this_process()}\n".encode(), 0)
-        yield FileServerLock()
+        yield
     finally:
         os.close(file)
 

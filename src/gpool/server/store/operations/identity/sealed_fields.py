@@ -51,6 +51,7 @@ SEALED_COLUMNS = {
         SealedColumn("signing_keys", "sealed", (("kid", "text"),)),
         SealedColumn("task_secrets", "sealed", (("spec_id", "int"), ("name", "text"))),
         SealedColumn("gangs", "secret_sealed", (("task_id", "int"),)),
+        SealedColumn("server_secrets", "sealed", (("name", "text"),)),
     )
 }
 """All sealed columns, in the order of paging."""
@@ -191,6 +192,26 @@ def secrets_to_open(specs: Collection[SpecId]) -> Operation[SealedSecrets]:
         return SealedSecrets()
     fields = yield from secrets_of(specs)
     return SealedSecrets(fields, (yield from data_keys()) if fields else ())
+
+
+# ---- secrets of the server
+
+
+@operation
+def server_secret(name: str) -> Operation[bytes | None]:
+    found = yield from values(
+        bytes, "SELECT sealed FROM server_secrets WHERE name = :name", {"name": name}
+    )
+    return bytes(found[0]) if found else None
+
+
+@operation
+def put_server_secret(name: str, sealed: bytes) -> Operation[None]:
+    """Store a secret unless a replica has stored it before."""
+    yield Statement(
+        "INSERT INTO server_secrets (name, sealed) VALUES (:name, :sealed) ON CONFLICT (name) DO NOTHING",
+        {"name": name, "sealed": sealed},
+    )
 
 
 # ---- re-keying

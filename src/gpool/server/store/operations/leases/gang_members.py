@@ -2,11 +2,12 @@
 
 While a gang holds allocations, its task's row has no node; each member's row has one, and `holding` until that node
 has released it. (task, epoch, node) identifies a member: a node has at most one of a gang.
+One file because all of it reads the same two tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -352,15 +353,22 @@ def _is_over(task: TaskId, gang: GangStanding, by_then: set[_MemberKey]) -> bool
     return call(replace(gang, ends=ends)) is GangOrder.END
 
 
-def pictured() -> Operation[tuple[tuple[HeldGang, LeaseTimes], ...]]:
+def pictured(
+    tasks: Collection[TaskId] | None = None,
+) -> Operation[tuple[tuple[HeldGang, LeaseTimes], ...]]:
+    """Gangs that hold allocations: all, or those of `tasks`."""
+    if tasks is not None and not tasks:
+        return ()
+    of_these = "" if tasks is None else "AND t.id IN (SELECT id FROM {tasks} AS i) "
     rows = yield from select_pairs(
         OpenLease,
         LeaseTimes,
         f"SELECT {OPEN_MEMBER}, m.node_id, m.rank, t.leased_at, t.queued_at, EXISTS (SELECT 1 FROM attempt_notes n "  # noqa: S608
         "WHERE n.task_id = t.id AND n.epoch = t.epoch AND n.note = :note) "
-        "FROM tasks t JOIN members m ON m.task_id = t.id WHERE t.holding = 1 AND t.node_id IS NULL "
+        f"FROM tasks t JOIN members m ON m.task_id = t.id WHERE t.holding = 1 AND t.node_id IS NULL {of_these}"
         "ORDER BY t.id, m.rank",
         {"note": PREEMPTING},
+        {} if tasks is None else {"tasks": of_ids(tasks)},
     )
     by_task: dict[TaskId, list[tuple[OpenLease, LeaseTimes]]] = {}
     for row, times in rows:

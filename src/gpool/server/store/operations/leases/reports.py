@@ -304,11 +304,12 @@ class NotExpired(Enum):
 
 @operation
 def expire_silent(
-    node: NodeId, heard_at: Instant, term: int, at: Instant
+    node: NodeId, heard_at: Instant, term: int, at: Instant, seen: Instant | None = None
 ) -> Operation[Recording | NotExpired]:
     """Expire the leases of a node whose last heartbeat, as far as the caller knows, came at `heard_at`.
 
-    Fenced by the stored heartbeat and the term: a second server on this database expires no node that the first hears.
+    Fenced by the stored heartbeat and the term: the leader expires no node that another replica hears. `seen`: the stored
+    heartbeat that the caller saw last, of a node that another replica hears by its own clock.
     """
     if not (yield from is_current_term(term)):
         return NotExpired.DEPOSED
@@ -317,7 +318,7 @@ def expire_silent(
         "SELECT COALESCE(last_beat_at, 0) FROM nodes WHERE id = :node /*postgresql FOR UPDATE*/",
         {"node": node},
     )
-    if any(beat > heard_at for beat in stored):
+    if any(beat > heard_at or (seen is not None and beat != seen) for beat in stored):
         return NotExpired.HEARD
     return (yield from expire(node, at))
 
