@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gpool.core.ids import encode
 from gpool.observability import ecs
-from gpool.observability.context import NamedWork, at_work
+from gpool.observability.context import AtWork, NamedWork
 from gpool.observability.logs import FIELDS, LogSource, get_logger, log_handler
 from gpool.observability.redaction import Redactor
 from tests.tools.ecs import TEMPLATE, declared, problems
@@ -95,7 +95,7 @@ def test_no_text_line_moves_the_cursor(message: str) -> None:
 
 
 def test_a_line_has_the_fields_of_the_work_at_hand() -> None:
-    with at_work(NamedWork({"request": "r-1", "node": 3})):
+    with AtWork(NamedWork({"request": "r-1", "node": 3})):
         told = json.loads(json_line(record("x", node=4)))
     assert told["http.request.id"] == "r-1"
     assert told["gpool.node.id"] == encode("node", 4)  # the line's own

@@ -5,8 +5,7 @@ A line asks for the fields when it is written, so that work without log lines co
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
@@ -38,13 +37,19 @@ def begin_work(work: Work) -> None:
     _work.set(work)
 
 
-@contextmanager
-def at_work(work: Work) -> Iterator[None]:
-    token = _work.set(work)
-    try:
-        yield
-    finally:
-        _work.reset(token)
+class AtWork:  # a generator would cost a microsecond more in each request
+    """Work at hand within the block."""
+
+    __slots__ = ("_token", "_work")
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def __enter__(self) -> None:
+        self._token = _work.set(self._work)
+
+    def __exit__(self, *_: object) -> None:
+        _work.reset(self._token)
 
 
 def current_trace() -> TraceContext | None:

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from gpool.core.errors import Conflict, GpoolError, InternalFault, Invalid, NotFound, TooLarge
-from gpool.observability.context import REQUEST_ID, WORK, NamedWork, Work, at_work
+from gpool.observability.context import REQUEST_ID, WORK, AtWork, NamedWork, Work
 from gpool.observability.logs import get_logger
 
 MAX_SHOWN = 80
@@ -220,7 +220,7 @@ async def _fault(request: Request, error: Exception) -> Response:
     """Answer outside the middleware: name the request and set its header here."""
     work: Work | None = request.scope.get(WORK)
     entry = secrets.token_hex(8) if work is None else str(work.log_fields()["request"])
-    with at_work(work or NamedWork({"request": entry})):
+    with AtWork(work or NamedWork({"request": entry})):
         log.error("internal fault", exc_info=error)
     answer = problem(
         InternalFault(f"internal fault; the server's log has the details under {entry}"),

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import logging
 import re
-import secrets
 import time
 from collections.abc import Mapping
+from os import urandom
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gpool.observability.context import REQUEST_ID, WORK, at_work
+from gpool.observability.context import REQUEST_ID, WORK, AtWork
 from gpool.observability.logs import get_logger
 from gpool.observability.trace_context import TRACEPARENT, TraceContext
 from gpool.observability.tracing import OpenSpan, SpanRole, Tracing
 from gpool.server.api.callers import KNOWN, address_in
 from gpool.transfer.requests import LEASE_HEADER
 
-log = get_logger(__name__)
+log, _level = get_logger(__name__), logging.getLogger(__name__)
 
 _NAME, _TRACE = REQUEST_ID.lower().encode(), TRACEPARENT.encode()
 _LEASE = LEASE_HEADER.lower().encode()
@@ -47,7 +47,7 @@ class RequestWork:
             elif name == _TRACE:
                 self.trace = TraceContext.parse(value.decode("latin-1"))
         is_accepted = given and _ACCEPTED.fullmatch(given)
-        self.id: str = given.decode("ascii") if is_accepted else secrets.token_hex(8)
+        self.id: str = given.decode("ascii") if is_accepted else urandom(8).hex()
         self._scope = scope
 
     def log_fields(self) -> Mapping[str, object]:
@@ -97,7 +97,7 @@ class RequestContext:
         if self._tracing is not None and scope["type"] == "http" and scope["path"] not in UNTRACED:
             span = self._begin(self._tracing, work, scope)
             work.trace = span.context
-        with at_work(work):
+        with AtWork(work):
             try:
                 await self._app(scope, receive, answer)
             finally:
@@ -107,7 +107,7 @@ class RequestContext:
             del scope[
                 WORK
             ]  # no reference cycle is left; after an exception the fault's handler reads it
-            if log.isEnabledFor(logging.DEBUG):
+            if _level.isEnabledFor(logging.DEBUG):
                 took_ns = time.perf_counter_ns() - begun_ns
                 log.debug("request", status=status, duration_ns=took_ns)
 
