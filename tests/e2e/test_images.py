@@ -1,4 +1,7 @@
-"""The images of deploy/docker, built without network on a base made by debootstrap, and run as the manifests run them."""
+"""The images of deploy/docker, built without network on a base made by debootstrap, and run as the manifests run them.
+
+By `make soak` only, but for the examples that are merely parsed.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,9 @@ import yaml
 from tests.tools.engines import PrivateEngine, docker_client, engine, import_image
 from tests.tools.processes import LONG_LEASE, PATIENCE_S, Pool, eventually, free_port
 
-pytestmark = pytest.mark.slow
-
 Manifest = dict[str, Any]
 
+SOAKS = bool(os.environ.get("GPOOL_SOAK"))
 ROOT = Path(__file__).resolve().parents[2]
 BASE = "gpool-test/base:latest"
 SERVER, AGENT = "gpool-server:0.1.0", "gpool-agent:0.1.0"
@@ -154,6 +156,8 @@ def context_of(wheels: Path) -> io.BytesIO:
 def images(
     require: Callable[[str], None], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Images]:
+    if not SOAKS:
+        pytest.skip("images are built for minutes: by make soak")
     for component in ("debootstrap", "docker-compose", "pip"):
         require(component)
     folder = tmp_path_factory.mktemp("images")
@@ -188,6 +192,7 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
         made.stop()
 
 
+@pytest.mark.slow
 def test_the_images_are_small_and_hold_no_installer(images: Images) -> None:
     for name in (SERVER, AGENT):
         assert images.size(name) - images.size(BASE) < MOST_BYTES
@@ -196,6 +201,7 @@ def test_the_images_are_small_and_hold_no_installer(images: Images) -> None:
     assert images.output(SERVER, "id", "-u") == "0 10001\n"
 
 
+@pytest.mark.slow
 def test_a_server_of_the_compose_example_serves_on_a_read_only_root(images: Images) -> None:
     port = free_port()
     settings = {
@@ -245,6 +251,7 @@ def test_docker_compose_accepts_the_examples(
     assert (missing.returncode, "GPOOL_PUBLIC_URL" in missing.stderr) == (1, True)
 
 
+@pytest.mark.slow
 def test_an_agent_with_the_listed_privileges_runs_sandboxes(images: Images, pool: Pool) -> None:
     """Less than `privileged`, which the DaemonSet asks for and not every machine can give a container."""
     unconfined = ["seccomp=unconfined", "apparmor=unconfined"]
@@ -255,6 +262,7 @@ def test_an_agent_with_the_listed_privileges_runs_sandboxes(images: Images, pool
         assert (done.returncode, done.stdout) == (0, "1000\ninside\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_an_agent_without_privileges_offers_the_tier_none_alone(images: Images, pool: Pool) -> None:
     settings = {"CapDrop": ["ALL"], "SecurityOpt": ["no-new-privileges"]}
     pod = pod_of("agent-unprivileged/statefulset.yaml")
