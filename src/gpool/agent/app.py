@@ -176,7 +176,9 @@ async def run_agent(
     scratch = settings.data_dir / "scratch"
     scratch.mkdir(parents=True, exist_ok=True)
     await services.start()
-    sender = AsyncSender(address, None, random, vouch=credentials.vouch)
+    sender = AsyncSender(
+        address, None, random, vouch=credentials.vouch, stores=settings.store_access
+    )
     cache = ArtifactCache(settings.data_dir / "artifacts", sender.download, settings.cache_bytes)
 
     warm = WarmPoolManager(services.runtimes, services.environments, boot_clock)

@@ -14,6 +14,7 @@ from gpool.core.errors import Invalid
 from gpool.core.model import GIB
 from gpool.core.specs import fields
 from gpool.transfer.node_proofs import NodeKey
+from gpool.transfer.object_stores import StoreAccess, listed_origins
 from gpool.transfer.requests import Address
 
 
@@ -75,6 +76,11 @@ class AgentSettings(BaseSettings):
         description="Give gang members on a trusted link the devices in /dev/infiniband. No filter applies to "
         "RDMA. Not run on RDMA hardware yet.",
     )
+    stores: str = Field(
+        "",
+        description="Origins of object stores in private networks, like `http://10.0.0.5:9000`, separated by "
+        "commas, that artifacts may be exchanged with; others only at public addresses, over TLS.",
+    )
     labels: str = Field("", description="Labels like `ssd,zone=a`, in addition to the policy's.")
     price: str = Field("", description="Price of a GPU hour, like `0.31/h`; unset: the policy's.")
 
@@ -85,6 +91,16 @@ class AgentSettings(BaseSettings):
     @property
     def price_microcredits(self) -> int:
         return fields.parse_price(self.price) if self.price else 0
+
+    @property
+    def store_access(self) -> StoreAccess:
+        return StoreAccess(self.address, listed_origins(self.stores))
+
+    @field_validator("stores")
+    @classmethod
+    def _stores(cls, value: str) -> str:
+        listed_origins(value)  # Invalid names the fault
+        return value
 
     @field_validator("site")
     @classmethod

@@ -21,7 +21,8 @@ from gpool.client.transport import ApiTransport
 from gpool.client.values import OutputArtifact
 from gpool.core.errors import Conflict, GpoolError, Invalid, TooLarge, Unreachable
 from gpool.core.specs.fields import checked_path, folded_path
-from gpool.transfer.requests import FilePart, Landing, Steps, download, hash_of, path_of, upload
+from gpool.transfer.artifacts import download, upload
+from gpool.transfer.requests import FilePart, Landing, Steps, hash_of, path_of
 
 log = logging.getLogger(__name__)
 

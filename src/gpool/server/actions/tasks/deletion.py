@@ -12,6 +12,7 @@ from gpool.core.ids import BatchId, TaskId, encode
 from gpool.core.model import Instant, Permission
 from gpool.core.permissions import Action, ObjectKind, TeamId, Thing, missing
 from gpool.server.actions.audit import audited, entry
+from gpool.server.actions.tasks import direct_uploads
 from gpool.server.actions.tasks.outputs import uploader_of
 from gpool.server.actions.tasks.query import named
 from gpool.server.identity.authorization import batch_thing, own, permit, task_thing
@@ -92,8 +93,8 @@ def _close_batch(id_: BatchId, who: Caller) -> Operation[int]:
 async def remove_files(server: Server, sha256s: Sequence[str]) -> None:
     if sha256s:
         gone = await server.write(artifact_operations.forget_artifacts(sha256s, FORGOTTEN))
-        for sha256 in gone:
-            server.blobs.remove(sha256)
+        for key in gone:
+            await server.blobs.remove(key)
 
 
 # ---- uploads
@@ -144,6 +145,7 @@ async def delete_artifact(server: Server, who: Caller, sha256: str, once: Once |
     note = entry(server.now, who, "artifact.delete", sha256)
     room = UploadReservation(uploader_of(who), sha256, 0, ("user", who.user.id))
     unfinished = server.blobs.remove_part(sha256, room.uploader)
+    unfinished = await direct_uploads.drop(server, room) or unfinished
     deleting = audited(_delete_artifact(sha256, who, room if unfinished else None), [note])
     answered = await server.write_once(who.user, once, deleting, lambda _: b"")
     if answered.value is not None:
