@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import random
 from pathlib import Path
@@ -156,15 +157,10 @@ async def test_a_client_that_cannot_reach_the_store_uses_the_server(
     data: Path, bucket: dict[str, Any], tmp_path: Path, public: str
 ) -> None:
     """Refused connection, and a private address that the client does not dial."""
-    desk = await open_desk(data, StoppedClock(), **bucket)
-    direct = desk.server.blobs.multipart
-    assert direct is not None
-    assert direct.is_ready
-    shown = await open_desk(data, StoppedClock(), **bucket, s3_public_endpoint=public)
-    assert shown.server.blobs.multipart is not None
-    shown.server.blobs.multipart.is_ready = True  # agents at other places can reach it
-    async with shown.http, shown.bare:
-        ann = await person(shown)
+    desk = await open_desk(data, StoppedClock(), **bucket, s3_public_endpoint=public)
+    assert desk.server.blobs.direct is not None  # agents elsewhere may reach it
+    async with desk.http, desk.bare:
+        ann = await person(desk)
         source, target = tmp_path / "source", tmp_path / "target"
         source.write_bytes(content := RANDOM.randbytes(FILE))
         await ann.sender.upload(source, named(content), FILE)
@@ -172,9 +168,8 @@ async def test_a_client_that_cannot_reach_the_store_uses_the_server(
         assert target.read_bytes() == content
         assert ann.transport.passed > 2 * FILE
         await ann.sender.close()
-    for each in (desk, shown):
-        await each.server.blobs.close()
-        await each.server.store.close()
+    await desk.server.blobs.close()
+    await desk.server.store.close()
 
 
 async def test_an_interrupted_upload_continues_with_the_missing_part(
@@ -340,6 +335,35 @@ async def test_the_same_artifact_of_two_accounts_is_one_object(bucket_desk: Desk
     assert read.content == content
 
 
+async def test_two_replicas_that_complete_the_same_upload_agree(
+    data: Path, bucket: dict[str, Any]
+) -> None:
+    """A client whose connection broke asks another replica, while the first still verifies."""
+    first = await open_desk(data, StoppedClock(), **bucket)
+    second = await open_desk(data, first.clock, **bucket)
+    async with first.http, first.bare, second.http, second.bare:
+        ann = await person(first)
+        content = RANDOM.randbytes(LARGE)
+        pieces = [content[:PART_BYTES], content[PART_BYTES:]]
+        parts = [{"number": at + 1, "sha256": named(piece)} for at, piece in enumerate(pieces)]
+        begun = await ann.parts(content, parts=parts)
+        for signed, piece in zip(begun.json()["parts"], pieces, strict=True):
+            assert put(signed, piece) == 200
+        async with multipart(first).verifying, multipart(first).verifying:
+            waiting = asyncio.create_task(ann.complete(content, *pieces))
+            again = Person(second, ann.headers)
+            while await multipart(first).unfinished():
+                pass  # the first has not completed it yet
+            assert (await again.complete(content, *pieces)).status_code == 201
+            await again.sender.close()
+        assert (await waiting).status_code in (201, 202)  # 202: a slow machine
+        assert await stored(first) == LARGE == await charged(first)
+        await ann.sender.close()
+    for desk in (first, second):
+        await desk.server.blobs.close()
+        await desk.server.store.close()
+
+
 # ---- garbage
 
 
@@ -455,6 +479,34 @@ async def test_a_store_that_does_not_answer_turns_uploads_away_and_nothing_else(
         assert desk.server.blobs.direct is None
     await desk.server.blobs.close()
     await desk.server.store.close()
+
+
+async def test_an_upload_in_parts_continues_after_the_store_was_away(
+    data: Path, bucket: dict[str, Any]
+) -> None:
+    """All parts were on the server's disk when the store failed: the last one must be sent again, not byte N of N."""
+    content = RANDOM.randbytes(3000)
+    path = f"/v1/artifacts/{named(content)}"
+    first, last = {"content-range": "bytes 0-1999/3000"}, {"content-range": "bytes 2000-2999/3000"}
+    away = await open_desk(data, StoppedClock(), **{**bucket, "s3_endpoint": "http://127.0.0.1:9"})
+    async with away.http:
+        assert (await away.http.put(path, content=content[:2000], headers=first)).status_code == 202
+        assert (await away.http.put(path, content=content[2000:], headers=last)).status_code == 503
+        assert (await away.http.head(path)).headers["upload-offset"] == "2000"
+    await away.server.blobs.close()
+    await away.server.store.close()
+    desk = await open_desk(data, away.clock, **bucket)
+    async with desk.http:
+        assert (await desk.http.put(path, content=content[2000:], headers=last)).status_code == 201
+        assert (await desk.get(path)).content == content
+    await desk.server.blobs.close()
+    await desk.server.store.close()
+    gone = await open_desk(data, desk.clock, **{**bucket, "s3_endpoint": "http://127.0.0.1:9"})
+    async with gone.http:
+        refused = await gone.get(path)
+        assert (refused.status_code, refused.json()["code"]) == (503, "unreachable")
+    await gone.server.blobs.close()
+    await gone.server.store.close()
 
 
 @pytest.mark.parametrize("size", [1, PART_BYTES, LARGE, 256 << 30, 1 << 45])

@@ -163,7 +163,11 @@ class Blobs:
             if found != sha256:
                 partial.unlink(missing_ok=True)
                 raise mismatch(sha256, found)
-            return await self._publish(partial, sha256, part.total)
+            try:
+                return await self._publish(partial, sha256, part.total)
+            except Unreachable:  # of the bucket: the uploader sends its last part again
+                await asyncio.to_thread(os.truncate, partial, have)
+                raise
         finally:
             self._busy.discard(partial)
 

@@ -85,25 +85,29 @@ class MultipartUploads:
     # ---- URLs for others
 
     def part_url(
-        self, key: str, upload_id: str, number: int, size: int, sha256: str
+        self,
+        key: str,
+        upload_id: str,
+        number: int,
+        size: int,
+        sha256: str,
+        endpoint: str | None = None,
     ) -> SignedRequest:
+        """URL that takes one part; `endpoint`: other than the public one."""
         headers = {
             "content-length": str(size),
             "x-amz-checksum-sha256": _base64(sha256),
         }
         query = {"partNumber": str(number), "uploadId": upload_id}
-        return self._signed("PUT", key, query, headers)
+        url = (endpoint or self._bucket.public_endpoint) + self._bucket.path(key)
+        return SignedRequest(self._signed(S3Request("PUT", url, query, headers)), headers)
 
     def read_url(self, key: str) -> str:
-        return self._signed("GET", key, {}, {}).url
-
-    def _signed(
-        self, method: str, key: str, query: Mapping[str, str], headers: Mapping[str, str]
-    ) -> SignedRequest:
         url = self._bucket.public_endpoint + self._bucket.path(key)
-        request = S3Request(method, url, query, headers)
-        by, now = self._bucket.credentials, self._now()
-        return SignedRequest(presigned(request, by, now, URL_LIFE_S), headers)
+        return self._signed(S3Request("GET", url, {}, {}))
+
+    def _signed(self, request: S3Request) -> str:
+        return presigned(request, self._bucket.credentials, self._now(), URL_LIFE_S)
 
     # ---- requests of the server
 
@@ -189,7 +193,8 @@ class MultipartUploads:
         key = new_key(digest)
         upload_id = await self.begin(key)
         try:
-            signed = self.part_url(key, upload_id, 1, len(right), digest)
+            own = self._bucket.endpoint  # the public one may not be reachable from here
+            signed = self.part_url(key, upload_id, 1, len(right), digest, own)
             for what, body in (("other bytes", wrong), ("a longer body", right + wrong)):
                 headers = {**signed.headers, "content-length": str(len(body))}
                 if (await self._request("PUT", signed.url, headers, body)).is_success:

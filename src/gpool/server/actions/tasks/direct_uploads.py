@@ -13,7 +13,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 
-from gpool.core.errors import Conflict, Invalid, NotFound, TooLarge, Unreachable
+from gpool.core.errors import Conflict, Invalid, NotFound, StaleLease, TooLarge, Unreachable
 from gpool.core.model import SECOND, Instant
 from gpool.server.actions.tasks import outputs
 from gpool.server.blobs.blobs import StoredBlob, mismatch
@@ -183,7 +183,12 @@ async def _complete(
     except (Invalid, NotFound):
         await drop(server, room)
         raise
-    await outputs.refer(server, charged.upload, room, found)
+    try:
+        await outputs.refer(server, charged.upload, room, found)
+    except StaleLease:
+        # another replica may have completed the same upload while this one verified it
+        if not await server.store.read(storage.is_stored(room.account, row.sha256)):
+            raise
     return found.size
 
 
