@@ -266,6 +266,17 @@ def test_a_direct_upload_whose_reservation_is_gone_records_nothing(pool: Pool) -
     assert pool.write(artifacts.forget_artifacts([A])) == ("aa/x",)
 
 
+def test_what_takes_the_space_is_summed_by_use(pool: Pool) -> None:
+    account = ("user", pool.ann)
+    for sha256, size in ((A, 100), (B, 30)):
+        pool.write(artifacts.add_artifact(sha256, size, pool.ann, None, None, pool.now()))
+    one = UploadReservation("u1", C, 0, account)
+    pool.write(storage.reserve(one, 600, StorageLimits(), pool.now()))
+    uses = {use.kind: use[1:] for use in pool.read(storage.artifact_uses(account))}
+    assert uses == {"upload": (2, 130), "unfinished": (1, 600)}
+    assert pool.read(storage.artifact_uses(("team", 1))) == []
+
+
 def test_an_artifact_stored_again_keeps_its_first_object(pool: Pool) -> None:
     for key in ("aa/first", "aa/second"):
         add = artifacts.add_artifact(A, 100, pool.ann, None, None, pool.now(), None, key)

@@ -303,6 +303,12 @@ class OwnData:
         found: dict[str, Any] = self._api.get_json(f"/v1/artifacts?limit={max(1, min(limit, 200))}")
         return found
 
+    def storage(self, team: str | None = None) -> dict[str, Any]:
+        """Bytes charged to the storage quota by use, of the account or of a team (its id)."""
+        query = f"?team={quote(team, safe='')}" if team else ""
+        found: dict[str, Any] = self._api.get_json(f"/v1/storage{query}")
+        return found
+
     def delete_artifact(self, sha256: str) -> None:
         """Delete an upload, finished or not, that no task uses."""
         self._api.send("DELETE", f"/v1/artifacts/{quote(sha256, safe='')}")

@@ -452,6 +452,24 @@ class ArtifactPage(Answer):
     used_bytes: int
 
 
+class StorageUse(Answer):
+    """`used_as`: as of `StoredArtifactDocument`, `unfinished` (uploads in progress) or `rows` (tasks, inline data, output
+    that is not sealed yet). `count`: number of artifacts or uploads; None for rows.
+    """
+
+    used_as: str
+    count: int | None
+    size_bytes: int
+
+
+class StorageReport(Answer):
+    """Everything that a storage quota is charged for, largest first; `limit_bytes` None: no limit."""
+
+    used_bytes: int
+    limit_bytes: int | None
+    items: list[StorageUse]
+
+
 class HealthDocument(Answer):
     status: Literal["ok", "starting", "unavailable"]
     version: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Annotated
 
 from fastapi import Query
@@ -38,6 +39,7 @@ from gpool.wire.documents import (
     DirectCompletion,
     DirectUpload,
     DirectUploadDocument,
+    StorageReport,
 )
 
 routes = EndpointRouter("artifacts")
@@ -57,6 +59,17 @@ async def list_artifacts(
     who = await user_of(request)
     of_team = TeamId(decode("team", team)) if team else None
     return answer(await deletion.list_artifacts(server_of(request), who, of_team, cursor, limit))
+
+
+@routes.get("/v1/storage", Action.ARTIFACTS_LIST, returns=StorageReport)
+async def read_storage(
+    request: Request,
+    team: Annotated[str | None, Query(description="Team id: storage of this team")] = None,
+) -> Response:
+    """Show what your storage quota is charged for, by use, largest first."""
+    who = await user_of(request)
+    of_team = TeamId(decode("team", team)) if team else None
+    return answer(await deletion.report_storage(server_of(request), who, of_team))
 
 
 @routes.delete("/v1/artifacts/{sha256}", Action.ARTIFACT_DELETE, returns=NO_CONTENT)
@@ -150,7 +163,9 @@ async def get_artifact(request: Request, sha256: SHA256) -> Response:
         found = {"Location": direct.read_url(key), "Cache-Control": "no-store"}
         return Response(status_code=307, headers=found)
     headers["Content-Length"] = str(length)
-    return StreamingResponse(server.blobs.read(key, first, length), status, headers, OCTETS)
+    pieces = server.blobs.read(key, first, length)
+    begun = await anext(pieces, b"")  # a store that does not answer is a 503, not a broken reply
+    return StreamingResponse(_continued(begun, pieces), status, headers, OCTETS)
 
 
 @routes.post(
@@ -193,6 +208,12 @@ async def complete_upload(request: Request, sha256: SHA256) -> Response:
     if size is None:
         return Response(status_code=202)
     return answer(ArtifactDocument(sha256=name, size_bytes=size), 201)
+
+
+async def _continued(begun: bytes, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield begun
+    async for piece in pieces:
+        yield piece
 
 
 async def _uploader(request: Request) -> Caller | NodeCredentials:

@@ -136,6 +136,37 @@ def storage_full(account: Account, what: str, size: int, room: int) -> StorageFu
     )
 
 
+class ArtifactUse(NamedTuple):
+    kind: str  # of a reference; `unfinished`: uploads in progress
+    number: int
+    size_bytes: int
+
+
+@operation
+def artifact_uses(account: Account) -> Operation[list[ArtifactUse]]:
+    """Number and bytes of the artifacts that the account is charged for, by use, and of uploads in progress."""
+    whose = {"kind": account[0], "id": account[1]}
+    found = yield from select(
+        ArtifactUse,
+        "SELECT used.kind, COUNT(*), SUM(used.size_bytes) FROM (SELECT a.size_bytes, "  # noqa: S608
+        f"COALESCE((SELECT MIN(r.kind) FROM artifact_refs r WHERE r.sha256 = a.sha256 AND {own_references(account)}), 'upload') AS kind "
+        "FROM stored s JOIN artifacts a ON a.sha256 = s.sha256 WHERE s.kind = :kind AND s.id = :id) AS used "
+        "GROUP BY used.kind",
+        whose,
+    )
+    unfinished = yield from select(
+        ArtifactUse,
+        "SELECT 'unfinished', COUNT(*), COALESCE(SUM(size_bytes), 0) FROM uploads WHERE kind = :kind AND account = :id",
+        whose,
+    )
+    uses = (*found, *(row for row in unfinished if row.number))
+    return [ArtifactUse(row.kind, int(row.number), int(row.size_bytes)) for row in uses]
+
+
+def own_references(account: Account) -> str:
+    return "r.team_id = :id" if account[0] == "team" else "r.team_id IS NULL AND r.user_id = :id"
+
+
 # ---- uploads in progress
 
 
