@@ -18,6 +18,7 @@ import httpx2
 from tests.tools.processes import PATIENCE_S, STOPPED_S, eventually, free_port
 
 PROGRAM = Path(sys.executable).with_name("weed")
+PARTS = ("s3", "master", "volume", "filer", "admin")
 BUCKET = "pool"
 ACCESS_KEY, SECRET_KEY = "gpool-test", "a secret of the tests"
 
@@ -49,16 +50,16 @@ def object_server(folder: Path) -> Iterator[ObjectServer]:
     }
     config = folder / "identities.json"
     config.write_text(json.dumps({"identities": [identity]}))
-    ports = {name: free_port() for name in ("s3", "master", "volume", "filer")}
+    ports = {name: (free_port(), free_port()) for name in PARTS}  # HTTP, gRPC
     listens = [
-        f"-{name}.port{kind}={port if not kind else free_port()}"
-        for name, port in ports.items()
-        for kind in ("", ".grpc")
+        word
+        for name, (http, grpc) in ports.items()
+        for word in (f"-{name}.port={http}", f"-{name}.port.grpc={grpc}")
     ]
     command = [
         str(PROGRAM), "-logtostderr=true", "mini", f"-dir={folder}", "-ip=127.0.0.1",
         "-ip.bind=127.0.0.1", f"-s3.config={config}", f"-bucket={BUCKET}", "-webdav=false",
-        "-admin.ui=false", f"-admin.port={free_port()}", "-s3.port.iceberg=0", "-s3.port.lance=0",
+        "-admin.ui=false", "-s3.port.iceberg=0", "-s3.port.lance=0",
         f"-filer.localSocket={folder}/filer.sock", f"-s3.localSocket={folder}/s3.sock", *listens,
     ]  # fmt: skip
     with (folder / "log").open("wb") as log:
@@ -69,7 +70,7 @@ def object_server(folder: Path) -> Iterator[ObjectServer]:
             stderr=log,
             env={"HOME": str(folder), "PATH": os.defpath},
         )
-    endpoint = f"http://127.0.0.1:{ports['s3']}"
+    endpoint = f"http://127.0.0.1:{ports['s3'][0]}"
     try:
         eventually(
             "the object store is up", lambda: _answers(process, endpoint, folder), PATIENCE_S
@@ -78,6 +79,8 @@ def object_server(folder: Path) -> Iterator[ObjectServer]:
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait(STOPPED_S)
+        for name, (_, grpc) in ports.items():
+            Path(f"/tmp/seaweedfs-{name}-grpc-{grpc}.sock").unlink(missing_ok=True)
 
 
 def _answers(process: subprocess.Popen[bytes], endpoint: str, folder: Path) -> bool:
