@@ -1,4 +1,4 @@
-"""The verbs delete, artifacts and account against a real server on loopback."""
+"""The verbs delete, artifacts, storage and account against a real server on loopback."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from gpool import Client
@@ -56,6 +57,34 @@ def test_uploads_are_listed_and_deleted(ada: Terminal, live: Live, tmp_path: Pat
     assert "10 bytes" in listed.output
     ada("artifacts", "delete", sha256)
     assert ada.json("artifacts", "ls")["items"] == []
+
+
+def test_storage_is_shown_by_use(ada: Terminal, live: Live) -> None:
+    assert ada("storage").output.startswith("Nothing is stored.")
+    key = ada.json("keys", "create", "ci")["key"]
+    with Client(live.url, key) as client:
+        client.artifacts.put(b"some bytes")
+        headers = {**client_headers(key), "Content-Range": "bytes 0-0/500"}
+        begun = httpx2.put(f"{live.url}/v1/artifacts/{'ab' * 32}", content=b"x", headers=headers)
+        assert begun.status_code == 202
+    submitted(ada)
+    found = ada.json("storage")
+    sizes = {item["used_as"]: (item["count"], item["size_bytes"]) for item in found["items"]}
+    assert sizes["upload"] == (1, 10)
+    assert sizes["unfinished"] == (1, 500)
+    count, rows = sizes["rows"]
+    assert (count, found["used_bytes"]) == (None, rows + 510)
+    assert list(sizes) == sorted(sizes, key=lambda use: -sizes[use][1])
+    shown = ada("storage").output
+    assert "uploads that no task uses" in shown
+    assert f"the quota is {found['limit_bytes']}" in shown
+    ada("team", "create", "vision")
+    assert ada.json("storage", "--team", "vision")["used_bytes"] == 0
+    assert ada("storage", "--team", "unknown", code=4)
+
+
+def client_headers(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
 
 
 def test_an_export_is_written_once(ada: Terminal, tmp_path: Path) -> None:

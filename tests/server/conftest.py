@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpool.server.app import running
 from gpool.server.store.drivers.opening import migrate_sqlite
 from tests.server.server_desk import Desk, Live, StoppedClock, open_desk, serving
+from tests.tools.object_store import ObjectServer, object_server
 
 
 @pytest.fixture
@@ -50,6 +53,31 @@ async def busy_desk(data: Path) -> AsyncIterator[Desk]:
     desk.plan_submissions()
     async with running(desk.server), desk.http:
         yield desk
+
+
+@pytest.fixture(scope="session")
+def object_store(
+    require: Callable[[str], None], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ObjectServer]:
+    """A real S3 server with an empty bucket."""
+    require("object store")
+    with object_server(tmp_path_factory.mktemp("objects")) as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(object_store: ObjectServer) -> dict[str, Any]:
+    """Settings of a server that keeps its artifacts in a part of the bucket that no other test uses."""
+    return object_store.settings(secrets.token_hex(8))
+
+
+@pytest.fixture
+async def bucket_desk(data: Path, bucket: dict[str, Any]) -> AsyncIterator[Desk]:
+    desk = await open_desk(data, StoppedClock(), **bucket)
+    async with desk.http, desk.bare:
+        yield desk
+    await desk.server.blobs.close()
+    await desk.server.store.close()
 
 
 @pytest.fixture

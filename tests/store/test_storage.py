@@ -6,6 +6,7 @@ import pytest
 
 from gpool.core.errors import StorageFull
 from gpool.core.model import EndReason, InputFile, Instant, OutputFile, TaskKind, TaskSpec
+from gpool.server.actions import quotas
 from gpool.server.store.identity_values import GivenQuota
 from gpool.server.store.operations.identity import teams
 from gpool.server.store.operations.leases import leases
@@ -214,7 +215,7 @@ def test_room_is_reserved_once_for_an_upload_and_shared_by_all(pool: Pool) -> No
     assert used(pool) == 1000
     pool.write(storage.release_upload(one))
     assert used(pool) == 400
-    assert pool.write(storage.forget_interrupted()) == 1
+    assert len(pool.write(storage.forget_interrupted())) == 1
     assert used(pool) == 0
 
 
@@ -223,10 +224,64 @@ def test_unfinished_uploads_are_forgotten_after_a_while(pool: Pool) -> None:
     pool.write(storage.reserve(one, 600, StorageLimits(), pool.now()))
     began = pool.now()
     pool.write(storage.reserve(one, 600, StorageLimits(), pool.now()))
-    assert pool.write(storage.forget_uploads(began, 10)) == 0
-    assert pool.write(storage.forget_interrupted()) == 0  # in parts: it may go on
-    assert pool.write(storage.forget_uploads(NEVER, 10)) == 1
+    assert pool.write(storage.forget_uploads(began, 10)) == []
+    assert pool.write(storage.forget_interrupted()) == []  # in parts: it may go on
+    assert len(pool.write(storage.forget_uploads(NEVER, 10))) == 1
     assert (used(pool), rows(pool)) == (0, {})
+
+
+def test_a_direct_upload_keeps_the_first_multipart_upload_and_survives_a_restart(
+    pool: Pool,
+) -> None:
+    one = UploadReservation("u1", A, storage.DIRECT, ("user", pool.ann))
+    assert pool.write(storage.open_direct_upload(one, "aa/x", "1")) is None  # nothing is reserved
+    pool.write(storage.reserve(one, 600, StorageLimits(), pool.now()))
+    for key, number in (("aa/x", "1"), ("aa/y", "2")):
+        row = pool.write(storage.open_direct_upload(one, key, number))
+        assert row is not None
+        assert (row.object, row.upload_id) == ("aa/x", "1")
+    assert pool.write(storage.forget_interrupted()) == []
+    known = pool.read(storage.known_objects([A]))
+    assert (known.objects, known.upload_ids) == ({"aa/x"}, {"1"})
+    [gone] = pool.write(storage.forget_upload(one))
+    assert (gone.object, gone.upload_id, used(pool)) == ("aa/x", "1", 0)
+
+
+def test_a_direct_upload_whose_reservation_is_gone_records_nothing(pool: Pool) -> None:
+    """Whoever deleted the row removes the object, so no artifact may name it."""
+    one = UploadReservation("u1", A, storage.DIRECT, ("user", pool.ann))
+    mine = quotas.StoredUpload(A, pool.ann)
+
+    def finish(key: str) -> object:
+        limits = StorageLimits()
+        return pool.write(quotas.finish_upload(mine, one, 600, limits, pool.now(), key))
+
+    assert finish("aa/x") is False
+    pool.write(storage.reserve(one, 600, StorageLimits(), pool.now()))
+    pool.write(storage.open_direct_upload(one, "aa/x", "1"))
+    assert finish("aa/other") is False
+    assert pool.read(artifacts.object_of(A)) is None
+    assert finish("aa/x") is True  # the control
+    assert (pool.read(artifacts.object_of(A)), used(pool)) == ("aa/x", 600)
+    assert pool.write(artifacts.forget_artifacts([A])) == ("aa/x",)
+
+
+def test_what_takes_the_space_is_summed_by_use(pool: Pool) -> None:
+    account = ("user", pool.ann)
+    for sha256, size in ((A, 100), (B, 30)):
+        pool.write(artifacts.add_artifact(sha256, size, pool.ann, None, None, pool.now()))
+    one = UploadReservation("u1", C, 0, account)
+    pool.write(storage.reserve(one, 600, StorageLimits(), pool.now()))
+    uses = {use.kind: use[1:] for use in pool.read(storage.artifact_uses(account))}
+    assert uses == {"upload": (2, 130), "unfinished": (1, 600)}
+    assert pool.read(storage.artifact_uses(("team", 1))) == []
+
+
+def test_an_artifact_stored_again_keeps_its_first_object(pool: Pool) -> None:
+    for key in ("aa/first", "aa/second"):
+        add = artifacts.add_artifact(A, 100, pool.ann, None, None, pool.now(), None, key)
+        assert pool.write(add)
+    assert pool.read(artifacts.object_of(A)) == "aa/first"
 
 
 def test_output_over_the_quota_is_cut_and_its_task_goes_on(pool: Pool) -> None:

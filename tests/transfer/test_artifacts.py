@@ -14,6 +14,7 @@ import httpx2
 import pytest
 
 from gpool.core.errors import BadGpuSpec, InternalFault, NotFound, StaleLease, Unreachable
+from gpool.transfer.artifacts import download, upload
 from gpool.transfer.requests import (
     PART_BYTES,
     Address,
@@ -23,11 +24,9 @@ from gpool.transfer.requests import (
     Pause,
     Reply,
     Request,
-    download,
     error_from,
     hash_of,
     patiently,
-    upload,
 )
 from gpool.transfer.senders import AsyncSender, Sender
 

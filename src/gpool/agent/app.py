@@ -203,7 +203,9 @@ async def run_agent(
     scratch.mkdir(parents=True, exist_ok=True)
     begin_work(NamedWork({"node": settings.node}))
     await services.start()
-    sender = AsyncSender(address, None, random, vouch=credentials.vouch)
+    sender = AsyncSender(
+        address, None, random, vouch=credentials.vouch, stores=settings.store_access
+    )
     cache = ArtifactCache(settings.data_dir / "artifacts", sender.download, settings.cache_bytes)
 
     warm = WarmPoolManager(services.runtimes, services.environments, boot_clock)

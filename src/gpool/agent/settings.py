@@ -15,6 +15,7 @@ from gpool.core.model import GIB
 from gpool.core.specs import fields
 from gpool.observability.logs import LogFormat, LogLevel
 from gpool.transfer.node_proofs import NodeKey
+from gpool.transfer.object_stores import StoreAccess, listed_origins
 from gpool.transfer.requests import Address
 
 
@@ -86,6 +87,11 @@ class AgentSettings(BaseSettings):
         description="Give gang members on a trusted link the devices in /dev/infiniband. No filter applies to "
         "RDMA. Not run on RDMA hardware yet.",
     )
+    stores: str = Field(
+        "",
+        description="Origins of object stores in private networks, like `http://10.0.0.5:9000`, separated by "
+        "commas, that artifacts may be exchanged with; others only at public addresses, over TLS.",
+    )
     labels: str = Field("", description="Labels like `ssd,zone=a`, in addition to the policy's.")
     price: str = Field("", description="Price of a GPU hour, like `0.31/h`; unset: the policy's.")
 
@@ -109,6 +115,16 @@ class AgentSettings(BaseSettings):
     @property
     def dedicated(self) -> tuple[DedicatedCard, ...]:
         return parse_dedicated(self.vfio)
+
+    @property
+    def store_access(self) -> StoreAccess:
+        return StoreAccess(self.address, listed_origins(self.stores))
+
+    @field_validator("stores")
+    @classmethod
+    def _stores(cls, value: str) -> str:
+        listed_origins(value)  # Invalid names the fault
+        return value
 
     @field_validator("site")
     @classmethod

@@ -94,6 +94,43 @@ def artifacts_delete(ctx: click.Context, sha256s: tuple[str, ...]) -> None:
         click.echo(f"{sha256} deleted")
 
 
+STORED = {
+    "upload": "uploads that no task uses",
+    "spec": "inputs and functions",
+    "payload": "arguments",
+    "result": "results and outputs",
+    "log": "logs",
+    "checkpoint": "checkpoints",
+    "lease": "outputs of running tasks",
+    "unfinished": "unfinished uploads",
+    "rows": "tasks, inline data, output of running tasks",
+}
+
+
+@click.command(epilog=examples("gpool storage", "gpool storage --team vision"))
+@click.option("--team", "team_", metavar="TEAM", help="Show the storage of a team of yours.")
+@as_json
+@click.pass_context
+def storage(ctx: click.Context, team_: str | None, as_json: bool) -> None:
+    """Show what takes your storage.
+
+    To free some: gpool delete ID, gpool artifacts ls, gpool artifacts delete SHA256
+    """
+    client = client_of(ctx)
+    found = client.data.storage(client.team_id(team_) if team_ else None)
+    if as_json:
+        emit_json(found)
+        return
+    rows = [
+        (STORED.get(one["used_as"], one["used_as"]), one["count"] or "-", one["size_bytes"])
+        for one in found["items"]
+    ]
+    table(("stored", "number", "bytes"), rows, "Nothing is stored.")
+    limit = found["limit_bytes"]
+    quota = "no limit" if limit is None else f"the quota is {limit}"
+    click.echo(f"Storage in use: {found['used_bytes']} bytes; {quota}", err=True)
+
+
 # ---- the account
 
 

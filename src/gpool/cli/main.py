@@ -63,6 +63,7 @@ SECTIONS = {
         "team": ("gpool.cli.team", "Manage teams and their members."),
         "wallet": ("gpool.cli.wallet", "Manage the wallets of your account."),
         "artifacts": ("gpool.cli.listings", "List and delete stored artifacts."),
+        "storage": ("gpool.cli.listings", "Show what takes your storage."),
         "account": ("gpool.cli.listings", "Export or delete your account."),
     },
     "Other": {

@@ -21,7 +21,8 @@ from gpool.client.transport import ApiTransport
 from gpool.client.values import OutputArtifact
 from gpool.core.errors import Conflict, GpoolError, Invalid, TooLarge, Unreachable
 from gpool.core.specs.fields import checked_path, folded_path
-from gpool.transfer.requests import FilePart, Landing, Steps, download, hash_of, path_of, upload
+from gpool.transfer.artifacts import download, upload
+from gpool.transfer.requests import FilePart, Landing, Steps, hash_of, path_of
 
 log = logging.getLogger(__name__)
 
@@ -300,6 +301,12 @@ class OwnData:
     def artifacts(self, limit: int = 50) -> dict[str, Any]:
         """Largest artifacts of the account, with `used_bytes`: what its storage quota is charged for in all."""
         found: dict[str, Any] = self._api.get_json(f"/v1/artifacts?limit={max(1, min(limit, 200))}")
+        return found
+
+    def storage(self, team: str | None = None) -> dict[str, Any]:
+        """Bytes charged to the storage quota by use, of the account or of a team (its id)."""
+        query = f"?team={quote(team, safe='')}" if team else ""
+        found: dict[str, Any] = self._api.get_json(f"/v1/storage{query}")
         return found
 
     def delete_artifact(self, sha256: str) -> None:

@@ -6,11 +6,13 @@ import os
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 
+from gpool.core.errors import Invalid
 from gpool.core.ids import UserId
 from gpool.core.model import Permission
 from gpool.core.scheduler.order.builtin import order_named
@@ -24,6 +26,7 @@ from gpool.server.alerts.monitor import PoolMonitor
 from gpool.server.api import routing
 from gpool.server.api.readiness import Readiness
 from gpool.server.blobs import Blobs
+from gpool.server.blobs.multipart import MultipartUploads
 from gpool.server.clock import Clock, MonotonicClock, SystemClock, system_ids
 from gpool.server.identity import authorization
 from gpool.server.identity.access_tokens import TokenAudience
@@ -96,6 +99,8 @@ async def open_server(settings: Settings, clock: Clock | None = None) -> Server:
     else:
         server = wire(settings, await open_store(settings.store_url), clock)
         await _remove_interrupted(server)
+    if server.blobs.multipart is not None:
+        await server.blobs.multipart.probe()
     await quotas.refresh(server)
     await operating.refresh(server)
     await server.identity.signing.ready(server.now)
@@ -195,9 +200,7 @@ def wire(
         picture=picture,
         scheduler=Scheduler(picture, sealer, metrics),
         reports=ReportBatches(picture.write, picture.absorb, settings.storage_limits),
-        blobs=Blobs(
-            settings.data / "artifacts", settings.max_artifact_bytes, settings.min_free_bytes
-        ),
+        blobs=_blobs(settings),
         credentials=Credentials(store, clock.now, remember, root_key, sign_ins.signing),
         gate=NodeAuthenticator(
             store, clock.now, root_key, remember=remember, is_shared=membership is not None
@@ -213,6 +216,21 @@ def wire(
         monitor=monitor,
         paces=FrameBudgets(settings.node_frames_per_s),
         replica=replica,
+    )
+
+
+def _blobs(settings: Settings) -> Blobs:
+    folder, bucket = settings.data / "artifacts", settings.bucket
+    most, free = settings.max_artifact_bytes, settings.min_free_bytes
+    if bucket is None:
+        return Blobs(folder, most, free)
+    try:
+        s3 = import_module("gpool.server.blobs.s3")
+    except ImportError as error:
+        raise Invalid("artifacts in S3 need a package: pip install 'gpool[s3]'") from error
+    # the store compares the signature's time with the time of day, not with a simulated clock
+    return Blobs(
+        folder, most, free, s3.S3Blobs(bucket), MultipartUploads(bucket, SystemClock().now)
     )
 
 
@@ -250,6 +268,7 @@ async def running(server: Server) -> AsyncIterator[Server]:
         if isinstance(server.replica, Membership):
             await server.replica.stop()
         await server.identity.close()
+        await server.blobs.close()
         await server.store.close()
 
 

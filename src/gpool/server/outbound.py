@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
+from gpool.core.addresses import is_public
 from gpool.core.errors import Invalid, Unreachable
 from gpool.core.model import SECOND, Instant, Span
 
@@ -144,22 +145,6 @@ async def checked(url: str) -> CheckedDestination:
         if not is_public(address):
             raise Invalid(f"{host[:200]!r} is at {address}, which is not a public address")
     return CheckedDestination(url, host, port, addresses[0])
-
-
-def is_public(address: str) -> bool:
-    """Whether an address, or an IPv4 address embedded in it, is public: not private, loopback, link-local (metadata
-    services), multicast or reserved.
-    """
-    parsed = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(parsed, ipaddress.IPv6Address):
-        inner = (
-            parsed.ipv4_mapped or parsed.sixtofour or (parsed.teredo[1] if parsed.teredo else None)
-        )
-        if inner is None and parsed in ipaddress.ip_network("64:ff9b::/96"):
-            inner = ipaddress.IPv4Address(int(parsed) & 0xFFFFFFFF)
-        if inner is not None and not is_public(str(inner)):
-            return False
-    return parsed.is_global and not parsed.is_multicast
 
 
 def _origin(url: str) -> str:

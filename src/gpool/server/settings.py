@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import platform
 from pathlib import Path
 from typing import Literal, Self
@@ -15,9 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from gpool.core.errors import Invalid
-from gpool.core.model import GIB, Permission, Span
+from gpool.core.model import GIB, MIB, Permission, Span
 from gpool.core.quotas import OwnerQuota, Quota
 from gpool.observability.logs import LogFormat, LogLevel
+from gpool.server.blobs.bucket import Bucket, bucket_of
+from gpool.server.blobs.signatures import S3Credentials
 from gpool.server.identity.sealer import MasterSource
 from gpool.server.nodes.reports import SITE
 from gpool.server.outbound import own_address
@@ -60,6 +63,29 @@ class Settings(BaseSettings):
     data: Path = Field(
         default=Path("gpool-data"),
         description="Directory for the database, artifacts, keys and the TLS certificate.",
+    )
+    artifacts: str | None = Field(
+        default=None,
+        description="`s3://BUCKET/PREFIX`: keep artifacts in an S3-compatible store (`gpool[s3]`); unset: in the data directory.",
+    )
+    s3_endpoint: str | None = Field(
+        default=None,
+        description="URL of the S3-compatible store; unset: Amazon's for `s3_region`.",
+    )
+    s3_public_endpoint: str | None = Field(
+        default=None,
+        description="URL under which agents and clients reach the store; unset: `s3_endpoint`.",
+    )
+    s3_region: str = Field(default="us-east-1", description="Region of the bucket.")
+    s3_access_key: str | None = Field(
+        default=None,
+        description="Access key of the bucket; unset, with `s3_secret_key`: `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY` and `AWS_SESSION_TOKEN`.",
+    )
+    s3_secret_key: SecretStr | None = Field(default=None, description="Secret of `s3_access_key`.")
+    direct_bytes: int = Field(
+        default=8 * MIB,
+        ge=0,
+        description="Artifacts of at least this size travel between agents, clients and the S3 store without passing the server; 0: none.",
     )
     database_url: str | None = Field(
         default=None,
@@ -382,6 +408,42 @@ class Settings(BaseSettings):
             if not SITE.fullmatch(name):
                 raise ValueError(f"shared_sites: {name!r} may hold only letters, digits and . _ -")
         return self
+
+    @model_validator(mode="after")
+    def _bucket_is_complete(self) -> Self:
+        if (self.s3_access_key is None) != (self.s3_secret_key is None):
+            raise ValueError("s3_access_key and s3_secret_key must be set together")
+        try:
+            bucket = self.bucket
+            for url in () if bucket is None else (bucket.endpoint, bucket.public_endpoint):
+                origin_of(url)
+        except Invalid as error:
+            raise ValueError(f"artifacts: {error}") from error
+        return self
+
+    @property
+    def bucket(self) -> Bucket | None:
+        if self.artifacts is None:
+            return None
+        name, prefix = bucket_of(self.artifacts)
+        endpoint = self.s3_endpoint or f"https://s3.{self.s3_region}.amazonaws.com"
+        public = self.s3_public_endpoint or endpoint
+        return Bucket(name, prefix, endpoint.rstrip("/"), public.rstrip("/"), self._s3_credentials)
+
+    @property
+    def _s3_credentials(self) -> S3Credentials:
+        if self.s3_access_key is not None and self.s3_secret_key is not None:
+            secret = self.s3_secret_key.get_secret_value()
+            return S3Credentials(self.s3_access_key, secret, self.s3_region)
+        access = os.environ.get("AWS_ACCESS_KEY_ID")
+        given = os.environ.get("AWS_SECRET_ACCESS_KEY")
+        if not access or not given:
+            raise Invalid(
+                "the bucket needs a key: set GPOOL_SERVER_S3_ACCESS_KEY and GPOOL_SERVER_S3_SECRET_KEY, "
+                "or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            )
+        token = os.environ.get("AWS_SESSION_TOKEN", "")
+        return S3Credentials(access, given, self.s3_region, token)
 
     @property
     def storage_limits(self) -> StorageLimits:

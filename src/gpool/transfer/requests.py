@@ -1,7 +1,4 @@
-"""Requests, replies and artifact transfers as values; problem documents as errors. Sends nothing.
-
-An upload asks which bytes the server has and sends the rest in parts; a download resumes an earlier one.
-"""
+"""Requests and replies as values, retries, and problem documents as errors. Sends nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 from urllib.parse import urlsplit
 
 from gpool.core.errors import (
@@ -101,20 +98,40 @@ def origin_of(url: str) -> str:
     return f"{scheme}://{host}" + ("" if port in (None, _DEFAULT_PORTS[scheme]) else f":{port}")
 
 
+class LazyBody(Protocol):
+    """Body that is read when it is sent, which may block."""
+
+    def read(self) -> bytes: ...
+
+
 @dataclass(frozen=True, slots=True)
 class FilePart:
     file: Path
     offset: int
     length: int
 
+    def read(self) -> bytes:
+        with self.file.open("rb") as file:
+            file.seek(self.offset)
+            return file.read(self.length)
+
+
+def part_of(source: Path | bytes, offset: int, length: int) -> bytes | FilePart:
+    if isinstance(source, bytes):
+        return source[offset : offset + length]
+    return FilePart(source, offset, length)
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
+    """`to_store`: `path` is a whole URL of the object store; it is sent without credentials, and may be refused."""
+
     method: str
     path: str
     headers: Mapping[str, str] = field(default_factory=dict)
-    body: bytes | FilePart = b""
+    body: bytes | LazyBody = b""
     into: Landing | None = None  # receives the body of a 206, or (restarted) of a 200
+    to_store: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +218,8 @@ class Landing:
 
 PART_BYTES = 8 * MIB
 LEASE_HEADER = "Gpool-Lease"
+DIRECT_HEADER = "Gpool-Direct"
+"""In a 404 on HEAD: uploads of at least so many bytes may go to the object store. In a GET: follow a 307 there."""
 
 Steps = Generator[Request, Reply, None]
 
@@ -235,59 +254,6 @@ def hash_of(file: Path) -> tuple[str, int]:
         return hashlib.file_digest(opened, "sha256").hexdigest(), opened.tell()
 
 
-def upload(source: Path | bytes, sha256: str, size: int, lease: LeaseRef | None = None) -> Steps:
-    headers = {LEASE_HEADER: lease.header} if lease is not None else {}
-    reply = yield Request("HEAD", path_of(sha256), headers)
-    if reply.status == 200:
-        return
-    if reply.status != 404:
-        raise error_from(reply)
-    offset = _offset(reply)
-    while True:
-        length = min(PART_BYTES, size - offset)
-        ranged = dict(headers)
-        if size > PART_BYTES or offset:
-            ranged["Content-Range"] = f"bytes {offset}-{offset + length - 1}/{size}"
-        ranged["Content-Type"] = "application/octet-stream"
-        part = (
-            source[offset : offset + length]
-            if isinstance(source, bytes)
-            else FilePart(source, offset, length)
-        )
-        reply = yield Request("PUT", path_of(sha256), ranged, part)
-        if reply.status in (200, 201, 204):
-            return
-        if reply.status != 202:
-            raise _refusal(reply, sha256)
-        reached = _offset(reply)
-        if reached <= offset or reached >= size:
-            raise InternalFault(f"the server stopped at byte {reached} of {size} of {sha256}")
-        offset = reached
-
-
-def download(sha256: str, landing: Landing, lease: LeaseRef | None = None) -> Steps:
-    """Return once the landing holds all of it, verified."""
-    if landing.size and landing.sha256 == sha256:
-        return
-    headers = {"Accept-Encoding": "identity"}  # ranges must count the hashed bytes
-    if lease is not None:
-        headers[LEASE_HEADER] = lease.header
-    had = landing.size
-    if had:
-        headers["Range"] = f"bytes={had}-"
-    reply = yield Request("GET", path_of(sha256), headers, into=landing)
-    if reply.status == 416:  # the file is longer than the artifact
-        landing.begin_again()
-        raise Unreachable(f"the fetched part of {sha256} was corrupt; trying again")
-    if reply.status not in (200, 206):
-        raise error_from(reply)
-    if landing.sha256 != sha256:
-        landing.begin_again()
-        if had and reply.status == 206:  # bytes of an earlier try may be corrupt
-            raise Unreachable(f"the fetched part of {sha256} was corrupt; trying again")
-        raise InternalFault(f"what the server sent for {sha256} does not match its hash")
-
-
 def patiently(begin: Callable[[], Steps], pauses: Callable[[], Iterator[float]]) -> PatientSteps:
     """Repeat the steps after `Unreachable`; patience restarts whenever bytes have moved, also by another sender."""
     left = pauses()
@@ -303,8 +269,11 @@ def patiently(begin: Callable[[], Steps], pauses: Callable[[], Iterator[float]])
                 if isinstance(came, Unreachable):
                     if request.into is not None and request.into.size > had:
                         left = pauses()
-                    raise came
-                if came.status in (202, 404) and (reached := _offset(came)) > furthest:
+                    request = steps.throw(came)
+                    continue
+                if request.to_store and came.status == 200:
+                    left = pauses()
+                if came.status in (202, 404) and (reached := upload_offset(came)) > furthest:
                     left, furthest = pauses(), reached
                 request = steps.send(came)
         except StopIteration:
@@ -316,14 +285,6 @@ def patiently(begin: Callable[[], Steps], pauses: Callable[[], Iterator[float]])
         yield Pause(pause)
 
 
-def _refusal(reply: Reply, sha256: str) -> GpoolError:
-    """A part at the wrong offset is no refusal: another try or sender was further."""
-    error = error_from(reply)
-    if type(error) is Conflict:
-        return Unreachable(f"another upload of {sha256} is not through yet; trying again")
-    return error
-
-
-def _offset(reply: Reply) -> int:
+def upload_offset(reply: Reply) -> int:
     text = reply.headers.get("upload-offset", "0")
     return int(text) if text.isdigit() else 0

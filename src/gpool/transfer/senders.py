@@ -20,11 +20,12 @@ import httpx2
 
 from gpool.core.errors import Forbidden, GpoolError, Unreachable
 from gpool.core.model import MIB
+from gpool.transfer.artifacts import download, upload
 from gpool.transfer.keys import pinned_context, wrong_certificate
+from gpool.transfer.object_stores import StoreAccess, request_to
 from gpool.transfer.requests import (
     AWAY,
     Address,
-    FilePart,
     Landing,
     LeaseRef,
     Patience,
@@ -32,14 +33,14 @@ from gpool.transfer.requests import (
     Reply,
     Request,
     Steps,
-    download,
+    origin_of,
     patiently,
-    upload,
 )
 
 CONNECT_S, READ_S = 10.0, 60.0
 KEPT_IDLE_S = 60.0
 """Idle time of a kept connection; the server keeps it longer."""
+STORE_TIMEOUT = {"connect": 5.0, "read": READ_S, "write": READ_S, "pool": READ_S}
 CHUNK_BYTES = MIB
 PATIENT = Patience(10.0, 0.1, 5.0)
 FIRST_CONTACT_S = 2.0
@@ -60,11 +61,7 @@ def _tls(address: Address) -> ssl.SSLContext | bool:
 
 
 def _body(request: Request) -> bytes:
-    if isinstance(request.body, FilePart):
-        with request.body.file.open("rb") as file:
-            file.seek(request.body.offset)
-            return file.read(request.body.length)
-    return request.body
+    return request.body if isinstance(request.body, bytes) else request.body.read()
 
 
 def _unreachable(address: Address, error: httpx2.TransportError) -> GpoolError:
@@ -73,6 +70,13 @@ def _unreachable(address: Address, error: httpx2.TransportError) -> GpoolError:
         return Forbidden(f"{address.url}: {wrong}")
     what = str(error) or type(error).__name__
     return Unreachable(f"{address.url} does not answer ({what}); is the server running?")
+
+
+def _store_away(stores: StoreAccess, request: Request, error: httpx2.TransportError) -> Unreachable:
+    if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
+        stores.failed(request.path)
+    origin = origin_of(request.path)
+    return Unreachable(f"the object store at {origin} does not answer ({error!s:.200})")
 
 
 def _lands(request: Request, status: int) -> Landing | None:
@@ -110,8 +114,11 @@ class Sender:
         *,
         patience: Patience = PATIENT,
         transport: httpx2.BaseTransport | None = None,
+        stores: StoreAccess | None = None,
     ) -> None:
         self._address, self._random, self._patience = address, random, patience
+        self._stores = stores or StoreAccess(address)
+        self._to_stores: httpx2.HTTPTransport | None = None
         self._transport = transport or httpx2.HTTPTransport(
             verify=_tls(address),
             limits=httpx2.Limits(max_connections=32, keepalive_expiry=KEPT_IDLE_S),
@@ -131,6 +138,8 @@ class Sender:
     def close(self) -> None:
         self._closed.set()
         self._transport.close()
+        if self._to_stores is not None:
+            self._to_stores.close()
 
     def send(self, request: Request, read_s: float = READ_S) -> Reply:
         """`Unreachable` without a reply."""
@@ -191,9 +200,29 @@ class Sender:
                         raise Unreachable(f"the connection to {self._address.url} was closed")
                     continue
                 try:
-                    came = self.send(step)
+                    came = self._send_to_store(step) if step.to_store else self.send(step)
                 except Unreachable as error:
                     came = error
+
+    def _send_to_store(self, request: Request) -> Reply:
+        destination = self._stores.destination(request.path)
+        built = request_to(destination, request, _body(request), STORE_TIMEOUT)
+        if self._to_stores is None:
+            self._to_stores = httpx2.HTTPTransport()
+        try:
+            answer = self._to_stores.handle_request(built)
+            try:
+                landing = _lands(request, answer.status_code)
+                if landing is None:
+                    return Reply(answer.status_code, answer.headers, answer.read())
+                for piece in answer.iter_bytes():
+                    landing.write(piece)
+                return Reply(answer.status_code, answer.headers)
+            finally:
+                with suppress(httpx2.TransportError):
+                    answer.close()
+        except httpx2.TransportError as error:
+            raise _store_away(self._stores, request, error) from error
 
     def upload(self, file: Path, sha256: str, size: int, lease: LeaseRef | None = None) -> None:
         self.carry_out(lambda: upload(file, sha256, size, lease))
@@ -222,6 +251,28 @@ async def _to_its_end(work: Callable[[bytes], None], data: bytes) -> None:
         raise
 
 
+async def _read_body(request: Request) -> bytes:
+    if isinstance(request.body, bytes):
+        return request.body
+    return await asyncio.to_thread(request.body.read)
+
+
+async def _received(request: Request, answer: httpx2.Response) -> Reply:
+    landing = _lands(request, answer.status_code)
+    if landing is None:
+        return Reply(answer.status_code, answer.headers, await answer.aread())
+    held = bytearray()  # a thread per piece would cost more than the writes
+    try:
+        async for piece in answer.aiter_bytes():
+            held += piece
+            if len(held) >= CHUNK_BYTES:
+                whole, held = bytes(held), bytearray()
+                await _to_its_end(landing.write, whole)
+    finally:
+        landing.write(bytes(held))
+    return Reply(answer.status_code, answer.headers)
+
+
 class AsyncSender:
     def __init__(
         self,
@@ -232,8 +283,11 @@ class AsyncSender:
         vouch: Vouch | None = None,
         patience: Patience = PATIENT,
         transport: httpx2.AsyncBaseTransport | None = None,
+        stores: StoreAccess | None = None,
     ) -> None:
         self._address, self._random, self._patience = address, random, patience
+        self._stores = stores or StoreAccess(address)
+        self._to_stores: httpx2.AsyncHTTPTransport | None = None
         self._vouch = vouch
         self._http = httpx2.AsyncClient(
             base_url=address.url,
@@ -244,10 +298,11 @@ class AsyncSender:
 
     async def close(self) -> None:
         await self._http.aclose()
+        if self._to_stores is not None:
+            await self._to_stores.aclose()
 
     async def send(self, request: Request) -> Reply:
-        is_file = isinstance(request.body, FilePart)
-        content = await asyncio.to_thread(_body, request) if is_file else _body(request)
+        content = await _read_body(request)
         vouched = self._vouch(request) if self._vouch is not None else {}
         built = self._http.build_request(
             request.method, request.path, headers={**request.headers, **vouched}, content=content
@@ -257,23 +312,25 @@ class AsyncSender:
             try:
                 if answer.status_code == 401 and self._vouch is not None:
                     raise Unreachable(f"{self._address.url} rejected the node's proof")
-                landing = _lands(request, answer.status_code)
-                if landing is None:
-                    return Reply(answer.status_code, answer.headers, await answer.aread())
-                held = bytearray()  # a thread per piece would cost more than the writes
-                try:
-                    async for piece in answer.aiter_bytes():
-                        held += piece
-                        if len(held) >= CHUNK_BYTES:
-                            whole, held = bytes(held), bytearray()
-                            await _to_its_end(landing.write, whole)
-                finally:
-                    landing.write(bytes(held))
-                return Reply(answer.status_code, answer.headers)
+                return await _received(request, answer)
             finally:
                 await answer.aclose()
         except httpx2.TransportError as error:
             raise _unreachable(self._address, error) from error
+
+    async def _send_to_store(self, request: Request) -> Reply:
+        destination = await asyncio.to_thread(self._stores.destination, request.path)
+        built = request_to(destination, request, await _read_body(request), STORE_TIMEOUT)
+        if self._to_stores is None:
+            self._to_stores = httpx2.AsyncHTTPTransport()
+        try:
+            answer = await self._to_stores.handle_async_request(built)
+            try:
+                return await _received(request, answer)
+            finally:
+                await answer.aclose()
+        except httpx2.TransportError as error:
+            raise _store_away(self._stores, request, error) from error
 
     async def carry_out(self, begin: Callable[[], Steps]) -> None:
         steps = patiently(begin, lambda: self._patience.pauses(self._random))
@@ -286,7 +343,8 @@ class AsyncSender:
                     await asyncio.sleep(step.seconds)
                     continue
                 try:
-                    came = await self.send(step)
+                    sent = self._send_to_store(step) if step.to_store else self.send(step)
+                    came = await sent
                 except Unreachable as error:
                     came = error
 

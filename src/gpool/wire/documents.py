@@ -404,6 +404,40 @@ class ArtifactDocument(Answer):
     size_bytes: int
 
 
+class DirectPart(Document):
+    number: int = Field(ge=1, le=10_000)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class DirectUpload(Document):
+    """Upload straight to the object store; `parts` are those to be sent next."""
+
+    size_bytes: int = Field(ge=1, le=1 << 50)
+    parts: list[DirectPart] = Field(default=[], max_length=64)
+
+
+class DirectCompletion(Document):
+    """SHA-256 of every part, in order."""
+
+    part_sha256s: list[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] = Field(max_length=10_000)
+
+
+class SignedPart(Answer):
+    """PUT the part's bytes to `url`, with exactly these headers."""
+
+    number: int
+    url: str
+    headers: dict[str, str]
+
+
+class DirectUploadDocument(Answer):
+    """`part_bytes`: length of every part but the last; 0: upload through the server. `stored`: numbers of stored parts."""
+
+    part_bytes: int
+    stored: list[int]
+    parts: list[SignedPart]
+
+
 class StoredArtifactDocument(ArtifactDocument):
     """`used_as`: upload (no task names it), spec (function or input), payload, result, log, checkpoint or lease."""
 
@@ -416,6 +450,24 @@ class ArtifactPage(Answer):
     items: list[StoredArtifactDocument]
     next: str | None = None
     used_bytes: int
+
+
+class StorageUse(Answer):
+    """`used_as`: as of `StoredArtifactDocument`, `unfinished` (uploads in progress) or `rows` (tasks, inline data, output
+    that is not sealed yet). `count`: number of artifacts or uploads; None for rows.
+    """
+
+    used_as: str
+    count: int | None
+    size_bytes: int
+
+
+class StorageReport(Answer):
+    """Everything that a storage quota is charged for, largest first; `limit_bytes` None: no limit."""
+
+    used_bytes: int
+    limit_bytes: int | None
+    items: list[StorageUse]
 
 
 class HealthDocument(Answer):

@@ -257,8 +257,8 @@ async def test_what_is_being_uploaded_again_is_not_removed(desk: Desk) -> None:
     blobs = desk.server.blobs
     await blobs.put_bytes(b"again")
     with blobs.pinned(named(b"again")):
-        assert not blobs.remove(named(b"again"))
-    assert blobs.remove(named(b"again"))
+        assert not await blobs.remove(named(b"again"))
+    assert await blobs.remove(named(b"again"))
 
 
 async def test_an_upload_over_the_limit_is_refused_on_the_way(desk: Desk) -> None:

@@ -246,6 +246,11 @@ CASES: dict[tuple[str, str, str], Cell] = {
     ("GET", "/task_status", ""): {"query": "?id={id}"},
     ("GET", "/v1/batches/{id}/results", ""): {"objects": ("batch:done", "batch:-")},
     ("PUT", "/v1/artifacts/{sha256}", ""): {"machine": OK, "body": CONTENT},
+    ("POST", "/v1/artifacts/{sha256}/parts", ""): {"machine": OK, "body": {"size_bytes": 1}},
+    ("POST", "/v1/artifacts/{sha256}/complete", ""): {
+        "machine": OK,
+        "body": {"part_sha256s": []},
+    },
     # Must it be uploaded? An operator reads others' artifacts, but may name only its own.
     ("HEAD", "/v1/artifacts/{sha256}", ""): {"may": words("self owner member viewer")},
     # A team's key deletes what it has uploaded itself, not the uploads of the member.

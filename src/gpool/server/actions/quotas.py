@@ -182,26 +182,34 @@ class StoredUpload:
 
 @operation
 def finish_upload(
-    upload: StoredUpload, room: UploadReservation, size: int, limits: StorageLimits, at: Instant
+    upload: StoredUpload,
+    room: UploadReservation,
+    size: int,
+    limits: StorageLimits,
+    at: Instant,
+    object_: str = "",
 ) -> Operation[bool | StorageFull]:
     """Replace the upload's reservation by the artifact. Refused bytes get no reference and are pruned.
 
-    False: the node does not hold the lease any more.
+    False: the node does not hold the lease any more, or a direct upload lost its reservation, whose bytes are discarded.
+    `object_`: its key in the object store.
     """
+    if room.number == storage.DIRECT and not (yield from storage.holds_object(room, object_)):
+        return False
     yield from storage.take_reservation(room)
     is_new = not (yield from storage.is_stored(room.account, upload.sha256))
     left = (yield from storage.rooms([room.account], limits)).get(room.account, size)
     if is_new and size > left:
-        yield from artifacts.leave_to_prune(upload.sha256, size)
+        yield from artifacts.leave_to_prune(upload.sha256, size, object_)
         return storage.storage_full(room.account, "this artifact", size, left)
     fence = None
     if upload.lease is not None and upload.node is not None:
         fence = (TaskId(upload.lease.task), upload.lease.epoch)
     add = artifacts.add_artifact(
-        upload.sha256, size, upload.user, upload.node, fence, at, upload.team_key
+        upload.sha256, size, upload.user, upload.node, fence, at, upload.team_key, object_
     )
     if not (yield from add):
-        yield from artifacts.leave_to_prune(upload.sha256, size)
+        yield from artifacts.leave_to_prune(upload.sha256, size, object_)
         return False
     return True
 

@@ -19,7 +19,8 @@ from gpool.observability.logs import get_logger
 from gpool.server.actions import audit, policy, quotas
 from gpool.server.actions.accounts import removal
 from gpool.server.actions.tasks import deletion as task_deletion
-from gpool.server.actions.tasks import sealed_logs
+from gpool.server.actions.tasks import direct_uploads, sealed_logs
+from gpool.server.actions.tasks.outputs import remove_unless_recorded
 from gpool.server.nodes.gpu_verifier import GpuVerifier
 from gpool.server.nodes.reliability import UpdateReliability
 from gpool.server.replicas.follow import FollowChanges
@@ -214,9 +215,13 @@ class PruneStore:
         self.wake = Wake()
         self.every_s = server.settings.prune_s
         self._server = server
+        self._shard = 0
 
     async def run_once(self, now: Instant) -> None:
         server, settings = self._server, self._server.settings
+        server.picture.drop_unused_specs()
+        await quotas.refresh(server)  # another replica may have changed them
+        await policy.refresh(server)
         before = Instant(now - span(settings.keep_keys_s))
         while await server.write(idempotency.forget_keys(before, PRUNE_ROWS)) >= PRUNE_ROWS:
             pass
@@ -227,13 +232,13 @@ class PruneStore:
         await self._remove_unreferenced(now)
         before = Instant(now - span(settings.keep_unreferenced_s))
         server.blobs.remove_stale_parts(now, span(settings.keep_unreferenced_s))
-        while await server.write(storage.forget_uploads(before, PRUNE_ROWS)) >= PRUNE_ROWS:
-            pass
-        for upload in await server.write(storage.forget_uploads_of_ended_leases()):
+        while stale := await server.write(storage.forget_uploads(before, PRUNE_ROWS)):
+            await direct_uploads.discard(server, stale)
+        over = await server.write(storage.forget_uploads_of_ended_leases())
+        for upload in over:
             server.blobs.remove_part(upload.sha256, upload.uploader)
-        server.picture.drop_unused_specs()
-        await quotas.refresh(server)  # another replica may have changed them
-        await policy.refresh(server)
+        await direct_uploads.discard(server, over)
+        await self._sweep_bucket(now)
 
     async def _seal_logs(self, now: Instant) -> None:
         server = self._server
@@ -248,18 +253,31 @@ class PruneStore:
             ):
                 lines += chunk
             data = await asyncio.to_thread(sealed_logs.sealed, lines)
-            sha256 = await server.blobs.put_bytes(data)
-            with server.blobs.pinned(sha256):
-                await server.write(progress.seal_logs(task, sha256, len(data), now))
+            stored = await server.blobs.put_bytes(data)
+            with server.blobs.pinned(stored.sha256):
+                await server.write(
+                    progress.seal_logs(task, stored.sha256, len(data), now, stored.object)
+                )
+            await remove_unless_recorded(server, stored)
 
     async def _remove_unreferenced(self, now: Instant) -> None:
         server = self._server
         before = Instant(now - span(server.settings.keep_unreferenced_s))
         while found := await server.store.read(artifacts.unreferenced(before, PRUNE_ROWS)):
-            for sha256 in await server.write(artifacts.forget_artifacts(found, before)):
-                server.blobs.remove(sha256)
+            for key in await server.write(artifacts.forget_artifacts(found, before)):
+                await server.blobs.remove(key)
             if len(found) < PRUNE_ROWS:
                 return
+
+    async def _sweep_bucket(self, now: Instant) -> None:
+        """Check one of 256 shards of the object store for objects and uploads that no row names."""
+        server = self._server
+        if server.blobs.multipart is None:
+            return
+        await server.blobs.multipart.probe()
+        before = Instant(now - span(server.settings.keep_unreferenced_s))
+        await direct_uploads.sweep(server, f"{self._shard:02x}", before)
+        self._shard = (self._shard + 1) % 256
 
 
 class RetainTasks:

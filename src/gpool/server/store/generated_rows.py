@@ -125,6 +125,8 @@ class UploadsRecord(NamedTuple):
     account: int
     size_bytes: int
     at: Instant
+    object: str
+    upload_id: str
 
 
 class AuditRecord(NamedTuple):
@@ -327,6 +329,7 @@ class ArtifactsRecord(NamedTuple):
     sha256: str
     size_bytes: int
     touched_at: Instant
+    object: str
 
 
 class ArtifactRefsRecord(NamedTuple):

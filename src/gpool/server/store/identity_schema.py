@@ -188,9 +188,13 @@ uploads = Table(
     int_column("account"),
     int_column("size_bytes"),
     int_column("at"),
+    note("object"),
+    note("upload_id"),
     Index("ix_uploads_at", "at"),
 )
-"""Room reserved for uploads in progress. `number` 0: an upload in parts, else one request."""
+"""Room reserved for uploads in progress. `number` 0: an upload in parts; -1: one straight to the object store, as the
+multipart upload `upload_id` of the key `object`; else one request.
+"""
 
 # ---- audit log, secrets, bindings
 

@@ -256,7 +256,9 @@ artifacts = Table(
     text_column("sha256", primary_key=True),
     int_column("size_bytes"),
     int_column("touched_at"),
+    note("object"),
 )
+"""`object`: key in the object store; empty: in the folder, under its hash. It never changes while the row exists."""
 
 artifact_refs = Table(
     "artifact_refs",

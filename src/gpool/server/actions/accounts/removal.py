@@ -9,6 +9,7 @@ from gpool.core.ids import UserId, encode
 from gpool.core.permissions import Action
 from gpool.server.actions import lending
 from gpool.server.actions.audit import audited, entry
+from gpool.server.actions.tasks import direct_uploads
 from gpool.server.actions.tasks.deletion import remove_files
 from gpool.server.identity.authorization import own, permit
 from gpool.server.identity.passwords import Match
@@ -40,6 +41,7 @@ async def delete_account(server: Server, who: Caller, wanted: AccountDeletion) -
     for node in owned:
         await lending.remove_of_deleted_account(server, node)
     server.blobs.remove_parts_of(f"u{who.user.id}")
+    await direct_uploads.drop_all(server, f"u{who.user.id}")
     await purge(server, who.user.id)
 
 

@@ -11,19 +11,27 @@ from gpool.core.errors import Conflict, Invalid, NotFound
 from gpool.core.ids import BatchId, TaskId, encode
 from gpool.core.model import Instant, Permission
 from gpool.core.permissions import Action, ObjectKind, TeamId, Thing, missing
+from gpool.server.actions import quotas
 from gpool.server.actions.audit import audited, entry
+from gpool.server.actions.tasks import direct_uploads
 from gpool.server.actions.tasks.outputs import uploader_of
 from gpool.server.actions.tasks.query import named
 from gpool.server.identity.authorization import batch_thing, own, permit, task_thing
 from gpool.server.server import Once, Server
 from gpool.server.store.identity_values import Caller
+from gpool.server.store.operations.identity import teams
 from gpool.server.store.operations.tasks import artifacts as artifact_operations
 from gpool.server.store.operations.tasks import deletion, storage
 from gpool.server.store.operations.tasks import tasks as task_operations
 from gpool.server.store.operations.tasks.deletion import DeletedTasks, StoredArtifact
 from gpool.server.store.operations.tasks.storage import UploadReservation
 from gpool.server.store.protocol import Operation, operation
-from gpool.wire.documents import ArtifactPage, StoredArtifactDocument
+from gpool.wire.documents import (
+    ArtifactPage,
+    StorageReport,
+    StorageUse,
+    StoredArtifactDocument,
+)
 
 AT_ONCE = 500
 """Tasks deleted by one write, so that other writes are not delayed."""
@@ -92,8 +100,8 @@ def _close_batch(id_: BatchId, who: Caller) -> Operation[int]:
 async def remove_files(server: Server, sha256s: Sequence[str]) -> None:
     if sha256s:
         gone = await server.write(artifact_operations.forget_artifacts(sha256s, FORGOTTEN))
-        for sha256 in gone:
-            server.blobs.remove(sha256)
+        for key in gone:
+            await server.blobs.remove(key)
 
 
 # ---- uploads
@@ -103,11 +111,7 @@ async def list_artifacts(
     server: Server, who: Caller, team: TeamId | None, cursor: str | None, limit: int
 ) -> ArtifactPage:
     """Artifacts that the caller's account or a team is charged for, largest first."""
-    thing = own(who) if team is None else Thing(ObjectKind.ACCOUNT, team=team)
-    if team is not None and team not in who.teams:
-        thing = missing(ObjectKind.ACCOUNT)
-    permit(who, Action.ARTIFACTS_LIST, thing, "team")
-    account: storage.Account = ("user", who.user.id) if team is None else ("team", team)
+    account = _account(who, team)
     reading = deletion.artifacts_of(account, _after(cursor), limit)
     found = await server.store.read(reading)
     used = await server.store.read(_used(account))
@@ -117,6 +121,33 @@ async def list_artifacts(
         next=None if last is None else f"{last.size_bytes}-{last.sha256}",
         used_bytes=used,
     )
+
+
+async def report_storage(server: Server, who: Caller, team: TeamId | None) -> StorageReport:
+    """Bytes that the caller's account or a team is charged for, by use."""
+    account = _account(who, team)
+    uses = await server.store.read(storage.artifact_uses(account))
+    used = await server.store.read(_used(account))
+    given = await server.store.read(teams.quota_of(*account))
+    items = [
+        StorageUse(used_as=use.kind, count=use.number, size_bytes=use.size_bytes) for use in uses
+    ]
+    rows = used - sum(use.size_bytes for use in uses)
+    if rows > 0:
+        items.append(StorageUse(used_as="rows", count=None, size_bytes=rows))
+    return StorageReport(
+        used_bytes=used,
+        limit_bytes=quotas.effective(server.settings, account, given).storage_bytes,
+        items=sorted(items, key=lambda item: -item.size_bytes),
+    )
+
+
+def _account(who: Caller, team: TeamId | None) -> storage.Account:
+    thing = own(who) if team is None else Thing(ObjectKind.ACCOUNT, team=team)
+    if team is not None and team not in who.teams:
+        thing = missing(ObjectKind.ACCOUNT)
+    permit(who, Action.ARTIFACTS_LIST, thing, "team")
+    return ("user", who.user.id) if team is None else ("team", team)
 
 
 @operation
@@ -144,6 +175,7 @@ async def delete_artifact(server: Server, who: Caller, sha256: str, once: Once |
     note = entry(server.now, who, "artifact.delete", sha256)
     room = UploadReservation(uploader_of(who), sha256, 0, ("user", who.user.id))
     unfinished = server.blobs.remove_part(sha256, room.uploader)
+    unfinished = await direct_uploads.drop(server, room) or unfinished
     deleting = audited(_delete_artifact(sha256, who, room if unfinished else None), [note])
     answered = await server.write_once(who.user, once, deleting, lambda _: b"")
     if answered.value is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import codecs
 from base64 import b64encode
 from collections.abc import AsyncIterator, Iterable
@@ -16,6 +15,7 @@ from gpool.server.actions import quotas
 from gpool.server.actions.audit import note_read
 from gpool.server.actions.tasks import documents, query, sealed_logs
 from gpool.server.blobs import UploadPart
+from gpool.server.blobs.blobs import StoredBlob
 from gpool.server.identity.authorization import own, permit
 from gpool.server.server import Server
 from gpool.server.store.identity_values import Caller
@@ -45,7 +45,7 @@ async def put(
     body: AsyncIterator[bytes],
 ) -> int | None:
     """Store an artifact, or a part of one (then None). Its room is reserved before the first byte is stored."""
-    charged = await _charged(server, who, upload)
+    charged = await charged_upload(server, who, upload.sha256, upload.lease)
     declared = upload.part.total if upload.part is not None else upload.declared_bytes
     if declared > server.settings.max_artifact_bytes:
         raise TooLarge(
@@ -56,12 +56,12 @@ async def put(
         if upload.part is None and await server.store.read(storage.is_stored(account, sha256)):
             size = await server.blobs.verify(sha256, body)  # charged already, so not stored again
             none = UploadReservation(uploader, sha256, server.ids.next(), account)
-            await _refer(server, charged.upload, none, size)
+            await refer(server, charged.upload, none, StoredBlob(sha256, size, ""))
             return size
         server.blobs.check_free(declared)
         number = server.ids.next() if upload.part is None else 0
         room = UploadReservation(uploader, sha256, number, account)
-        await _reserve(server, room, declared)
+        await reserve(server, room, declared)
         try:
             return await _store(server, charged.upload, room, upload.part, declared, body)
         finally:
@@ -70,26 +70,27 @@ async def put(
 
 
 @dataclass(frozen=True, slots=True)
-class _ChargedUpload:
+class ChargedUpload:
     upload: quotas.StoredUpload
     account: storage.Account
 
 
-async def _charged(
-    server: Server, who: Caller | NodeCredentials, upload: ArtifactUpload
-) -> _ChargedUpload:
+async def charged_upload(
+    server: Server, who: Caller | NodeCredentials, sha256: str, lease: Hold | None
+) -> ChargedUpload:
+    """Account that an upload is charged to; `StaleLease` for a node that does not hold the lease it names."""
     if isinstance(who, Caller):
         permit(who, Action.ARTIFACT_UPLOAD, own(who))
-        mine = quotas.StoredUpload(upload.sha256, who.user.id, team_key=who.team_key)
-        return _ChargedUpload(mine, ("user", who.user.id))
-    if upload.lease is None:
+        mine = quotas.StoredUpload(sha256, who.user.id, team_key=who.team_key)
+        return ChargedUpload(mine, ("user", who.user.id))
+    if lease is None:
         raise Invalid("a node uploads under a lease; send the header 'Gpool-Lease: TASK:EPOCH'")
-    task, epoch = TaskId(upload.lease.task), upload.lease.epoch
+    task, epoch = TaskId(lease.task), lease.epoch
     owner = await server.store.read(artifact_operations.upload_owner(who.node, task, epoch))
     if owner is None:
         raise _stale()
-    stored = quotas.StoredUpload(upload.sha256, None, who.node, upload.lease)
-    return _ChargedUpload(stored, storage.holder_of(owner.user_id, owner.team_id))
+    stored = quotas.StoredUpload(sha256, None, who.node, lease)
+    return ChargedUpload(stored, storage.holder_of(owner.user_id, owner.team_id))
 
 
 async def _store(
@@ -102,12 +103,13 @@ async def _store(
 ) -> int | None:
     if part is None:
         body = _reserving(server, room, declared, body)
-        size: int | None = await server.blobs.store(charged.sha256, body)
+        stored: StoredBlob | None = await server.blobs.store(charged.sha256, body)
     else:
-        size = await server.blobs.store_part(charged.sha256, room.uploader, part, body)
-    if size is not None:
-        await _refer(server, charged, room, size)
-    return size
+        stored = await server.blobs.store_part(charged.sha256, room.uploader, part, body)
+    if stored is None:
+        return None
+    await refer(server, charged, room, stored)
+    return stored.size
 
 
 async def _reserving(
@@ -120,31 +122,51 @@ async def _reserving(
         if size > reserved:
             wanted = max(size, reserved + STEP_BYTES)
             try:
-                await _reserve(server, room, wanted)
+                await reserve(server, room, wanted)
             except StorageFull:
-                await _reserve(server, room, size)
+                await reserve(server, room, size)
                 wanted = size
             reserved = wanted
         yield piece
 
 
-async def _reserve(server: Server, room: UploadReservation, size: int) -> None:
+async def reserve(server: Server, room: UploadReservation, size: int) -> None:
+    """Charge an upload before its bytes are stored; `StorageFull` if they do not fit."""
     limits = server.settings.storage_limits
     full = await server.write(storage.reserve(room, size, limits, server.now))
     if full is not None:
         raise full
 
 
-async def _refer(
-    server: Server, charged: quotas.StoredUpload, room: UploadReservation, size: int
+async def refer(
+    server: Server, charged: quotas.StoredUpload, room: UploadReservation, stored: StoredBlob
 ) -> None:
+    """Replace the reservation by a reference to the stored bytes, or leave these to pruning and say why."""
     limits = server.settings.storage_limits
-    finishing = quotas.finish_upload(charged, room, size, limits, server.now)
-    done = await server.write(finishing)
+    finishing = quotas.finish_upload(charged, room, stored.size, limits, server.now, stored.object)
+    try:
+        done = await server.write(finishing)
+    finally:
+        await remove_unless_recorded(server, stored)
     if isinstance(done, StorageFull):
         raise done
     if not done:
         raise _stale()
+
+
+async def remove_unless_recorded(server: Server, stored: StoredBlob) -> None:
+    """Remove an object of the bucket that no row names: the artifact was stored before, under another key."""
+    if not stored.object:
+        return
+    if await server.store.read(artifact_operations.object_of(stored.sha256)) != stored.object:
+        await server.blobs.remove(stored.object)
+
+
+async def key_of(server: Server, sha256: str) -> str:
+    """Key under which the bytes of a recorded artifact are stored."""
+    if server.blobs.multipart is None:
+        return sha256
+    return await server.store.read(artifact_operations.object_of(sha256)) or sha256
 
 
 def _stale() -> StaleLease:
@@ -304,4 +326,10 @@ async def _after(server: Server, view: TaskView, after: int) -> list[LogLine]:
 
 
 async def _sealed_after(server: Server, sha256: str, after: int) -> list[LogLine]:
-    return await asyncio.to_thread(sealed_logs.page, server.blobs.path(sha256), after, LOG_ROWS)
+    key, blobs = await key_of(server, sha256), server.blobs
+    size = await server.store.read(artifact_operations.size_of(sha256)) or 0
+
+    async def read(first: int, length: int) -> bytes:
+        return await blobs.read_range(key, first, length)
+
+    return await sealed_logs.page(read, size, after, LOG_ROWS)

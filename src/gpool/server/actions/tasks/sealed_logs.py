@@ -1,4 +1,4 @@
-"""Sealed logs: the output of an ended task as one compressed file with an index. Depends on no store; does blocking I/O.
+"""Sealed logs: the output of an ended task as one compressed file with an index. Reads ranges; depends on no store.
 
     magic | block | block | … | index | length of the index (8 bytes) | magic
 
@@ -8,11 +8,9 @@ page is read by its offset. Files of earlier versions (JSON lines, no index) are
 
 from __future__ import annotations
 
-import os
+import asyncio
 import zlib
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import BinaryIO
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import msgspec
 
@@ -23,9 +21,13 @@ MAGIC = b"GPOOLLOG1\n"
 BLOCK_LINES = 500
 BLOCK_BYTES = 256 * 1024
 """Size of a block before compression; one chunk may exceed it."""
+WHOLE_BYTES = 128 * 1024
+"""A file up to this size is read by one request."""
 _TAIL = 8 + len(MAGIC)
 _Chunk = tuple[int, int, bytes]  # cursor, stream, data
 _EPOCH_SHIFT = 32
+ReadRange = Callable[[int, int], Awaitable[bytes]]
+"""Returns the bytes of the file from an offset, by number; raises `NotFound` if the file is gone."""
 
 
 class LogBlock(msgspec.Struct, frozen=True, array_like=True):
@@ -65,38 +67,44 @@ def _blocks(lines: Sequence[LogLine]) -> Iterator[list[LogLine]]:
         yield block
 
 
-def page(path: Path, after: int, limit: int) -> list[LogLine]:
-    """Up to `limit` chunks with a cursor greater than `after`."""
+async def page(read: ReadRange, size: int, after: int, limit: int) -> list[LogLine]:
+    """Up to `limit` chunks with a cursor greater than `after`, of a file of `size` bytes."""
     try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        raise NotFound("the output of this task was deleted; it had expired") from None
-    with file:
-        if file.read(len(MAGIC)) != MAGIC:
-            file.seek(0)
-            return _from_json_lines(file, after, limit)
+        if size <= WHOLE_BYTES:
+            read = _slices_of(await read(0, size))
+        head = await read(0, len(MAGIC))
+        if head != MAGIC:
+            return await asyncio.to_thread(_from_json_lines, await read(0, size), after, limit)
         found: list[LogLine] = []
-        for block in _blocks_after(file, after):
-            file.seek(block.offset)
-            for cursor, stream, data in _chunks(zlib.decompress(file.read(block.length))):
+        for block in await _blocks_after(read, size, after):
+            data = await read(block.offset, block.length)
+            for cursor, stream, text in _chunks(await asyncio.to_thread(zlib.decompress, data)):
                 if cursor > after:
-                    found.append(LogLine(cursor, cursor >> _EPOCH_SHIFT, stream, data))
+                    found.append(LogLine(cursor, cursor >> _EPOCH_SHIFT, stream, text))
                     if len(found) >= limit:
                         return found
         return found
+    except NotFound:
+        raise NotFound("the output of this task was deleted; it had expired") from None
 
 
-def _blocks_after(file: BinaryIO, after: int) -> Iterator[LogBlock]:
-    size = file.seek(0, os.SEEK_END)
-    file.seek(size - _TAIL)
-    length = int.from_bytes(file.read(8), "big")
-    file.seek(size - _TAIL - length)
-    return (block for block in _index(file.read(length)) if block.last_cursor > after)
+def _slices_of(content: bytes) -> ReadRange:
+    async def read(first: int, length: int) -> bytes:
+        return content[first : first + length]
+
+    return read
 
 
-def _from_json_lines(file: BinaryIO, after: int, limit: int) -> list[LogLine]:
+async def _blocks_after(read: ReadRange, size: int, after: int) -> Iterator[LogBlock]:
+    tail = await read(size - _TAIL, 8)
+    length = int.from_bytes(tail, "big")
+    index = _index(await read(size - _TAIL - length, length))
+    return (block for block in index if block.last_cursor > after)
+
+
+def _from_json_lines(content: bytes, after: int, limit: int) -> list[LogLine]:
     found: list[LogLine] = []
-    for text in file:
+    for text in content.splitlines():
         line = _json_line(text)
         if line.cursor > after:
             found.append(line)

@@ -153,11 +153,18 @@ class ArtifactSize(NamedTuple):
     size_bytes: int
 
 
-def put_artifact(sha256: str, size_bytes: int, at: Instant) -> Operation[None]:
+class _Forgotten(NamedTuple):
+    sha256: str
+    size_bytes: int
+    object: str
+
+
+def put_artifact(sha256: str, size_bytes: int, at: Instant, object_: str = "") -> Operation[None]:
+    """Record an artifact. One that is stored already keeps its object; the caller then removes the new one."""
     yield Statement(
-        "INSERT INTO artifacts (sha256, size_bytes, touched_at) VALUES (:sha256, :size, :at) "
+        "INSERT INTO artifacts (sha256, size_bytes, touched_at, object) VALUES (:sha256, :size, :at, :object) "
         "ON CONFLICT (sha256) DO UPDATE SET touched_at = excluded.touched_at",
-        {"sha256": sha256, "size": size_bytes, "at": at},
+        {"sha256": sha256, "size": size_bytes, "at": at, "object": object_},
     )
 
 
@@ -189,10 +196,11 @@ def add_artifact(
     task_epoch: tuple[TaskId, int] | None,
     at: Instant,
     key: int | None = None,
+    object_: str = "",
 ) -> Operation[bool]:
     """Record an artifact whose bytes are stored: of a user, or of a node that holds the lease (else False).
 
-    `key`: the API key for one team that uploaded it; the key itself then holds the reference.
+    `key`: the API key for one team that uploaded it; the key itself then holds the reference. `object_`: see `put_artifact`.
     """
     if task_epoch is not None:
         rows = yield from select(
@@ -202,7 +210,7 @@ def add_artifact(
         )
         if not rows:
             return False
-        yield from put_artifact(sha256, size_bytes, at)
+        yield from put_artifact(sha256, size_bytes, at, object_)
         [owner] = rows
         yield from put_reference(
             sha256, "lease", task_epoch[0], owner.user_id, task_epoch[1], owner.team_id
@@ -210,7 +218,7 @@ def add_artifact(
         return True
     if user is None:
         return False
-    yield from put_artifact(sha256, size_bytes, at)
+    yield from put_artifact(sha256, size_bytes, at, object_)
     yield from put_reference(sha256, "upload", user if key is None else key, user)
     return True
 
@@ -259,12 +267,12 @@ def _seen(held: str, task: TaskId | None) -> str:
 
 
 @operation
-def leave_to_prune(sha256: str, size_bytes: int) -> Operation[None]:
+def leave_to_prune(sha256: str, size_bytes: int, object_: str = "") -> Operation[None]:
     """Record refused bytes without a reference: visible to nobody, removed with the next pruning."""
     yield Statement(
-        "INSERT INTO artifacts (sha256, size_bytes, touched_at) VALUES (:sha256, :size, 0) "
+        "INSERT INTO artifacts (sha256, size_bytes, touched_at, object) VALUES (:sha256, :size, 0, :object) "
         "ON CONFLICT (sha256) DO NOTHING",
-        {"sha256": sha256, "size": size_bytes},
+        {"sha256": sha256, "size": size_bytes, "object": object_},
     )
 
 
@@ -288,6 +296,15 @@ def size_of(sha256: str) -> Operation[int | None]:
         int, "SELECT size_bytes FROM artifacts WHERE sha256 = :sha256", {"sha256": sha256}
     )
     return sizes[0] if sizes else None
+
+
+@operation
+def object_of(sha256: str) -> Operation[str | None]:
+    """Key of an artifact in the object store, empty if it lies in the folder; None: there is no such artifact."""
+    keys = yield from values(
+        str, "SELECT object FROM artifacts WHERE sha256 = :sha256", {"sha256": sha256}
+    )
+    return keys[0] if keys else None
 
 
 @operation
@@ -385,6 +402,7 @@ def unreferenced(before: Instant, limit: int) -> Operation[tuple[str, ...]]:
 
 @operation
 def forget_artifacts(sha256s: Sequence[str], before: Instant = LAST) -> Operation[tuple[str, ...]]:
+    """Delete artifacts without a strong reference; return the keys under which the caller removes their bytes."""
     wanted = {"wanted": of_names(sha256s)}
     yield Statement(
         "SELECT a.sha256 FROM artifacts a WHERE a.sha256 IN (SELECT name FROM {wanted} AS w) /*postgresql FOR UPDATE*/",
@@ -392,10 +410,10 @@ def forget_artifacts(sha256s: Sequence[str], before: Instant = LAST) -> Operatio
         wanted,
     )
     gone = yield from select(
-        ArtifactSize,
+        _Forgotten,
         "DELETE FROM artifacts WHERE sha256 IN (SELECT name FROM {wanted} AS w) AND touched_at < :before AND NOT EXISTS ("  # noqa: S608
         f"SELECT 1 FROM artifact_refs r WHERE r.sha256 = artifacts.sha256 AND r.kind IN {STRONG}) "
-        "RETURNING sha256, size_bytes",
+        "RETURNING sha256, size_bytes, object",
         {"before": before},
         wanted,
     )
@@ -407,4 +425,4 @@ def forget_artifacts(sha256s: Sequence[str], before: Instant = LAST) -> Operatio
             {},
             {"gone": of_names(forgotten)},
         )
-    return forgotten
+    return tuple(row.object or row.sha256 for row in gone)

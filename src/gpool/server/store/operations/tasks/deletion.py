@@ -23,6 +23,7 @@ from gpool.server.store.operations.tasks.storage import (
     Account,
     change,
     holder_of,
+    own_references,
     summed,
 )
 from gpool.server.store.protocol import Operation, Relation, Statement, operation
@@ -332,10 +333,9 @@ def artifacts_of(
     account: Account, below: tuple[int, str], limit: int
 ) -> Operation[tuple[StoredArtifact, ...]]:
     """Artifacts that the account is charged for, largest first, after (size, sha256) `below`."""
-    mine = "r.team_id = :id" if account[0] == "team" else "r.team_id IS NULL AND r.user_id = :id"
     rows = yield from select(
         StoredArtifact,
-        f"SELECT a.sha256, a.size_bytes, COALESCE((SELECT MIN(r.kind) FROM artifact_refs r WHERE r.sha256 = a.sha256 AND {mine}), '') "  # noqa: S608
+        f"SELECT a.sha256, a.size_bytes, COALESCE((SELECT MIN(r.kind) FROM artifact_refs r WHERE r.sha256 = a.sha256 AND {own_references(account)}), '') "  # noqa: S608
         "FROM stored s JOIN artifacts a ON a.sha256 = s.sha256 WHERE s.kind = :kind AND s.id = :id "
         "AND (a.size_bytes < :size OR a.size_bytes = :size AND a.sha256 > :sha256) "
         "ORDER BY a.size_bytes DESC, a.sha256 LIMIT :limit",

@@ -376,7 +376,9 @@ def finished_with_logs(before: Instant, limit: int) -> Operation[tuple[TaskId, .
 
 
 @operation
-def seal_logs(task: TaskId, sha256: str, size: int, at: Instant) -> Operation[None]:
+def seal_logs(
+    task: TaskId, sha256: str, size: int, at: Instant, object_: str = ""
+) -> Operation[None]:
     """Replace the rows by the artifact with the same content; no effect while the task may still print."""
     owners = yield from select(
         TaskOwner,
@@ -385,7 +387,7 @@ def seal_logs(task: TaskId, sha256: str, size: int, at: Instant) -> Operation[No
         {"task": task},
     )
     for owner in owners:
-        yield from put_artifact(sha256, size, at)
+        yield from put_artifact(sha256, size, at, object_)
         yield from put_reference(sha256, "log", task, owner.user_id, team=owner.team_id)
         yield Statement(
             "UPDATE tasks SET log_sha256 = :sha256 WHERE id = :task",

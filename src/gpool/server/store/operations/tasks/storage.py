@@ -17,7 +17,7 @@ from gpool.core.model import Instant
 from gpool.server.store.generated_rows import UploadsRecord
 from gpool.server.store.identity_values import Holder
 from gpool.server.store.protocol import Operation, Relation, Statement, operation
-from gpool.server.store.rows import columns, exists, of_ids, select
+from gpool.server.store.rows import columns, exists, of_ids, of_names, select, values
 
 Account = tuple[Holder, int]
 
@@ -70,9 +70,12 @@ class _Used(NamedTuple):
     size_bytes: int
 
 
+DIRECT = -1
+
+
 @dataclass(frozen=True, slots=True)
 class UploadReservation:
-    """Room for one upload of an account. `number` 0: an upload in parts, which keeps its room between requests."""
+    """Room for one upload of an account, kept between requests if `number` is 0 (in parts) or `DIRECT`."""
 
     uploader: str
     sha256: str
@@ -133,6 +136,37 @@ def storage_full(account: Account, what: str, size: int, room: int) -> StorageFu
     )
 
 
+class ArtifactUse(NamedTuple):
+    kind: str  # of a reference; `unfinished`: uploads in progress
+    number: int
+    size_bytes: int
+
+
+@operation
+def artifact_uses(account: Account) -> Operation[list[ArtifactUse]]:
+    """Number and bytes of the artifacts that the account is charged for, by use, and of uploads in progress."""
+    whose = {"kind": account[0], "id": account[1]}
+    found = yield from select(
+        ArtifactUse,
+        "SELECT used.kind, COUNT(*), SUM(used.size_bytes) FROM (SELECT a.size_bytes, "  # noqa: S608
+        f"COALESCE((SELECT MIN(r.kind) FROM artifact_refs r WHERE r.sha256 = a.sha256 AND {own_references(account)}), 'upload') AS kind "
+        "FROM stored s JOIN artifacts a ON a.sha256 = s.sha256 WHERE s.kind = :kind AND s.id = :id) AS used "
+        "GROUP BY used.kind",
+        whose,
+    )
+    unfinished = yield from select(
+        ArtifactUse,
+        "SELECT 'unfinished', COUNT(*), COALESCE(SUM(size_bytes), 0) FROM uploads WHERE kind = :kind AND account = :id",
+        whose,
+    )
+    uses = (*found, *(row for row in unfinished if row.number))
+    return [ArtifactUse(row.kind, int(row.number), int(row.size_bytes)) for row in uses]
+
+
+def own_references(account: Account) -> str:
+    return "r.team_id = :id" if account[0] == "team" else "r.team_id IS NULL AND r.user_id = :id"
+
+
 # ---- uploads in progress
 
 
@@ -177,6 +211,33 @@ def release_upload(upload: UploadReservation) -> Operation[None]:
     yield from take_reservation(upload)
 
 
+@operation
+def direct_upload(upload: UploadReservation) -> Operation[UploadsRecord | None]:
+    rows = yield from select(
+        UploadsRecord,
+        f"SELECT {UPLOAD} FROM uploads u WHERE {THIS}",  # noqa: S608
+        _key(upload),
+    )
+    return rows[0] if rows else None
+
+
+@operation
+def open_direct_upload(
+    upload: UploadReservation, object_: str, upload_id: str
+) -> Operation[UploadsRecord | None]:
+    """Record the multipart upload of a reservation; the first one recorded stays. None: the reservation is gone."""
+    yield Statement(
+        f"UPDATE uploads SET object = :object, upload_id = :upload_id WHERE {THIS} AND upload_id = ''",  # noqa: S608
+        _key(upload) | {"object": object_, "upload_id": upload_id},
+    )
+    return (yield from _reservation(upload))
+
+
+def holds_object(upload: UploadReservation, object_: str) -> Operation[bool]:
+    found = yield from _reservation(upload)
+    return found is not None and found.object == object_
+
+
 def take_reservation(upload: UploadReservation) -> Operation[int]:
     """Delete the reservation; return the bytes it held for the upload's account."""
     before = yield from _reservation(upload)
@@ -190,7 +251,7 @@ def take_reservation(upload: UploadReservation) -> Operation[int]:
 def _reservation(upload: UploadReservation) -> Operation[UploadsRecord | None]:
     rows = yield from select(
         UploadsRecord,
-        f"SELECT {UPLOAD} FROM uploads u WHERE {THIS}",  # noqa: S608
+        f"SELECT {UPLOAD} FROM uploads u WHERE {THIS} /*postgresql FOR UPDATE*/",  # noqa: S608
         _key(upload),
     )
     return rows[0] if rows else None
@@ -204,31 +265,70 @@ def _account(row: UploadsRecord) -> Account:
     return cast("Holder", row.kind), row.account
 
 
+class UnfinishedUpload(NamedTuple):
+    """The caller discards its bytes: parts on disk, or a multipart upload of the object store."""
+
+    uploader: str
+    sha256: str
+    object: str
+    upload_id: str
+
+
 @operation
-def forget_uploads(before: Instant, limit: int) -> Operation[int]:
+def forget_uploads(before: Instant, limit: int) -> Operation[list[UnfinishedUpload]]:
     """Release the room of uploads in parts that nobody has continued since then."""
     return (yield from _forget("at < :before ORDER BY at LIMIT :limit", before=before, limit=limit))
 
 
 @operation
-def forget_interrupted() -> Operation[int]:
-    """Release the room of requests that a stopped server did not finish."""
-    return (yield from _forget("number <> 0"))
+def forget_upload(upload: UploadReservation) -> Operation[list[UnfinishedUpload]]:
+    return (yield from _forget(THIS, **_key(upload)))
 
 
 @operation
-def forget_uploads_of(uploader: str) -> Operation[int]:
+def forget_interrupted() -> Operation[list[UnfinishedUpload]]:
+    """Release the room of requests that a stopped server did not finish."""
+    return (yield from _forget("number > 0"))
+
+
+@operation
+def forget_uploads_of(uploader: str) -> Operation[list[UnfinishedUpload]]:
     return (yield from _forget("uploader = :uploader", uploader=uploader))
+
+
+class KnownObjects(NamedTuple):
+    """Keys and multipart uploads that a row names."""
+
+    objects: frozenset[str]
+    upload_ids: frozenset[str]
+
+
+class _OpenObject(NamedTuple):
+    object: str
+    upload_id: str
+
+
+@operation
+def known_objects(sha256s: Iterable[str]) -> Operation[KnownObjects]:
+    """Objects of these artifacts, and of all uploads in progress."""
+    stored = yield from values(
+        str,
+        "SELECT a.object FROM {wanted} AS w JOIN artifacts a ON a.sha256 = w.name WHERE a.object <> ''",
+        {},
+        {"wanted": of_names(sha256s)},
+    )
+    open_ = yield from select(
+        _OpenObject, "SELECT object, upload_id FROM uploads WHERE upload_id <> ''", {}
+    )
+    return KnownObjects(
+        frozenset(stored).union(row.object for row in open_),
+        frozenset(row.upload_id for row in open_),
+    )
 
 
 class _HeldTask(NamedTuple):
     id: int
     node_id: int | None  # None: a gang
-
-
-class UnfinishedUpload(NamedTuple):
-    uploader: str
-    sha256: str
 
 
 def node_uploader(node: int, task: int) -> str:
@@ -240,7 +340,7 @@ def forget_uploads_of_ended_leases() -> Operation[list[UnfinishedUpload]]:
     """Release the room of nodes' uploads in parts whose lease is over: a node must not keep its consumer's quota."""
     rows = yield from select(
         UploadsRecord,
-        f"SELECT {UPLOAD} FROM uploads u WHERE u.number = 0 AND u.uploader LIKE 'n%'",  # noqa: S608
+        f"SELECT {UPLOAD} FROM uploads u WHERE u.number <= 0 AND u.uploader LIKE 'n%'",  # noqa: S608
         {},
     )
     if not rows:
@@ -261,17 +361,21 @@ def forget_uploads_of_ended_leases() -> Operation[list[UnfinishedUpload]]:
 
     over = [row for row in rows if is_over(row)]
     yield from _delete_uploads(over)
-    return [UnfinishedUpload(row.uploader, row.sha256) for row in over]
+    return [_unfinished(row) for row in over]
 
 
-def _forget(where: str, **parameters: int | str) -> Operation[int]:
+def _forget(where: str, **parameters: int | str) -> Operation[list[UnfinishedUpload]]:
     rows = yield from select(
         UploadsRecord,
-        f"SELECT {UPLOAD} FROM uploads u WHERE {where}",  # noqa: S608
+        f"SELECT {UPLOAD} FROM uploads u WHERE {where} /*postgresql FOR UPDATE*/",  # noqa: S608
         parameters,
     )
     yield from _delete_uploads(rows)
-    return len(rows)
+    return [_unfinished(row) for row in rows]
+
+
+def _unfinished(row: UploadsRecord) -> UnfinishedUpload:
+    return UnfinishedUpload(row.uploader, row.sha256, row.object, row.upload_id)
 
 
 def _delete_uploads(rows: Sequence[UploadsRecord]) -> Operation[None]:

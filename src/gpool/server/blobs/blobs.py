@@ -1,7 +1,7 @@
-"""Artifact files in a directory, named by SHA-256. Authorization is decided elsewhere.
+"""Uploads through the server, and access to stored artifacts by key. Authorization is decided elsewhere.
 
-A file gets its name after its bytes are on disk and match the hash. Parts of a resumable upload are kept per uploader,
-so nobody can corrupt another's. An upload pins its artifact until its reference is written.
+Bytes reach the store after they are on disk and match the hash. Parts of a resumable upload are kept per uploader, so
+nobody can corrupt another's. An upload pins its artifact in the folder until its reference is written.
 """
 
 from __future__ import annotations
@@ -9,19 +9,23 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
+import logging
 import os
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from gpool.core.errors import Conflict, Invalid, NotFound, TooLarge, Unreachable
 from gpool.core.model import Instant, Span
+from gpool.server.blobs.multipart import MultipartUploads
+from gpool.server.blobs.stores import CHUNK_BYTES, BlobStore, FolderStore, StoredObject
 
-CHUNK_BYTES = 1024 * 1024
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +39,33 @@ class UploadPart:
         return self.last + 1 == self.total
 
 
-class Blobs:
-    """`min_free_bytes`: free space of the disk that uploads leave untouched."""
+class StoredBlob(NamedTuple):
+    sha256: str
+    size: int
+    object: str  # key in the bucket; empty: in the folder, under its hash
 
-    def __init__(self, root: Path, max_bytes: int, min_free_bytes: int = 0) -> None:
+    @property
+    def key(self) -> str:
+        return self.object or self.sha256
+
+
+class Blobs:
+    """`min_free_bytes`: free space of the disk that uploads leave untouched. `bucket` keeps new artifacts, if given;
+    those in the folder stay readable.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        max_bytes: int,
+        min_free_bytes: int = 0,
+        bucket: BlobStore | None = None,
+        multipart: MultipartUploads | None = None,
+    ) -> None:
         self._root = root
+        self._folder = FolderStore(root)
+        self._bucket = bucket
+        self.multipart = multipart
         self._incoming = root / "incoming"
         self._max_bytes = max_bytes
         self._min_free_bytes = min_free_bytes
@@ -47,8 +73,19 @@ class Blobs:
         self._busy: set[Path] = set()
         self._incoming.mkdir(parents=True, exist_ok=True, mode=0o700)
 
+    @property
+    def direct(self) -> MultipartUploads | None:
+        """Transfers between others and the bucket, if it was found fit for them."""
+        fit = self.multipart is not None and self.multipart.is_ready
+        return self.multipart if fit else None
+
+    async def close(self) -> None:
+        if self.multipart is not None:
+            await self.multipart.close()
+
     def path(self, sha256: str) -> Path:
-        return self._root / sha256[:2] / sha256[2:4] / sha256
+        """Place of an artifact in the folder."""
+        return self._folder.path(sha256)
 
     @contextmanager
     def pinned(self, sha256: str) -> Iterator[None]:
@@ -80,28 +117,27 @@ class Blobs:
                 raise TooLarge(f"the upload exceeds its {self._max_bytes} bytes")
             digest.update(chunk)
         if digest.hexdigest() != sha256:
-            raise _mismatch(sha256, digest.hexdigest())
+            raise mismatch(sha256, digest.hexdigest())
         return size
 
     async def store(
         self, sha256: str, body: AsyncIterator[bytes], *, leaves_free: bool = True
-    ) -> int:
+    ) -> StoredBlob:
         """Store an artifact. `leaves_free`: refuse to use the free minimum of the disk."""
         temporary = self._incoming / f"{secrets.token_hex(8)}.tmp"
         digest = hashlib.sha256()
         try:
             size = await self._append(temporary, 0, self._max_bytes, body, digest, leaves_free)
             if digest.hexdigest() != sha256:
-                raise _mismatch(sha256, digest.hexdigest())
-            await asyncio.to_thread(self._publish, temporary, sha256)
+                raise mismatch(sha256, digest.hexdigest())
+            return await self._publish(temporary, sha256, size)
         finally:
             temporary.unlink(missing_ok=True)
-        return size
 
     async def store_part(
         self, sha256: str, uploader: str, part: UploadPart, body: AsyncIterator[bytes]
-    ) -> int | None:
-        """Append a part; return the artifact's size after the last, else None. `Conflict` if it starts elsewhere."""
+    ) -> StoredBlob | None:
+        """Append a part; return the artifact after the last, else None. `Conflict` if it starts elsewhere."""
         if part.total > self._max_bytes:
             raise TooLarge(f"the artifact has {part.total} bytes; the limit is {self._max_bytes}")
         partial = self._partial(sha256, uploader)
@@ -126,9 +162,12 @@ class Blobs:
             found = await asyncio.to_thread(_digest_of, partial)
             if found != sha256:
                 partial.unlink(missing_ok=True)
-                raise _mismatch(sha256, found)
-            await asyncio.to_thread(self._publish, partial, sha256)
-            return part.total
+                raise mismatch(sha256, found)
+            try:
+                return await self._publish(partial, sha256, part.total)
+            except Unreachable:  # of the bucket: the uploader sends its last part again
+                await asyncio.to_thread(os.truncate, partial, have)
+                raise
         finally:
             self._busy.discard(partial)
 
@@ -138,37 +177,41 @@ class Blobs:
         except FileNotFoundError:
             return None
 
-    async def read(self, sha256: str, first: int, length: int) -> AsyncIterator[bytes]:
-        try:
-            descriptor = os.open(self.path(sha256), os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise NotFound(f"there is no artifact {sha256}") from None
-        try:
-            while length > 0:
-                chunk = await asyncio.to_thread(
-                    os.pread, descriptor, min(CHUNK_BYTES, length), first
-                )
-                if not chunk:
-                    return
-                first += len(chunk)
-                length -= len(chunk)
-                yield chunk
-        finally:
-            os.close(descriptor)
+    def read(self, key: str, first: int, length: int) -> AsyncIterator[bytes]:
+        return self._store_of(key).read(key, first, length)
 
-    async def put_bytes(self, data: bytes) -> str:
+    async def read_range(self, key: str, first: int, length: int) -> bytes:
+        return b"".join([piece async for piece in self.read(key, first, length)])
+
+    async def put_bytes(self, data: bytes) -> StoredBlob:
         async def once() -> AsyncIterator[bytes]:
             yield data
 
-        sha256 = hashlib.sha256(data).hexdigest()
-        await self.store(sha256, once(), leaves_free=False)
-        return sha256
+        return await self.store(hashlib.sha256(data).hexdigest(), once(), leaves_free=False)
 
-    def remove(self, sha256: str) -> bool:
-        if sha256 in self._pins:
+    async def remove(self, key: str) -> bool:
+        """False: an upload has it pinned, or the object store does not answer, whose sweep repeats it."""
+        if key in self._pins:
             return False
-        self.path(sha256).unlink(missing_ok=True)
+        try:
+            await self._store_of(key).remove(key)
+        except (Unreachable, NotFound) as error:
+            log.warning("%s was not removed: %s", key, error)
+            return False
         return True
+
+    async def listed(self, shard: str) -> Sequence[StoredObject]:
+        """Objects of the bucket; none without one."""
+        return await self._bucket.listed(shard) if self._bucket is not None else ()
+
+    def _store_of(self, key: str) -> BlobStore:
+        if "/" not in key:
+            return self._folder
+        if self._bucket is None:
+            raise NotFound(
+                f"{key} lies in an object store and this server has none; set GPOOL_SERVER_ARTIFACTS as before"
+            )
+        return self._bucket
 
     def remove_part(self, sha256: str, uploader: str) -> bool:
         """Drop an unfinished upload in parts; False if there is none, or a request is writing to it."""
@@ -228,16 +271,13 @@ class Blobs:
             os.close(descriptor)
         return have
 
-    def _publish(self, temporary: Path, sha256: str) -> None:
-        final = self.path(sha256)
-        final.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        temporary.replace(final)
-        for folder in (final.parent, final.parent.parent, self._root):
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+    async def _publish(self, file: Path, sha256: str, size: int) -> StoredBlob:
+        if self._bucket is None:
+            await self._folder.put(file, sha256)
+            return StoredBlob(sha256, size, "")
+        key = await self._bucket.put(file, sha256)
+        await asyncio.to_thread(file.unlink, missing_ok=True)
+        return StoredBlob(sha256, size, key)
 
 
 async def _uncancelled(work: Callable[..., None], *args: object) -> None:
@@ -272,7 +312,7 @@ def _digest_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _mismatch(wanted: str, found: str) -> Invalid:
+def mismatch(wanted: str, found: str) -> Invalid:
     return Invalid(
         f"the bytes have SHA-256 {found}, but the URL names {wanted}; nothing was stored"
     )
