@@ -28,6 +28,7 @@ from gpool.server.nodes.registry import NodeRegistry
 from gpool.server.nodes.reports import ReportBatches
 from gpool.server.nodes.telemetry import Telemetry
 from gpool.server.outbound import Outbound
+from gpool.server.repeated import RepeatedRequests
 from gpool.server.scheduling.explanations import Explainer
 from gpool.server.scheduling.learning import TrainingRequests
 from gpool.server.scheduling.picture import StatePicture
@@ -107,6 +108,7 @@ class Server:
     learning: TrainingRequests = field(default_factory=TrainingRequests)
     explaining: Explainer = field(default_factory=Explainer)
     turns: Turns = field(default_factory=Turns)
+    repeated: RepeatedRequests = field(default_factory=RepeatedRequests)
     paces: FrameBudgets = field(default_factory=lambda: FrameBudgets(0.0))  # frame budgets of nodes
 
     @property

@@ -19,6 +19,7 @@ from gpool.server.actions.tasks.documents import encode_many
 from gpool.server.actions.tasks.parsing import submission_of
 from gpool.server.actions.tasks.query import acting_account
 from gpool.server.identity.authorization import batch_thing, permit
+from gpool.server.repeated import WantedTasks
 from gpool.server.scheduling.scheduler import Proposal
 from gpool.server.server import Answered, Once, Server
 from gpool.server.store.batching import WriteBatcher
@@ -32,7 +33,6 @@ from gpool.server.store.operations.tasks.submissions import (
 )
 from gpool.server.store.protocol import Operation, brief, operation
 from gpool.server.store.values import AppliedPlan
-from gpool.wire.documents import TaskRequest
 from gpool.wire.frames import weight_of
 
 
@@ -88,11 +88,12 @@ class Accepted:
     fresh: bool
 
 
-async def submit(server: Server, who: Caller, request: TaskRequest, once: Once | None) -> Accepted:
+async def submit(server: Server, who: Caller, wanted: WantedTasks, once: Once | None) -> Accepted:
+    request = wanted.request
     team = None if request.team is None else TeamId(decode("team", request.team))
     thing = await acting_account(server, who, team)
     permit(who, Action.TASK_SUBMIT, thing, f"team {request.team}")
-    submission = await submission_of(server, who, request, team)
+    submission = await submission_of(server, who, wanted, team)
     if any(task.payload for task in submission.tasks):
         server.blobs.check_free()
     entry = _Pending(server, who, submission, once)
