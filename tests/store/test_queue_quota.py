@@ -15,6 +15,7 @@ from gpool.server.actions.quotas import set_quota
 from gpool.server.actions.tasks.submit import submit
 from gpool.server.app import open_server
 from gpool.server.identity import authorization
+from gpool.server.repeated import WantedTasks
 from gpool.server.server import Server
 from gpool.server.settings import Settings
 from gpool.server.store.identity_values import Caller, GivenQuota, Team
@@ -55,7 +56,7 @@ class Crowd:
     async def ask(self, asked: list[TaskRequest]) -> list[bool]:
         """Dealt out to the servers, all at once: which were taken."""
         given = [
-            submit(self.servers[number % len(self.servers)], self.who, each, None)
+            submit(self.servers[number % len(self.servers)], self.who, WantedTasks(each), None)
             for number, each in enumerate(asked)
         ]
         told = await asyncio.gather(*given, return_exceptions=True)

@@ -213,7 +213,8 @@ class StatePicture:
         self._hub.publish(_topics(recording))
         self.nodes.stop(recording.to_stop, StopReason.CANCELLED)
         self.nodes.stop(recording.to_preempt, StopReason.PREEMPTED)
-        if recording.released or recording.requeued or recording.withdrawn:
+        is_freed = recording.released or recording.requeued or recording.withdrawn
+        if is_freed and (self.is_stale or self.waiting):
             self.changed.call()
 
     def _observe_run_times(self, recording: Recording) -> None:
