@@ -11,6 +11,13 @@ import pytest
 from gpool.agent.runtime.descriptors import ReadWatch
 from tests.tools.processes import PATIENCE_S
 
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, int]]:
