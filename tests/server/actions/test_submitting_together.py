@@ -180,11 +180,13 @@ class FailsOnce(StatePicture):
 
     came = 0
 
-    def add_submission(self, submitted: SubmittedTasks, submission: Submission) -> None:
+    def add_submission(
+        self, submitted: SubmittedTasks, submission: Submission, *, is_queued: bool = False
+    ) -> None:
         self.came += 1
         if self.came == 2:
             raise LookupError("not this one")
-        super().add_submission(submitted, submission)
+        super().add_submission(submitted, submission, is_queued=is_queued)
 
 
 async def test_one_that_cannot_be_folded_hides_none_of_the_others(desk: Desk) -> None:

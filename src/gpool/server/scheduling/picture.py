@@ -184,13 +184,19 @@ class StatePicture:
             log.exception("an event contradicts the scheduling state; rebuilding it from the store")
             self.invalidate()
 
-    def add_submission(self, submitted: SubmittedTasks, submission: Submission) -> None:
-        """Fold new tasks. The caller wakes the next pass (`changed`) unless it starts them itself."""
+    def add_submission(
+        self, submitted: SubmittedTasks, submission: Submission, *, is_queued: bool = False
+    ) -> None:
+        """Fold new tasks, unless a proposal has queued them.
+
+        The caller wakes the next pass (`changed`) unless it starts them itself.
+        """
         shape = self.specs.add(submitted.spec_id, submission)
         at = submission.at
-        self.fold(
-            TasksQueued(shape, tuple([QueuedTask(task.id, 0, at) for task in submitted.tasks]))
-        )
+        if not is_queued:
+            self.fold(
+                TasksQueued(shape, tuple([QueuedTask(task.id, 0, at) for task in submitted.tasks]))
+            )
         self.forecasts.arrived(shape, at)
         self._metrics.submitted.inc(len(submitted.tasks))
 
