@@ -12,10 +12,10 @@ from gpool.core.ids import UserId, encode
 from gpool.core.model import Permission
 from gpool.core.permissions import Role, TeamId
 from gpool.server.actions.quotas import set_quota
+from gpool.server.actions.tasks.repeated import WantedTasks
 from gpool.server.actions.tasks.submit import submit
 from gpool.server.app import open_server
 from gpool.server.identity import authorization
-from gpool.server.repeated import WantedTasks
 from gpool.server.server import Server
 from gpool.server.settings import Settings
 from gpool.server.store.identity_values import Caller, GivenQuota, Team

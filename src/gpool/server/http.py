@@ -303,6 +303,35 @@ class TlsAcceptor:
         self._config.handshakes.release(self._handshakes.pop(task))
 
 
+class JoinedHead:
+    """Transport of one response: sends its head with the first part of the body, at the latest in the next iteration."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop, self._held, self._is_begun = transport, loop, b"", False
+        self.is_closing = transport.is_closing
+
+    def write(self, data: bytes) -> None:
+        if self._is_begun:
+            self._transport.write(data)
+        elif self._held:
+            self._held += data
+            self._begin()
+        else:
+            self._held = data
+            self._loop.call_soon(self._begin)
+
+    def close(self) -> None:
+        self._begin()
+        self._transport.close()
+
+    def _begin(self) -> None:
+        if not self._is_begun:
+            self._is_begun = True
+            if not self._transport.is_closing():
+                self._transport.write(self._held)
+            self._held = b""
+
+
 class LimitedHttp(HttpToolsProtocol):
     _in_head = False
     _in_body = False
@@ -347,6 +376,8 @@ class LimitedHttp(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
         super().on_headers_complete()
+        if self.cycle is not None:
+            self.cycle.transport = cast("Any", JoinedHead(self.transport, self.loop))
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)

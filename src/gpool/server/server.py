@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from gpool.core.ids import IdSource
 from gpool.core.model import Instant
+from gpool.server.actions.tasks.repeated import RepeatedRequests
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock
 from gpool.server.identity.audit import RecentReads, RefusedSignIns
@@ -28,7 +29,6 @@ from gpool.server.nodes.registry import NodeRegistry
 from gpool.server.nodes.reports import ReportBatches
 from gpool.server.nodes.telemetry import Telemetry
 from gpool.server.outbound import Outbound
-from gpool.server.repeated import RepeatedRequests
 from gpool.server.scheduling.explanations import Explainer
 from gpool.server.scheduling.learning import TrainingRequests
 from gpool.server.scheduling.picture import StatePicture

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from gpool.core.model import Instant
+from gpool.server.actions.tasks.repeated import WantedTasks
 from gpool.server.actions.tasks.submit import submit
 from gpool.server.clock import Ids, SystemClock
-from gpool.server.repeated import WantedTasks
 from gpool.server.scheduling.loops import LoopRunner
 from gpool.server.settings import Settings
 from gpool.server.store.identity_values import Caller

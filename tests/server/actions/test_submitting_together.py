@@ -11,8 +11,8 @@ import pytest
 from gpool.core.errors import TooMany
 from gpool.core.model import EndReason, Permission
 from gpool.server.actions.quotas import set_quota
+from gpool.server.actions.tasks.repeated import WantedTasks
 from gpool.server.actions.tasks.submit import submit
-from gpool.server.repeated import WantedTasks
 from gpool.server.scheduling.picture import StatePicture
 from gpool.server.scheduling.scheduler import Scheduler
 from gpool.server.store.identity_values import Caller, GivenQuota

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpool.core.errors import Invalid
+from gpool.server.actions.tasks.repeated import MOST_KNOWN, RepeatedRequests, WantedTasks, head_of
 from gpool.server.actions.tasks.specs import spec_of
 from gpool.server.api.bodies import parsed
-from gpool.server.repeated import MOST_KNOWN, RepeatedRequests, WantedTasks, head_of
 from gpool.wire.documents import TaskRequest
 
 FUNCTION = '"function":{"sha256":"%s","python":"3.11"}' % ("a" * 64)
@@ -65,6 +65,10 @@ MEMBERS = st.sampled_from(
         '"env":{"calls":"["}',
         '"x\\"calls":["AAAA"]',
         '"labels":["a"]',
+        '"command":["true"]',
+        '"copies":2',
+        '"calls" :["EEEE"]',
+        '"c\\u0061lls":["EEEE"]',
         '"retries":1',
         '"retries":2',
     ]
@@ -95,6 +99,16 @@ def test_a_recognised_request_is_the_one_the_parser_finds(
         expected = parsed(TaskRequest, raw)
         assert found.request == expected
         assert found.spec == spec_of(expected)
+
+
+def test_an_equal_request_of_a_command_is_recognised() -> None:
+    body = '{"command":["true"],"gpu":"1","copies":3}'
+    requests = known(body)
+    found = requests.find(body.encode())
+    assert found is not None
+    assert found.request == parsed(TaskRequest, body.encode())
+    assert found.spec == spec_of(found.request)
+    assert requests.find(body.replace("3", "4").encode()) is None
 
 
 def test_a_bounded_number_is_kept() -> None:

@@ -7,11 +7,12 @@ order. A rebuild reads through the writer: its rows contain all earlier commits.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from gpool.core.errors import GpoolError
 from gpool.core.ids import NodeId, SpecId, TaskId
@@ -209,9 +210,9 @@ class StatePicture:
         now = None if self._clock is None else self._clock()
         for node in self.nodes.count(recording, self.state.held, now):
             self.refresh_node(node)
+        ran: Sequence[_RunTimes] = ()
         if recording.released:
-            if recording.ended:
-                self._observe_run_times(recording)
+            ran = _run_times(self.state, recording)  # while their allocations are known
             self.fold(TasksReleased(recording.released, Instant(0) if now is None else now))
         if recording.requeued:
             self._requeue(recording, attained)
@@ -222,17 +223,11 @@ class StatePicture:
         is_freed = recording.released or recording.requeued or recording.withdrawn
         if is_freed and (self.is_stale or self.waiting):
             self.changed.call()
+        if ran:  # statistics: requests that wait for these tasks are answered first
+            _soon(self._observe_run_times, ran)
 
-    def _observe_run_times(self, recording: Recording) -> None:
-        held = self.state.held
-        seen: dict[tuple[int, str], tuple[Shape, list[int]]] = {}
-        for ended in recording.ended:
-            line = held.get(ended.task)
-            if line is not None and ended.duration > 0:
-                model = model_of(self.state.nodes[line.node].node, line.allocation)
-                which = (id(line.shape), model)
-                seen.setdefault(which, (line.shape, []))[1].append(ended.duration)
-        for (_, model), (shape, durations) in seen.items():
+    def _observe_run_times(self, ran: Sequence[_RunTimes]) -> None:
+        for shape, model, durations in ran:
             self.fold(RunTimesObserved(shape, len(durations), Span(sum(durations)), model))
             self.forecasts.ended(shape, durations)
 
@@ -319,6 +314,37 @@ class StatePicture:
 
     def add_arriving(self, count: int) -> None:
         self.arriving += count
+
+
+class _RunTimes(NamedTuple):
+    """Durations of tasks of one shape on one GPU model, in µs."""
+
+    shape: Shape
+    model: str
+    durations: list[int]
+
+
+def _run_times(state: State, recording: Recording) -> Sequence[_RunTimes]:
+    seen: dict[tuple[int, str], _RunTimes] = {}
+    for ended in recording.ended:
+        line = state.held.get(ended.task)
+        if line is not None and ended.duration > 0:
+            model = model_of(state.nodes[line.node].node, line.allocation)
+            which = (id(line.shape), model)
+            if which not in seen:
+                seen[which] = _RunTimes(line.shape, model, [])
+            seen[which].durations.append(ended.duration)
+    return tuple(seen.values())
+
+
+def _soon(call: Callable[[T], None], argument: T) -> None:
+    """Call in the loop's next iteration; at once in a tool without a loop."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        call(argument)
+    else:
+        loop.call_soon(call, argument)
 
 
 def _queued_task(row: QueuedRow, shape: Shape, ran: Mapping[TaskId, Span]) -> QueuedTask:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from gpool.core.errors import Unreachable
 from gpool.core.ids import BatchId, TaskId, decode, encode
 from gpool.server.actions.tasks import query, submit
-from gpool.server.repeated import WantedTasks
+from gpool.server.actions.tasks.repeated import WantedTasks
 from gpool.server.server import Once, Server
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.values import User

@@ -12,9 +12,9 @@ from gpool.core.model import INLINE_LIMIT_BYTES
 from gpool.core.permissions import TeamId
 from gpool.core.specs.owners import ANYONE
 from gpool.server.actions.owners import accepted_owners
+from gpool.server.actions.tasks.repeated import WantedTasks
 from gpool.server.actions.tasks.specs import secrets_of, spec_of
 from gpool.server.identity.sealer import secret_place
-from gpool.server.repeated import WantedTasks
 from gpool.server.server import Server
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operations.tasks.submissions import (

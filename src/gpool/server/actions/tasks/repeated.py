@@ -1,7 +1,7 @@
-"""Requests that differ only in their calls: the parsed document and its spec, by the bytes before the calls.
+"""Requests that are equal or differ only in their calls: the parsed document and its spec, by their bytes.
 
-A client that calls one function many times sends the same bytes up to `"calls":[`. Parsing and checking them is a fifth
-of what a small call costs the server. Holds no secrets.
+A client that calls one function many times sends the same bytes up to `"calls":[`; one that runs a command many times
+sends the same bytes. Parsing and checking them is a fifth of a small call's cost on the server. Holds no secrets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _decode = msgspec.json.Decoder(list[str]).decode
 
 @dataclass(frozen=True, slots=True)
 class WantedTasks:
-    """A request; `spec`: of a known one; `head`: bytes before the calls, empty if they cannot be told apart."""
+    """A request; `spec`: of a known one; `head`: see `head_of`."""
 
     request: TaskRequest
     spec: TaskSpec | None = None
@@ -41,30 +41,41 @@ class RepeatedRequests:
         """The request in `raw`, if one with the same head was kept; its calls are base64 text, not yet checked."""
         head = _head(raw)
         known = self._known.get(head)
-        calls = None if known is None else _calls(raw, head)
-        if known is None or calls is None:
+        if known is None:
             return None
         request, spec = known
+        if len(head) == len(raw):
+            return WantedTasks(request, spec, head)
+        calls = _calls(raw, head)
+        if calls is None:
+            return None
         return WantedTasks(request.model_copy(update={"calls": calls}), spec, head)
 
     def keep(self, wanted: WantedTasks, spec: TaskSpec) -> None:
         """Keep a request that was parsed and whose spec is valid."""
-        request = wanted.request
-        if not wanted.head or request.calls is None or request.secrets or request.by is not None:
+        request, head = wanted.request, wanted.head
+        is_whole = not head.endswith((b"{", b","))
+        if not head or is_whole != (request.calls is None):
+            return
+        if request.secrets or request.by is not None:
             return
         while len(self._known) >= MOST_KNOWN:
             del self._known[next(iter(self._known))]
-        self._known[wanted.head] = request.model_copy(update={"calls": None}), spec
+        self._known[head] = (
+            request if is_whole else request.model_copy(update={"calls": None}),
+            spec,
+        )
 
 
 def head_of(raw: bytes) -> bytes:
-    """Bytes before the calls of a document that ends with a list of text as its calls; empty: it is another one.
+    """Bytes before the calls of a document that ends with a list of text as its calls, all bytes of one without calls;
+    empty: it is another one, or too large.
 
     If the document is valid JSON, `head + "calls":[...]}` has the same other members for every list: the head ends with
     a comma or brace, and not within a string, because the quote behind it would end that string before `calls`.
     """
     head = _head(raw)
-    return head if head and _calls(raw, head) is not None else b""
+    return head if len(head) == len(raw) or _calls(raw, head) is not None else b""
 
 
 def _calls(raw: bytes, head: bytes) -> list[str] | None:
@@ -76,6 +87,8 @@ def _calls(raw: bytes, head: bytes) -> list[str] | None:
 
 def _head(raw: bytes) -> bytes:
     at = raw.find(_CALLS, 0, MAX_HEAD_BYTES)
+    if at < 0 and len(raw) <= MAX_HEAD_BYTES:
+        return raw
     if at < 1 or raw[at - 1] not in b"{," or len(raw) > MAX_BODY_BYTES or raw[-2:] != b"]}":
         return b""
     return raw[:at]

@@ -18,8 +18,8 @@ from gpool.server.actions.quotas import most_queued, queue_quota_errors
 from gpool.server.actions.tasks.documents import encode_many
 from gpool.server.actions.tasks.parsing import submission_of
 from gpool.server.actions.tasks.query import acting_account
+from gpool.server.actions.tasks.repeated import WantedTasks
 from gpool.server.identity.authorization import batch_thing, permit
-from gpool.server.repeated import WantedTasks
 from gpool.server.scheduling.scheduler import Proposal
 from gpool.server.server import Answered, Once, Server
 from gpool.server.store.batching import WriteBatcher

@@ -16,6 +16,7 @@ from gpool.core.model import TaskStatus
 from gpool.core.permissions import Action, TeamId
 from gpool.server.actions import lending
 from gpool.server.actions.tasks import deletion, documents, explain, outputs, query
+from gpool.server.actions.tasks.repeated import WantedTasks, head_of
 from gpool.server.actions.tasks.submit import submit
 from gpool.server.api.callers import server_of, user_of
 from gpool.server.api.endpoints import NO_CONTENT, EndpointRouter, SuccessReply, action_of
@@ -36,7 +37,6 @@ from gpool.server.api.messages import (
     tagged,
 )
 from gpool.server.identity.throttle import RouteClass
-from gpool.server.repeated import WantedTasks, head_of
 from gpool.server.store.identity_values import Caller
 from gpool.wire.documents import (
     MAX_BODY_BYTES,
