@@ -12,6 +12,7 @@ from gpool.core.ids import UserId, encode
 from gpool.core.model import Permission
 from gpool.core.permissions import Role, TeamId
 from gpool.server.actions.quotas import set_quota
+from gpool.server.actions.tasks.repeated import WantedTasks
 from gpool.server.actions.tasks.submit import submit
 from gpool.server.app import open_server
 from gpool.server.identity import authorization
@@ -55,7 +56,7 @@ class Crowd:
     async def ask(self, asked: list[TaskRequest]) -> list[bool]:
         """Dealt out to the servers, all at once: which were taken."""
         given = [
-            submit(self.servers[number % len(self.servers)], self.who, each, None)
+            submit(self.servers[number % len(self.servers)], self.who, WantedTasks(each), None)
             for number, each in enumerate(asked)
         ]
         told = await asyncio.gather(*given, return_exceptions=True)

@@ -21,6 +21,7 @@ import structlog
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 from websockets.http11 import Response
+from websockets.protocol import State
 
 from gpool.agent.state_machine.instructions import Connected, Disconnected, Event, FrameArrived
 from gpool.core.errors import (
@@ -172,13 +173,19 @@ class AgentChannel:
         self._random = random
         self._outgoing: deque[AgentFrame] = deque()
         self._wake = asyncio.Event()
-        self._open = False
+        self._open: ClientConnection | None = None
         self._welcomed = False
 
     def send(self, frame: AgentFrame) -> None:
-        if self._open:
+        """Write the frame at once, or leave it to `_write` while the connection is slow. Dropped while it is closed."""
+        if self._open is None:
+            return
+        if self._outgoing or not _is_writable(self._open):
             self._outgoing.append(frame)
             self._wake.set()
+            return
+        self._open.protocol.send_binary(encode(self._credentials.stamped(frame)))
+        self._open.send_data()
 
     async def run(self) -> None:
         """Stay connected until cancelled; raise `GpoolError` on a final refusal."""
@@ -256,7 +263,7 @@ class AgentChannel:
 
     async def _exchange(self, connection: ClientConnection) -> None:
         self._outgoing.clear()
-        self._open = True
+        self._open = connection
         self._feed(Connected())
         writer = asyncio.create_task(self._write(connection))
         try:
@@ -269,7 +276,7 @@ class AgentChannel:
             async for message in connection:
                 await self._arrived(connection, message)
         finally:
-            self._open = False
+            self._open = None
             writer.cancel()
             self._feed(Disconnected())
             await asyncio.wait([writer])
@@ -312,6 +319,11 @@ def _retry_after_s(response: Response) -> float:
     """Seconds of `Retry-After`, at most `LONGEST_RETRY_AFTER_S`; 0 without one."""
     text = response.headers.get("Retry-After", "")
     return min(float(text), LONGEST_RETRY_AFTER_S) if text.isdecimal() else 0.0
+
+
+def _is_writable(connection: ClientConnection) -> bool:
+    is_open = connection.protocol.state is State.OPEN and not connection.transport.is_closing()
+    return is_open and not connection.paused
 
 
 def _decoded(message: str | bytes) -> FromServer:

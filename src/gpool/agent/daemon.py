@@ -1,6 +1,6 @@
 """The agent's event loop: feeds events to the state machine and executes its instructions. Reads the clocks.
 
-Takes every pending event before it sleeps, so batches form under load.
+An event that comes while it sleeps is handled at once, others in their order when it wakes.
 """
 
 from __future__ import annotations
@@ -70,10 +70,18 @@ class Daemon:
         self._runners: dict[int, RunnerExecutor] = {}
         self._stopping = False
         self._over = False
+        self._sleeps = False
+        self._failure: Exception | None = None  # of an event handled in `feed`; raised by `run`
 
     def feed(self, event: Event) -> None:
         self._events.append(event)
-        self._wake.set()
+        if self._sleeps:
+            self._sleeps = False  # instructions may feed further events
+            try:
+                self._handle_events()
+            except Exception as error:  # noqa: BLE001 - must not end the component that feeds
+                self._failure = error
+        self._wake.set()  # the next timer may be another one now
 
     def request_stop(self) -> None:
         if self._stopping:
@@ -89,6 +97,8 @@ class Daemon:
         try:
             while not self._over:
                 await self._wait()
+                if self._failure is not None:
+                    raise self._failure
                 self._handle_events()
         finally:
             await self._end_all()
@@ -103,8 +113,12 @@ class Daemon:
         if wakes_at is not None:
             delay = min(delay, max(0.0, (wakes_at - self._clock()) / 1_000_000))
         timer = asyncio.get_running_loop().call_later(delay, self._wake.set)
-        await self._wake.wait()
-        timer.cancel()
+        self._sleeps = True
+        try:
+            await self._wake.wait()
+        finally:
+            self._sleeps = False
+            timer.cancel()
 
     def _handle_events(self) -> None:
         now = self._clock()

@@ -229,6 +229,16 @@ class _SignedSender(Sender):
         super().__init__(address, None, SystemRandom(), patience=patience, transport=transport)
         self._session = session
 
+    def exchange(self, request: Request, read_s: float) -> Reply:
+        token = self._session.token
+        if token is None:
+            raise NotSignedIn(EXPIRED)
+        reply = super().exchange(_as(request, token), read_s)
+        if reply.status != 401:
+            return reply
+        token = self._session.renewed(token, self._renew)
+        return super().exchange(_as(request, token), read_s)
+
     @contextmanager
     def open(self, request: Request, read_s: float = READ_S) -> Iterator[httpx2.Response]:
         token = self._session.token

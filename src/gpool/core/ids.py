@@ -16,6 +16,7 @@ UserId = NewType("UserId", int)
 # Crockford's alphabet: no i, l, o, u; sorts as the numbers do.
 ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 DIGITS = 13  # 13 x 5 bits hold 63
+_PAIRS = [first + second for first in ALPHABET for second in ALPHABET]
 _VALUE = {letter: number for number, letter in enumerate(ALPHABET)}
 PREFIXES = {
     "task": "t",
@@ -39,13 +40,11 @@ class IdSource(Protocol):
 
 def encode(kind: str, number: int) -> str:
     """Format an id: `encode("task", 7)` is `t-0000000000007`. Fixed width: text sorts like ids."""
-    letters = []
-    for _ in range(DIGITS):
-        letters.append(ALPHABET[number & 31])
-        number >>= 5
-    letters.append("-")
-    letters.append(PREFIXES[kind])
-    return "".join(reversed(letters))
+    return (
+        f"{PREFIXES[kind]}-{ALPHABET[number >> 60 & 31]}{_PAIRS[number >> 50 & 1023]}"
+        f"{_PAIRS[number >> 40 & 1023]}{_PAIRS[number >> 30 & 1023]}{_PAIRS[number >> 20 & 1023]}"
+        f"{_PAIRS[number >> 10 & 1023]}{_PAIRS[number & 1023]}"
+    )
 
 
 def decode(kind: str, text: str) -> int:

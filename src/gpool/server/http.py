@@ -20,11 +20,13 @@ import uvicorn
 from uvicorn.config import STARTUP_FAILURE
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.exceptions import InvalidState
 from websockets.frames import Frame
 from websockets.http11 import Request
 
 from gpool.observability.logs import get_logger
 from gpool.server.identity.throttle import network_of, site_of
+from gpool.server.joined_head import JoinedHead
 from gpool.wire.frames import MAX_PROOF_BYTES
 
 log = get_logger(__name__)
@@ -47,6 +49,8 @@ UNPROVEN_BYTES = MAX_PROOF_BYTES + 64
 """Bytes accepted before the proof: the one frame of the proof with its head."""
 PROVEN = "gpool.proven"
 """Extension of a channel's scope: called without arguments when its node has proved its key."""
+WRITE_FRAME = "gpool.write_frame"
+"""Extension of a channel's scope: called with a binary frame, writes it at once; False: send it the ordinary way."""
 
 MOST_COMPARED = 64
 """Connections that are looked at to make room for a new one: a flood of them must not cost the loop more each."""
@@ -347,6 +351,8 @@ class LimitedHttp(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
         super().on_headers_complete()
+        if self.cycle is not None:
+            self.cycle.transport = cast("Any", JoinedHead(self.transport, self.loop))
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
@@ -445,7 +451,8 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
     def handle_connect(self, event: Request) -> None:
         super().handle_connect(event)
         if self.response.status_code == 101:
-            cast("Any", self.scope)["extensions"][PROVEN] = self.prove
+            extensions = cast("Any", self.scope)["extensions"]
+            extensions[PROVEN], extensions[WRITE_FRAME] = self.prove, self.write_frame
 
     @property
     def rank(self) -> int | None:
@@ -458,6 +465,20 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
         self._is_proven = True
         cast("LimitedConfig", self.config).counts.release(self.transport)
 
+    def write_frame(self, data: bytes) -> bool:
+        """Write a binary frame, without the steps of an ASGI message; False if its send would wait or fail."""
+        is_open = (
+            self.handshake_complete and not self.close_sent and not self.transport.is_closing()
+        )
+        if not is_open or not self.writable.is_set():
+            return False
+        try:
+            self.conn.send_binary(data)
+        except InvalidState:  # closing
+            return False
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        return True
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Drop what was received: the objects refer to one another, and a collection may be minutes away."""
         super().connection_lost(exc)
@@ -467,7 +488,8 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
         self.conn.parser.close()
         self.conn.events.clear()
         if self.handshake_initiated and self.response.status_code == 101:
-            cast("Any", self.scope)["extensions"].pop(PROVEN, None)
+            for name in (PROVEN, WRITE_FRAME):
+                cast("Any", self.scope)["extensions"].pop(name, None)
         if not self._is_proven:
             while self.queue.qsize() > 1:  # the last message says that the peer is gone
                 self.queue.get_nowait()

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from gpool.core.ids import IdSource
 from gpool.core.model import Instant
+from gpool.server.actions.tasks.repeated import RepeatedRequests
 from gpool.server.alerts.monitor import PoolMonitor
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock
@@ -111,6 +112,7 @@ class Server:
     explaining: Explainer = field(default_factory=Explainer)
     replica: Replica = field(default_factory=SoleServer)
     turns: Turns = field(default_factory=Turns)
+    repeated: RepeatedRequests = field(default_factory=RepeatedRequests)
     paces: FrameBudgets = field(default_factory=lambda: FrameBudgets(0.0))  # frame budgets of nodes
 
     @property

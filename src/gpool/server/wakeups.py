@@ -9,7 +9,14 @@ from collections.abc import AsyncIterator, Collection, Hashable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Generic, Self, TypeVar
+
+T = TypeVar("T")
+
+
+def _end_wait(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 class Subscription:
@@ -49,16 +56,44 @@ class Subscription:
     async def wait(self, seconds: float) -> bool:
         """True after a publication since the last wait, False after the timeout."""
         if not self._changed and seconds > 0:
-            self._waiter = asyncio.get_running_loop().create_future()
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = loop.call_later(seconds, _end_wait, self._waiter)
             try:
-                async with asyncio.timeout(seconds):
-                    await self._waiter
-            except TimeoutError:
-                pass
+                await self._waiter
             finally:
+                timer.cancel()
                 self._waiter = None
         changed, self._changed = self._changed, False
         return changed
+
+
+class AwaitedResults(Generic[T]):
+    """Results of tasks that requests wait for, each put where its request finds it. One request waits for a task."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, dict[int, T]] = {}
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __contains__(self, task: int) -> bool:
+        return task in self._found
+
+    def put(self, task: int, result: T) -> None:
+        found = self._found.get(task)
+        if found is not None:
+            found[task] = result
+
+    def expect(self, tasks: Iterable[int]) -> dict[int, T]:
+        """Mapping that receives the results, until `forget` is called for the tasks."""
+        found: dict[int, T] = {}
+        self._found.update(dict.fromkeys(tasks, found))
+        return found
+
+    def forget(self, tasks: Iterable[int]) -> None:
+        for task in tasks:
+            self._found.pop(task, None)
 
 
 class Hub:
@@ -85,23 +120,29 @@ class Wake:
     """Wake-up of one loop: calls before it waits count as one, calls while it works cause one more run."""
 
     def __init__(self) -> None:
-        self._event = asyncio.Event()
+        self._called = False
+        self._waiter: asyncio.Future[None] | None = None
 
     def call(self) -> None:
-        self._event.set()
+        self._called = True
+        if self._waiter is not None:
+            _end_wait(self._waiter)
 
     @property
     def called(self) -> bool:
-        return self._event.is_set()
+        return self._called
 
     async def wait(self, seconds: float) -> None:
-        if not self._event.is_set():
+        if not self._called:
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = loop.call_later(seconds, _end_wait, self._waiter)
             try:
-                async with asyncio.timeout(seconds):
-                    await self._event.wait()
-            except TimeoutError:
-                pass
-        self._event.clear()
+                await self._waiter
+            finally:
+                timer.cancel()
+                self._waiter = None
+        self._called = False
 
 
 class KeyedTurns:

@@ -1,6 +1,7 @@
 """HTTP senders for threads and for asyncio; they know nothing of what they send.
 
-The one for threads is on the client's hot path and drives the transport directly: a third of an HTTP client's cost.
+The one for threads is on the client's hot path: small requests use kept connections of our own (`connections`),
+streams and files the HTTP library's transport.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import httpx2
 from gpool.core.errors import Forbidden, GpoolError, Unreachable
 from gpool.core.model import MIB
 from gpool.transfer.artifacts import download, upload
+from gpool.transfer.connections import KEPT_IDLE_S, KeptConnections, Waits, head_of
 from gpool.transfer.keys import pinned_context, wrong_certificate
 from gpool.transfer.object_stores import StoreAccess, request_to
 from gpool.transfer.requests import (
@@ -38,8 +40,6 @@ from gpool.transfer.requests import (
 )
 
 CONNECT_S, READ_S = 10.0, 60.0
-KEPT_IDLE_S = 60.0
-"""Idle time of a kept connection; the server keeps it longer."""
 STORE_TIMEOUT = {"connect": 5.0, "read": READ_S, "write": READ_S, "pool": READ_S}
 CHUNK_BYTES = MIB
 PATIENT = Patience(10.0, 0.1, 5.0)
@@ -64,7 +64,7 @@ def _body(request: Request) -> bytes:
     return request.body if isinstance(request.body, bytes) else request.body.read()
 
 
-def _unreachable(address: Address, error: httpx2.TransportError) -> GpoolError:
+def _unreachable(address: Address, error: httpx2.TransportError | OSError) -> GpoolError:
     wrong = wrong_certificate(error)
     if wrong is not None:
         return Forbidden(f"{address.url}: {wrong}")
@@ -119,12 +119,17 @@ class Sender:
         self._address, self._random, self._patience = address, random, patience
         self._stores = stores or StoreAccess(address)
         self._to_stores: httpx2.HTTPTransport | None = None
-        self._transport = transport or httpx2.HTTPTransport(
-            verify=_tls(address),
-            limits=httpx2.Limits(max_connections=32, keepalive_expiry=KEPT_IDLE_S),
-        )
+        self._direct: KeptConnections | None = None  # None: an application in this process
+        if transport is None:
+            tls = httpx2.create_ssl_context(_tls(address))
+            is_tls = address.url.lower().startswith("https:")
+            self._direct = KeptConnections(address.url, tls if is_tls else None)
+            limits = httpx2.Limits(max_connections=32, keepalive_expiry=KEPT_IDLE_S)
+            transport = httpx2.HTTPTransport(verify=tls, limits=limits)
+        self._transport = transport
         self._base = httpx2.URL(address.url)
         self._prefix = self._base.raw_path.rstrip(b"/")
+        self._target = self._prefix.decode("ascii")
         self._headers = [
             ("Host", self._base.netloc.decode()),
             ("User-Agent", "gpool"),
@@ -140,9 +145,13 @@ class Sender:
         self._transport.close()
         if self._to_stores is not None:
             self._to_stores.close()
+        if self._direct is not None:
+            self._direct.close()
 
     def send(self, request: Request, read_s: float = READ_S) -> Reply:
         """`Unreachable` without a reply."""
+        if self._direct is not None and request.into is None:
+            return self.exchange(request, read_s)
         with self.open(request, read_s) as answer:
             landing = _lands(request, answer.status_code)
             if landing is None:
@@ -152,6 +161,22 @@ class Sender:
             ) in answer.iter_bytes():  # unsized: a sized iterator loses its buffer on a break
                 landing.write(piece)
             return Reply(answer.status_code, answer.headers)
+
+    def exchange(self, request: Request, read_s: float) -> Reply:
+        """Send over a kept connection and read the whole reply."""
+        assert self._direct is not None
+        body = _body(request)
+        pairs = (*self._headers, *request.headers.items())
+        head = head_of(request.method, self._target + request.path, pairs, len(body))
+        try:
+            reply = self._direct.exchange(
+                request.method, head, body, Waits(CONNECT_S, read_s, READ_S)
+            )
+        except OSError as error:
+            raise _unreachable(self._address, error) from error
+        self._answered = self._answered or reply.status not in AWAY
+        self.date = reply.headers.get("date", self.date)
+        return reply
 
     @contextmanager
     def open(self, request: Request, read_s: float = READ_S) -> Iterator[httpx2.Response]:

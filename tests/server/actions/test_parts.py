@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from gpool.core.model import Instant
+from gpool.server.actions.tasks.repeated import WantedTasks
 from gpool.server.actions.tasks.submit import submit
 from gpool.server.clock import Ids, SystemClock
 from gpool.server.scheduling.loops import LoopRunner
@@ -171,7 +172,9 @@ async def test_what_a_cancelled_caller_committed_is_found_again(desk: Desk) -> N
     slow = replace(desk.server, store=store)
     user = await desk.server.credentials.who(desk.key)
     assert isinstance(user, Caller)
-    submitting = asyncio.create_task(submit(slow, user, TaskRequest(command=["true"]), None))
+    submitting = asyncio.create_task(
+        submit(slow, user, WantedTasks(TaskRequest(command=["true"])), None)
+    )
     await store.committed.wait()
     submitting.cancel()
     with pytest.raises(asyncio.CancelledError):

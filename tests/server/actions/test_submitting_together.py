@@ -11,6 +11,7 @@ import pytest
 from gpool.core.errors import TooMany
 from gpool.core.model import EndReason, Permission
 from gpool.server.actions.quotas import set_quota
+from gpool.server.actions.tasks.repeated import WantedTasks
 from gpool.server.actions.tasks.submit import submit
 from gpool.server.scheduling.picture import StatePicture
 from gpool.server.scheduling.scheduler import Scheduler
@@ -50,7 +51,9 @@ async def test_those_that_come_meanwhile_are_one_write_and_all_of_them_wait(desk
     user = await desk.server.credentials.who(desk.key)
     assert isinstance(user, Caller)
     asked = [TaskRequest(command=["echo", str(number % 5)]) for number in range(30)]
-    accepted = await asyncio.gather(*(submit(server, user, each, None) for each in asked))
+    accepted = await asyncio.gather(
+        *(submit(server, user, WantedTasks(each), None) for each in asked)
+    )
     assert store.writes == 2, "the first alone, and then all the others"
     assert len({each.tasks for each in accepted}) == 30
     assert desk.server.picture.state.queued_count == 30
@@ -177,11 +180,13 @@ class FailsOnce(StatePicture):
 
     came = 0
 
-    def add_submission(self, submitted: SubmittedTasks, submission: Submission) -> None:
+    def add_submission(
+        self, submitted: SubmittedTasks, submission: Submission, *, is_queued: bool = False
+    ) -> None:
         self.came += 1
         if self.came == 2:
             raise LookupError("not this one")
-        super().add_submission(submitted, submission)
+        super().add_submission(submitted, submission, is_queued=is_queued)
 
 
 async def test_one_that_cannot_be_folded_hides_none_of_the_others(desk: Desk) -> None:
@@ -201,7 +206,8 @@ async def test_one_that_cannot_be_folded_hides_none_of_the_others(desk: Desk) ->
     assert isinstance(user, Caller)
     asked = [TaskRequest(command=["echo", str(number)]) for number in range(5)]
     told = await asyncio.gather(
-        *(submit(desk.server, user, each, None) for each in asked), return_exceptions=True
+        *(submit(desk.server, user, WantedTasks(each), None) for each in asked),
+        return_exceptions=True,
     )
     assert [isinstance(each, LookupError) for each in told] == [False, True, True, True, True]
     await desk.schedule()
@@ -216,7 +222,7 @@ async def test_what_is_heavy_has_a_write_of_its_own(desk: Desk) -> None:
     assert isinstance(user, Caller)
     heavy = {"command": ["echo", "x" * 100_000], "env": {"MORE": "y" * 100_000}}
     asked = [TaskRequest.model_validate(heavy) for _ in range(4)]
-    await asyncio.gather(*(submit(server, user, each, None) for each in asked))
+    await asyncio.gather(*(submit(server, user, WantedTasks(each), None) for each in asked))
     assert store.writes == 4
     assert desk.server.picture.state.queued_count == 4
 
@@ -227,7 +233,9 @@ async def test_who_goes_away_while_they_wait_passes_no_quota(desk: Desk) -> None
     await desk.schedule()
     await set_quota(desk.server, who.user, ("user", who.user.id), GivenQuota(queued_tasks=3))
     asked = [TaskRequest(command=["true"]) for _ in range(8)]
-    gone = [asyncio.create_task(submit(desk.server, who, each, None)) for each in asked]
+    gone = [
+        asyncio.create_task(submit(desk.server, who, WantedTasks(each), None)) for each in asked
+    ]
     await asyncio.sleep(0)
     assert desk.server.picture.arriving == len(asked)
     for each in gone[1:]:
@@ -245,7 +253,7 @@ async def test_a_full_queue_is_never_passed_by_what_comes_at_once(desk: Desk) ->
     assert isinstance(who, Caller)
     asked = [TaskRequest(command=["true"], copies=2) for _ in range(12)]
     told = await asyncio.gather(
-        *(submit(server, who, each, None) for each in asked), return_exceptions=True
+        *(submit(server, who, WantedTasks(each), None) for each in asked), return_exceptions=True
     )
     assert [isinstance(each, TooMany) for each in told].count(False) == 3
     assert desk.server.picture.state.queued_count == 6
@@ -257,7 +265,9 @@ async def test_who_goes_away_before_the_writing_began_has_submitted_nothing(desk
     assert isinstance(who, Caller)
     await desk.schedule()
     asked = [TaskRequest(command=["true"]) for _ in range(8)]
-    all_of_them = [asyncio.create_task(submit(desk.server, who, each, None)) for each in asked]
+    all_of_them = [
+        asyncio.create_task(submit(desk.server, who, WantedTasks(each), None)) for each in asked
+    ]
     await asyncio.sleep(0)
     for each in all_of_them[3:]:
         each.cancel()
@@ -280,7 +290,7 @@ async def test_what_comes_back_while_more_is_submitted_passes_no_quota(desk: Des
     asked = [TaskRequest(command=["true"]) for _ in range(2)]
     told = await asyncio.gather(
         agent.report(*back),
-        *(submit(desk.server, who, each, None) for each in asked),
+        *(submit(desk.server, who, WantedTasks(each), None) for each in asked),
         return_exceptions=True,
     )
     assert [isinstance(each, TooMany) for each in told[1:]] == [True, True]

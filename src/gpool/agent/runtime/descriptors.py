@@ -11,14 +11,9 @@ async def readable(descriptors: Sequence[int], within_s: float | None = None) ->
     """Wait for data or the end on one descriptor; False after `within_s` (None: no limit)."""
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[bool] = loop.create_future()
-
-    def tell(answer: bool) -> None:
-        if not ready.done():
-            ready.set_result(answer)
-
-    timer = loop.call_later(within_s, tell, False) if within_s is not None else None
+    timer = loop.call_later(within_s, _answer, ready, False) if within_s is not None else None
     for descriptor in descriptors:
-        loop.add_reader(descriptor, tell, True)
+        loop.add_reader(descriptor, _answer, ready, True)
     try:
         return await ready
     finally:
@@ -26,6 +21,50 @@ async def readable(descriptors: Sequence[int], within_s: float | None = None) ->
             loop.remove_reader(descriptor)
         if timer is not None:
             timer.cancel()
+
+
+class ReadWatch:
+    """One descriptor that stays registered with the loop from wait to wait, which `readable` pays for each time.
+
+    Data that comes while no coroutine waits ends the registration: the loop would report it in every iteration.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._loop: asyncio.AbstractEventLoop | None = None  # None: not registered
+        self._waiter: asyncio.Future[bool] | None = None
+
+    async def wait(self, within_s: float) -> bool:
+        """Wait for data or the end; False after `within_s`."""
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[bool] = loop.create_future()
+        self._waiter = waiter
+        if self._loop is None:
+            loop.add_reader(self._descriptor, self._tell)
+            self._loop = loop
+        timer = loop.call_later(within_s, _answer, waiter, False)
+        try:
+            return await waiter
+        finally:
+            self._waiter = None
+            timer.cancel()
+
+    def close(self) -> None:
+        """End the registration, before the descriptor is closed."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._descriptor)
+            self._loop = None
+
+    def _tell(self) -> None:
+        if self._waiter is None:
+            self.close()
+        else:
+            _answer(self._waiter, True)
+
+
+def _answer(waiter: asyncio.Future[bool], answer: bool) -> None:
+    if not waiter.done():
+        waiter.set_result(answer)
 
 
 async def writable(descriptor: int) -> None:

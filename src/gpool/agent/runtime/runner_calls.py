@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpool.agent.runtime.bubblewrap.launcher_client import ProcessExit, StartedProcess
-from gpool.agent.runtime.descriptors import close_all, readable, writable
+from gpool.agent.runtime.descriptors import ReadWatch, close_all, readable, writable
 from gpool.agent.runtime.protocol import (
     BadOutput,
     CallAnswer,
@@ -213,6 +213,7 @@ class RunnerClient:
         self._calls = calls
         self._files = files
         self._hooks = hooks
+        self._watch = ReadWatch(reader.answers)
         self._waiting: deque[int] = deque()  # numbers sent and not answered
         self._writing = asyncio.Lock()
         self._assigned = False
@@ -270,10 +271,13 @@ class RunnerClient:
                     continue
             if reader.over:
                 break
-            watched = [reader.answers]
             if live:
-                watched += [s.descriptor for s in reader.streams if not s.ended]
-            live = not await readable(watched, LIVE_AFTER_S if not live else None) or live
+                self._watch.close()  # one registration per descriptor
+                streams = [s.descriptor for s in reader.streams if not s.ended]
+                await readable([reader.answers, *streams])
+            else:
+                live = not await self._watch.wait(LIVE_AFTER_S)
+        self._watch.close()
         if not reader.broken:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(EXIT_WITHIN_S):
@@ -300,6 +304,7 @@ class RunnerClient:
         self._closed = self._reader.over = True
         await self._started.kill()
         await self.ended()
+        self._watch.close()
         close_all((self._calls, *self._reader.descriptors))
         self._files.close()
         await asyncio.to_thread(self._hooks.place.remove)

@@ -20,7 +20,7 @@ from gpool.core.permissions import Action
 from gpool.server.api.endpoints import Endpoint, action_of
 from gpool.server.api.problems import problem
 from gpool.server.http import MAX_HEAD_BYTES
-from gpool.server.identity.authorization import SIGN_IN, gate
+from gpool.server.identity.authorization import SIGN_IN, USER_PREFIX, gate
 from gpool.server.identity.throttle import Guard, RouteClass
 from gpool.server.server import Server
 from gpool.server.store.identity_values import Caller
@@ -180,9 +180,10 @@ async def caller_if_any(connection: HTTPConnection) -> Caller | NodeCredentials 
     if scheme.lower() != "bearer":
         server.guard.count_unknown_key(address_of(connection))
     else:
-        if server.credentials.remembers(secret):
-            found = await server.credentials.who(secret)
-        else:  # costs a store read, so guesses of unknown keys are rate limited
+        found = server.credentials.remembered(secret)
+        if found is None and not secret.startswith(USER_PREFIX):
+            found = await server.credentials.who(secret)  # a token: its signature is checked first
+        elif found is None:  # costs a store read, so guesses of unknown keys are rate limited
             server.guard.count_unknown_key(address_of(connection))
             found = await server.credentials.who(secret)
             if found is not None:

@@ -20,7 +20,7 @@ from gpool.observability.logs import get_logger
 from gpool.server.api.callers import KNOWN, address_of, is_draining, server_of
 from gpool.server.api.endpoints import EndpointRouter
 from gpool.server.api.problems import problem
-from gpool.server.http import PROVEN
+from gpool.server.http import PROVEN, WRITE_FRAME
 from gpool.server.identity.node_proofs import JOIN_AGAIN
 from gpool.server.identity.throttle import RouteClass
 from gpool.server.nodes.connection import NodeChannel
@@ -38,6 +38,7 @@ from gpool.wire.frames import (
     MAX_PROOF_BYTES,
     NODE_HEADER,
     FromServer,
+    Grants,
     Malformed,
     Refused,
     decode_any_from_agent,
@@ -61,14 +62,23 @@ PROVE_WITHIN_S = 10.0
 
 
 class _Outbox:
+    """Sends frames in order. Grants are written at once if no other frame waits: a task's start must not wait for the
+    work of the loop's current iteration.
+    """
+
     def __init__(self, socket: WebSocket) -> None:
         self._socket = socket
+        self._write: Callable[[bytes], bool] = socket.scope.get("extensions", {}).get(
+            WRITE_FRAME, lambda _: False
+        )
         self._waiting: deque[bytes | None] = deque()
         self._more = asyncio.Event()
         self._bytes = 0
 
     def put(self, frame: FromServer) -> None:
         data = encode(frame)
+        if type(frame) is Grants and not self._waiting and self._write(data):
+            return
         self._bytes += len(data)
         self._waiting.append(data)
         if isinstance(frame, Refused) or self._bytes > MAX_WAITING_BYTES:
@@ -78,11 +88,13 @@ class _Outbox:
     async def send_all(self) -> None:
         while True:
             while self._waiting:
-                data = self._waiting.popleft()
+                data = self._waiting[0]  # stays until it is sent, so that no frame overtakes it
                 if data is None:
                     await self._socket.close()
                     return
-                await self._socket.send_bytes(data)
+                if not self._write(data):
+                    await self._socket.send_bytes(data)
+                self._waiting.popleft()
                 self._bytes -= len(data)
             self._more.clear()
             await self._more.wait()

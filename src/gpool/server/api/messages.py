@@ -61,7 +61,7 @@ TEAM = Annotated[str, Path(description="Team id, tm-…")]
 # ---- requests
 
 
-async def _body_of(request: Request, limit: int, held: AsyncExitStack) -> bytes:
+async def body_of(request: Request, limit: int, held: AsyncExitStack) -> bytes:
     """The whole body; `TooLarge` past `limit`, before reading if Content-Length says so.
 
     Until `callers` has authenticated the caller, at most `MAX_ANONYMOUS_BODY_BYTES` are read. A large body of a caller
@@ -93,13 +93,17 @@ async def document_of(
     request: Request, model: type[M], limit: int = MAX_SMALL_BODY_BYTES
 ) -> tuple[M, Once | None]:
     async with AsyncExitStack() as held:
-        content = await _body_of(request, limit, held)
-        if len(content) <= PARSED_ON_LOOP_BYTES:
-            found = parsed(model, content)
-        else:  # one at a time: pydantic keeps the interpreter's lock, and the loop must get it in between
-            await held.enter_async_context(server_of(request).turns.parsing)
-            found = await asyncio.to_thread(parsed, model, content)
+        content = await body_of(request, limit, held)
+        found = await parsed_body(request, model, content, held)
     return found, once_of(request, content)
+
+
+async def parsed_body(request: Request, model: type[M], content: bytes, held: AsyncExitStack) -> M:
+    if len(content) <= PARSED_ON_LOOP_BYTES:
+        return parsed(model, content)
+    # one at a time: pydantic keeps the interpreter's lock, and the loop must get it in between
+    await held.enter_async_context(server_of(request).turns.parsing)
+    return await asyncio.to_thread(parsed, model, content)
 
 
 def once_of(request: Request, raw: bytes = b"") -> Once | None:

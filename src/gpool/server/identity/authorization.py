@@ -75,6 +75,17 @@ class Credentials:
         self._known: dict[str, _CachedCaller] = {}
         self._used: dict[int, Instant] = {}
 
+    def remembered(self, secret: str) -> Caller | None:
+        """Caller of a key that was looked up lately; None: ask `who`."""
+        if not secret.startswith(USER_PREFIX):
+            return None
+        known, now = self._known.get(hashed(secret)), self._now()
+        if known is None or known.until <= now:
+            return None
+        if known.who.key is not None:
+            self._used[known.who.key] = now
+        return known.who
+
     async def who(self, secret: str) -> Caller | None:
         if not secret.startswith(USER_PREFIX):
             return await self._by_token(secret)
@@ -117,13 +128,6 @@ class Credentials:
     def used_keys(self) -> list[tuple[int, Instant]]:
         used, self._used = self._used, {}
         return list(used.items())
-
-    def remembers(self, secret: str) -> bool:
-        """Whether `who` needs no read of the store for an unknown secret."""
-        if not secret.startswith(USER_PREFIX):
-            return True  # a token: its signature is checked first
-        known = self._known.get(hashed(secret))
-        return known is not None and known.until > self._now()
 
     def forget(self) -> None:
         self._known.clear()

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from gpool.core.errors import Invalid
-from gpool.core.ids import NodeId
+from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import (
     INLINE_LIMIT_BYTES,
     KIB,
@@ -31,7 +31,8 @@ from gpool.server.store.batching import WriteBatcher
 from gpool.server.store.operations.leases import leases
 from gpool.server.store.operations.tasks.storage import NO_LIMITS, StorageLimits
 from gpool.server.store.protocol import Operation, brief
-from gpool.server.store.values import Recording
+from gpool.server.store.values import BatchResult, Recording
+from gpool.server.wakeups import AwaitedResults
 from gpool.wire.frames import MAX_SPEC_BYTES, Checkpointed, Finished, Hold, LogChunk, ReportItem
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -238,7 +239,7 @@ class _ReportFrame:
 
 
 class ReportBatches:
-    """`limits`: default storage quotas of the tasks' owners."""
+    """`limits`: default storage quotas of the tasks' owners. `awaited` receives results before they are published."""
 
     def __init__(
         self,
@@ -247,6 +248,7 @@ class ReportBatches:
         limits: StorageLimits = NO_LIMITS,
     ) -> None:
         self._write, self._absorb, self._limits = write, absorb, limits
+        self.awaited = AwaitedResults[BatchResult]()
         self._frames = WriteBatcher(self._record, self._fold)
         self._beats = WriteBatcher(self._beat, lambda _, drops: drops)
 
@@ -266,9 +268,18 @@ class ReportBatches:
     async def _record(self, group: Sequence[_ReportFrame]) -> Recording:
         frames = [(each.node, each.items) for each in group]
         rows = sum(len(each.items) for each in group)
-        return await self._write(brief(leases.record(frames, group[-1].at, self._limits), rows))
+        awaited: list[TaskId] = []
+        if self.awaited:
+            ended = (
+                TaskId(item.task) for _, items in frames for item in items if type(item) is Finished
+            )
+            awaited = [task for task in ended if task in self.awaited]
+        recording = leases.record(frames, group[-1].at, self._limits, awaited)
+        return await self._write(brief(recording, rows))
 
     def _fold(self, group: Sequence[_ReportFrame], recording: Recording) -> list[tuple[Hold, ...]]:
+        for result in recording.results:
+            self.awaited.put(result.task, result)
         self._absorb(recording)
         return [_refused(frame, recording) for frame in group]
 

@@ -7,17 +7,15 @@ order. A rebuild reads through the writer: its rows contain all earlier commits.
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
+import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
 from gpool.core.errors import GpoolError
 from gpool.core.ids import NodeId, SpecId, TaskId
-from gpool.core.model import SECOND, Instant, Merit, Node, Shape, Span
+from gpool.core.model import Instant, Merit, Node, Shape, Span
 from gpool.core.scheduler.order.limits import GpuLimits
-from gpool.core.scheduler.predict.run_times import model_of
 from gpool.core.scheduler.state.events import (
     Event,
     Leased,
@@ -39,6 +37,14 @@ from gpool.server.scheduling.backoff import RejectedPlans
 from gpool.server.scheduling.delivery import SpecCache
 from gpool.server.scheduling.learning import Forecasts
 from gpool.server.scheduling.policy import ActivePolicy
+from gpool.server.scheduling.recordings import (
+    ObservedRunTimes,
+    attained_by,
+    count_recording,
+    count_starts,
+    run_times_of,
+    topics_of,
+)
 from gpool.server.store.operations import rules as usage_operations
 from gpool.server.store.operations.leases import leases
 from gpool.server.store.operations.tasks.submissions import Submission, SubmittedTasks
@@ -187,13 +193,19 @@ class StatePicture:
             log.exception("an event contradicts the scheduling state; rebuilding it from the store")
             self.invalidate()
 
-    def add_submission(self, submitted: SubmittedTasks, submission: Submission) -> None:
-        """Fold new tasks. The caller wakes the next pass (`changed`) unless it starts them itself."""
+    def add_submission(
+        self, submitted: SubmittedTasks, submission: Submission, *, is_queued: bool = False
+    ) -> None:
+        """Fold new tasks, unless a proposal has queued them.
+
+        The caller wakes the next pass (`changed`) unless it starts them itself.
+        """
         shape = self.specs.add(submitted.spec_id, submission)
         at = submission.at
-        self.fold(
-            TasksQueued(shape, tuple([QueuedTask(task.id, 0, at) for task in submitted.tasks]))
-        )
+        if not is_queued:
+            self.fold(
+                TasksQueued(shape, tuple([QueuedTask(task.id, 0, at) for task in submitted.tasks]))
+            )
         self.forecasts.arrived(shape, at)
         self._metrics.submitted.inc(len(submitted.tasks))
 
@@ -203,36 +215,31 @@ class StatePicture:
             self.fold(TasksWithdrawn(recording.withdrawn))
             self.forecasts.gone(recording.withdrawn)
             self.rejected.forget(recording.withdrawn)
-        attained = _attained(self.state, recording) if recording.requeued else {}
+        attained = attained_by(self.state, recording) if recording.requeued else {}
         now = None if self._clock is None else self._clock()
         if recording.started and now is not None:
-            _count_starts(self._metrics, self.state, recording.started, now)
+            count_starts(self._metrics, self.state, recording.started, now)
         for node in self.nodes.count(recording, self.state.held, now):
             self.refresh_node(node)
+        ran: Sequence[ObservedRunTimes] = ()
         if recording.released:
-            if recording.ended:
-                self._observe_run_times(recording)
+            ran = run_times_of(self.state, recording)  # while their allocations are known
             self.fold(TasksReleased(recording.released, Instant(0) if now is None else now))
         if recording.requeued:
             self._requeue(recording, attained)
         if is_own:
-            _count(self._metrics, recording)
-        self._hub.publish(_topics(recording))
+            count_recording(self._metrics, recording)
+        self._hub.publish(topics_of(recording))
         self.nodes.stop(recording.to_stop, StopReason.CANCELLED)
         self.nodes.stop(recording.to_preempt, StopReason.PREEMPTED)
-        if recording.released or recording.requeued or recording.withdrawn:
+        is_freed = recording.released or recording.requeued or recording.withdrawn
+        if is_freed and (self.is_stale or self.waiting):
             self.changed.call()
+        if ran:  # statistics: requests that wait for these tasks are answered first
+            _soon(self._observe_run_times, ran)
 
-    def _observe_run_times(self, recording: Recording) -> None:
-        held = self.state.held
-        seen: dict[tuple[int, str], tuple[Shape, list[int]]] = {}
-        for ended in recording.ended:
-            line = held.get(ended.task)
-            if line is not None and ended.duration > 0:
-                model = model_of(self.state.nodes[line.node].node, line.allocation)
-                which = (id(line.shape), model)
-                seen.setdefault(which, (line.shape, []))[1].append(ended.duration)
-        for (_, model), (shape, durations) in seen.items():
+    def _observe_run_times(self, ran: Sequence[ObservedRunTimes]) -> None:
+        for shape, model, durations in ran:
             self.fold(RunTimesObserved(shape, len(durations), Span(sum(durations)), model))
             self.forecasts.ended(shape, durations)
 
@@ -321,60 +328,20 @@ class StatePicture:
         self.arriving += count
 
 
+def _soon(call: Callable[[T], None], argument: T) -> None:
+    """Call in the loop's next iteration; at once in a tool without a loop."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        call(argument)
+    else:
+        loop.call_soon(call, argument)
+
+
 def _queued_task(row: QueuedRow, shape: Shape, ran: Mapping[TaskId, Span]) -> QueuedTask:
     is_counted = row.epoch and shape.preemptible
     attained = ran.get(row.task, Span(0)) if is_counted else Span(0)
     return QueuedTask(row.task, row.epoch, row.queued_at, attained)
-
-
-def _attained(state: State, recording: Recording) -> dict[TaskId, Span]:
-    found = {}
-    for task in recording.requeued:
-        line = state.held.get(task.task)
-        lease = line.leases.get(task.task) if line is not None else None
-        if lease is not None:
-            found[task.task] = Span(lease.attained + task.ran)
-    return found
-
-
-def _topics(recording: Recording) -> set[int]:
-    topics: set[int] = set(recording.started)
-    topics.update(recording.logged, recording.released, recording.withdrawn, recording.noted)
-    for ended in recording.ended:
-        topics.add(ended.task)
-        topics.add(ended.batch)
-    return topics
-
-
-def _count_starts(metrics: Metrics, state: State, started: Sequence[TaskId], now: Instant) -> None:
-    agents = metrics.signals.agents
-    agents.starts.inc(len(started))
-    for task in started:
-        line = state.held.get(task)
-        if (
-            line is not None and line.count == 1 and line.since
-        ):  # else it queued behind other leases
-            agents.start_time.observe(max(0, now - line.since) / SECOND)
-
-
-def _count(metrics: Metrics, recording: Recording) -> None:
-    if recording.ended and log.isEnabledFor(logging.DEBUG):
-        for end in recording.ended:
-            log.debug("task ended", task=end.task, outcome=end.status.value)
-    for status, count in Counter(ended.status for ended in recording.ended).items():
-        metrics.ended.labels(str(status)).inc(count)
-    observe = metrics.signals.planner.runs.observe
-    for ended in recording.ended:
-        if ended.duration > 0:
-            observe(ended.duration / SECOND)
-    for task in recording.requeued:
-        metrics.requeued.labels(task.reason.value).inc()
-        if task.fault is not None:
-            metrics.signals.agents.failed_starts.labels(task.fault.value).inc()
-    for hold in recording.unusable:
-        log.warning("checkpoint rejected", task=hold.task, epoch=hold.epoch)
-    if recording.refused:
-        metrics.refused.inc(len(recording.refused))
 
 
 def _holders(rows: Picture) -> Iterator[NodeId]:

@@ -45,8 +45,9 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Starts of tasks that are about to be written, on the picture of `term`."""
+    """Starts of tasks that are about to be written, on the picture of `term`. `tasks` are in its queue already."""
 
+    tasks: tuple[TaskId, ...]
     places: tuple[Placement, ...]
     term: int
     at: Instant
@@ -114,8 +115,8 @@ class Scheduler:
     def propose(self, submissions: Sequence[Submission], now: Instant) -> Proposal | None:
         """Plan tasks that are not yet written, if no task waits. The caller holds `planning` until `accept`.
 
-        None: they wait for a pass, as do gangs, tasks with secrets and tasks that must preempt others. The picture is
-        left as it was: it contains committed tasks only.
+        None: they wait for a pass, as do gangs, tasks with secrets and tasks that must preempt others; the picture is
+        as it was. The queue contains the tasks of a proposal until it is accepted or withdrawn; no pass runs meanwhile.
         """
         picture, state = self._picture, self._picture.state
         if picture.is_stale or picture.waiting or not picture.term:
@@ -128,15 +129,20 @@ class Scheduler:
             state.fold(TasksQueued(shape_of(each.spec, each.user, each.team), tasks))
             proposed += [task.id for task in tasks]
         decided = self._plan(now)
-        state.fold(TasksWithdrawn(tuple(proposed)))
+        proposal = Proposal(tuple(proposed), decided.places, picture.term, now)
         if decided.preemptions or not decided.places:
+            self.withdraw(proposal.tasks)
             return None
-        return Proposal(decided.places, picture.term, now)
+        return proposal
+
+    def withdraw(self, tasks: tuple[TaskId, ...]) -> None:
+        """Remove tasks of a proposal that were not written."""
+        self._picture.fold(TasksWithdrawn(tasks))
 
     def accept(self, proposal: Proposal, applied: AppliedPlan) -> int:
-        """Fold and deliver the starts of a written proposal, after its submissions were folded."""
+        """Deliver and fold the starts of a written proposal, after its submissions were added."""
+        self._send(applied.lines, {}, {})  # first: the node runs them while the rest is folded
         self._fold(proposal.places, applied, proposal.at)
-        self._send(applied.lines, {}, {})
         granted = sum(len(line.leases) for line in applied.lines)
         self._metrics.granted.inc(granted)
         return granted

@@ -214,6 +214,7 @@ class Recording:
     refused: tuple[
         tuple[NodeId, Hold], ...
     ] = ()  # reported at an old epoch, or for another node's lease
+    results: tuple[BatchResult, ...] = ()  # of those ended tasks that a request waits for
 
 
 # ---- queries

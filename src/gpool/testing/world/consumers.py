@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from gpool.core.errors import Unreachable
 from gpool.core.ids import BatchId, TaskId, decode, encode
 from gpool.server.actions.tasks import query, submit
+from gpool.server.actions.tasks.repeated import WantedTasks
 from gpool.server.server import Once, Server
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.values import User
@@ -169,7 +170,7 @@ class Consumer:
             await self._cancel(planned, batch, tasks)
         if planned.asks_twice:
             again = await self._persist(
-                lambda s: submit.submit(s, self._user, planned.request, planned.once)
+                lambda s: submit.submit(s, self._user, WantedTasks(planned.request), planned.once)
             )
             if again.body != accepted.body:
                 self._around.fail(f"{planned.name}: the same key was answered differently")
@@ -181,7 +182,7 @@ class Consumer:
         self._around.oracle.submission_begins(name, count, request.nodes)
 
         def work(server: Server) -> Coroutine[Any, Any, submit.Accepted]:
-            return submit.submit(server, self._user, request, once)
+            return submit.submit(server, self._user, WantedTasks(request), once)
 
         self._tell("submits", name, count)
         accepted = await (

@@ -40,7 +40,7 @@ _PREEMPTION_WORK = 10_000  # about microseconds
 _HELPED_TENANTS = 8
 
 
-_UNRANKED = Rank(WITHIN, ())
+UNRANKED = Rank(WITHIN, ())
 
 
 class QueueCursor:
@@ -51,7 +51,7 @@ class QueueCursor:
         self.left = entry.queue.size
         self.head: TaskQueueEntry = entry.queue.front()
         self.is_blocked = False  # by a GPU limit, or waiting for inputs: more room would not help
-        self.rank = _UNRANKED
+        self.rank = UNRANKED
         self.ranked_at = 0  # number of the ledger's last change when the rank was computed
         self._entries: Iterator[TaskQueueEntry] | None = None  # made when it is first taken from
 

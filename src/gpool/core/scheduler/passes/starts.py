@@ -28,6 +28,7 @@ from gpool.core.model import Instant
 from gpool.core.scheduler.order.orders import Rank
 from gpool.core.scheduler.passes.context import (
     SEARCHES_IN_ROTATION,
+    UNRANKED,
     PassContext,
     QueueCursor,
     allocate,
@@ -91,8 +92,9 @@ def look(ctx: PassContext) -> list[QueueCursor]:
     queues, turn = ctx.state.queues, ctx.state.history.passes
     entries = queues.in_view(MAX_SHAPES, SEARCHES_IN_ROTATION, turn)
     cursors = [QueueCursor(entry) for entry in entries]
-    for cursor in cursors:
-        cursor.set_rank(rank_of(ctx, cursor), ctx.tenants.changes)
+    if len(cursors) > 1 or ctx.state.pins:  # one alone: `_ranked`, if it cannot start
+        for cursor in cursors:
+            cursor.set_rank(rank_of(ctx, cursor), ctx.tenants.changes)
     if len(cursors) < queues.shape_count:
         ctx.draft.leave_rest()
     return cursors
@@ -121,7 +123,7 @@ def start(
             waiting.append(cursor)
             heappop(heap)
             continue
-        if not start_next(ctx, cursor, awaited) and not preempt_for(ctx, cursor):
+        if not start_next(ctx, cursor, awaited) and not preempt_for(ctx, _ranked(ctx, cursor)):
             waiting.append(cursor)
             reserve_for(ctx, cursor, contention)
             heappop(heap)
@@ -135,6 +137,13 @@ def start(
     while heap:
         waiting.append(heappop(heap).cursor)
     return waiting
+
+
+def _ranked(ctx: PassContext, cursor: QueueCursor) -> QueueCursor:
+    """Rank a shape that is alone in view: its start needs no rank, and computing it is a third of a small pass."""
+    if cursor.rank is UNRANKED:
+        cursor.set_rank(rank_of(ctx, cursor), ctx.tenants.changes)
+    return cursor
 
 
 def _may_be_deferred(ctx: PassContext, cursor: QueueCursor) -> bool:

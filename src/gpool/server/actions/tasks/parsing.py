@@ -13,6 +13,7 @@ from gpool.core.permissions import TeamId
 from gpool.core.specs.owners import ANYONE
 from gpool.observability.context import current_trace
 from gpool.server.actions.owners import accepted_owners
+from gpool.server.actions.tasks.repeated import WantedTasks
 from gpool.server.actions.tasks.specs import secrets_of, spec_of
 from gpool.server.identity.sealer import secret_place
 from gpool.server.server import Server
@@ -27,9 +28,12 @@ _MAX_BASE64 = (INLINE_LIMIT_BYTES + 2) // 3 * 4
 
 
 async def submission_of(
-    server: Server, who: Caller, request: TaskRequest, team: TeamId | None
+    server: Server, who: Caller, wanted: WantedTasks, team: TeamId | None
 ) -> Submission:
-    spec = spec_of(request)
+    request, spec = wanted.request, wanted.spec
+    if spec is None:
+        spec = spec_of(request)
+        server.repeated.keep(wanted, spec)
     if request.on is not None or spec.secrets or server.settings.default_on != ANYONE:
         on = await accepted_owners(server, who, request.on, has_secrets=bool(spec.secrets))
         spec = replace(spec, requirements=replace(spec.requirements, on=on))

@@ -143,8 +143,15 @@ async def wait_for_results(
     missing = set(awaited.tasks)
     after = 0
     with server.hub.subscription(awaited.batch) as changed:
-        if awaited.fresh and not await changed.wait(seconds):
-            return None
+        if awaited.fresh:
+            delivered = server.reports.awaited.expect(awaited.tasks)
+            try:
+                if not await changed.wait(seconds):
+                    return None
+            finally:
+                server.reports.awaited.forget(awaited.tasks)
+            if len(delivered) == len(missing):
+                return [delivered[id_] for id_ in awaited.tasks]
         while True:
             reading = operations.batch_results(awaited.batch, after, RESULT_ROWS)
             rows = await server.store.read(brief(reading, len(awaited.tasks)))

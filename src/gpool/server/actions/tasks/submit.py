@@ -20,6 +20,7 @@ from gpool.server.actions.quotas import most_queued, queue_quota_errors
 from gpool.server.actions.tasks.documents import encode_many
 from gpool.server.actions.tasks.parsing import submission_of
 from gpool.server.actions.tasks.query import acting_account
+from gpool.server.actions.tasks.repeated import WantedTasks
 from gpool.server.identity.authorization import batch_thing, permit
 from gpool.server.scheduling.scheduler import Proposal
 from gpool.server.server import Answered, Once, Server
@@ -34,7 +35,6 @@ from gpool.server.store.operations.tasks.submissions import (
 )
 from gpool.server.store.protocol import Operation, brief, operation
 from gpool.server.store.values import AppliedPlan
-from gpool.wire.documents import TaskRequest
 from gpool.wire.frames import weight_of
 
 log = get_logger(__name__)
@@ -92,11 +92,12 @@ class Accepted:
     fresh: bool
 
 
-async def submit(server: Server, who: Caller, request: TaskRequest, once: Once | None) -> Accepted:
+async def submit(server: Server, who: Caller, wanted: WantedTasks, once: Once | None) -> Accepted:
+    request = wanted.request
     team = None if request.team is None else TeamId(decode("team", request.team))
     thing = await acting_account(server, who, team)
     permit(who, Action.TASK_SUBMIT, thing, f"team {request.team}")
-    submission = await submission_of(server, who, request, team)
+    submission = await submission_of(server, who, wanted, team)
     if any(task.payload for task in submission.tasks):
         server.blobs.check_free()
     entry = _Pending(server, who, submission, once)
@@ -167,18 +168,23 @@ async def _write(group: Sequence[_Pending]) -> _Written:
     rows = sum(len(entry.submission.tasks) for entry in group)
     planning = server.scheduler.planning
     can_propose = rows <= GATHERED_TASKS and not planning.locked()
+    proposal = None
     try:
         async with planning if can_propose else nullcontext():
-            proposal = None
             if can_propose:
                 submissions = [entry.submission for entry in group]
                 proposal = server.scheduler.propose(submissions, server.now)
+            if proposal is not None:
+                for entry in group:
+                    entry.arrived()  # its tasks count as waiting
             writing = _submit_and_start(group, most_queued(server), proposal)
             written = await server.write(brief(writing, rows))
             is_written = True
             return written  # `_fold` is called before any other coroutine runs
     finally:
         if not is_written:
+            if proposal is not None:
+                server.scheduler.withdraw(proposal.tasks)
             _leave(group)
 
 
@@ -189,18 +195,21 @@ def _submit_and_start(
     outcomes = yield from _submit(group, most)
     is_fresh = any(isinstance(each, Answered) and each.value is not None for each in outcomes)
     if proposal is None or not is_fresh:
-        return _Written(outcomes)
+        return _Written(outcomes, proposal)
     return _Written(outcomes, proposal, (yield from proposal.write()))
 
 
 def _fold(group: Sequence[_Pending], written: _Written) -> list[_Outcome]:
     server, is_folded = group[0].server, False
     picture, added, granted = server.picture, 0, 0
+    is_queued = written.proposal is not None
     try:
         for entry, answered in zip(group, written.outcomes, strict=True):
             if isinstance(answered, Answered) and answered.value is not None:
-                picture.add_submission(answered.value, entry.submission)
+                picture.add_submission(answered.value, entry.submission, is_queued=is_queued)
                 added += len(answered.value.tasks)
+            elif is_queued:
+                server.scheduler.withdraw(tuple([task.id for task in entry.submission.tasks]))
         if written.proposal is not None and written.applied is not None:
             granted = server.scheduler.accept(written.proposal, written.applied)
         if granted < added:

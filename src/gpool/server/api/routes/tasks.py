@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from typing import Annotated
 
 from fastapi import Header, Query
@@ -15,6 +16,7 @@ from gpool.core.model import TaskStatus
 from gpool.core.permissions import Action, TeamId
 from gpool.server.actions import lending
 from gpool.server.actions.tasks import deletion, documents, explain, outputs, query
+from gpool.server.actions.tasks.repeated import WantedTasks, head_of
 from gpool.server.actions.tasks.submit import submit
 from gpool.server.api.callers import server_of, user_of
 from gpool.server.api.endpoints import NO_CONTENT, EndpointRouter, SuccessReply, action_of
@@ -26,9 +28,10 @@ from gpool.server.api.messages import (
     Limit,
     Wait,
     answer,
-    document_of,
+    body_of,
     no_content,
     once_of,
+    parsed_body,
     raw,
     stream,
     tagged,
@@ -76,8 +79,13 @@ async def submit_tasks(request: Request, wait: Wait = 0) -> Response:
     """Submit one task or a batch of tasks. With `wait`, answer with the results if all end in time."""
     server = server_of(request)
     who = await user_of(request, Action.TASK_SUBMIT)
-    wanted, once = await document_of(request, TaskRequest, MAX_BODY_BYTES)
-    accepted = await submit(server, who, wanted, once)
+    async with AsyncExitStack() as held:
+        content = await body_of(request, MAX_BODY_BYTES, held)
+        wanted = server.repeated.find(content)
+        if wanted is None:
+            parsed = await parsed_body(request, TaskRequest, content, held)
+            wanted = WantedTasks(parsed, None, head_of(content))
+    accepted = await submit(server, who, wanted, once_of(request, content))
     if wait > 0 and accepted.tasks:
         seconds = min(wait, server.settings.max_wait_s)
         awaited = query.Awaited(accepted.batch, accepted.tasks, accepted.fresh)

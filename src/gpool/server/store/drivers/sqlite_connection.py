@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import lru_cache
 from time import perf_counter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -31,6 +32,23 @@ def _has_blob(columns: Columns) -> bool:
 
 def _table(name: str, columns: Columns) -> str:
     return f"relation_{name}_" + "_".join(f"{column}_{kind[0]}" for column, kind in columns)
+
+
+@lru_cache(maxsize=512)
+def compiled_for_one(sql: str, relations: tuple[tuple[str, Columns], ...]) -> str:
+    """SQL with each relation as a subquery of one row whose values are parameters."""
+    for name, columns in relations:
+        picked = ", ".join(
+            f":{parameter} AS {column}"
+            for (column, _), parameter in zip(columns, _parameters(name, columns), strict=True)
+        )
+        sql = sql.replace("{" + name + "}", f"(SELECT {picked})")
+    return sql
+
+
+@lru_cache(maxsize=512)
+def _parameters(name: str, columns: Columns) -> tuple[str, ...]:
+    return tuple([f"row_{name}_{column}" for column, _ in columns])
 
 
 @lru_cache(maxsize=512)
@@ -112,10 +130,13 @@ class Connection:
     def execute(self, statement: Statement) -> list[Row]:
         if not statement.relations:
             return self._raw.execute(statement.sql, statement.parameters).fetchall()
-        signature = tuple(
-            (name, relation.columns) for name, relation in statement.relations.items()
-        )
+        relations = statement.relations
+        signature = tuple([(name, relation.columns) for name, relation in relations.items()])
         parameters = dict(statement.parameters)
+        if all(len(relation.rows) == 1 for relation in relations.values()):
+            with suppress(OverflowError):  # an integer past 64 bits equals no column's, as JSON
+                return self._execute_for_one(statement, signature, parameters)
+            parameters = dict(statement.parameters)
         filled = []
         for name, relation in statement.relations.items():
             if _has_blob(relation.columns):
@@ -126,6 +147,20 @@ class Connection:
         for table in filled:
             self._raw.execute(f"DELETE FROM temp.{table}")  # noqa: S608 - the name is a constant
         return rows
+
+    def _execute_for_one(
+        self,
+        statement: Statement,
+        signature: tuple[tuple[str, Columns], ...],
+        parameters: dict[str, Any],
+    ) -> list[Row]:
+        """Run a statement whose relations have one row each: neither JSON nor a temporary table is needed."""
+        for name, relation in statement.relations.items():
+            parameters.update(
+                zip(_parameters(name, relation.columns), relation.rows[0], strict=True)
+            )
+        sql = compiled_for_one(statement.sql, signature)
+        return self._raw.execute(sql, parameters).fetchall()
 
     def _fill(self, name: str, relation: Relation) -> str:
         table = _table(name, relation.columns)

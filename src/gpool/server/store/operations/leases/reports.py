@@ -7,8 +7,8 @@ repeats its reports until it knows that they are durable.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ from gpool.server.store.operations.leases.gangs import MemberReports, lose_membe
 from gpool.server.store.operations.leases.grants import is_current_term
 from gpool.server.store.operations.tasks.artifacts import NamedResult, keep_results
 from gpool.server.store.operations.tasks.progress import append_chunks, note_phases, save
+from gpool.server.store.operations.tasks.results import results_of
 from gpool.server.store.operations.tasks.storage import NO_LIMITS, StorageLimits
 from gpool.server.store.protocol import Operation, Relation, Statement, operation
 from gpool.server.store.rows import of_ids, select, values
@@ -166,9 +167,15 @@ class _LeaseReports:
 
 @operation
 def record(
-    frames: Sequence[Reports], at: Instant, limits: StorageLimits = NO_LIMITS
+    frames: Sequence[Reports],
+    at: Instant,
+    limits: StorageLimits = NO_LIMITS,
+    awaited: Collection[TaskId] = (),
 ) -> Operation[Recording]:
-    """Record reports. `limits`: default storage quotas of the tasks' owners, whose data over them is dropped."""
+    """Record reports. `limits`: default storage quotas of the tasks' owners, whose data over them is dropped.
+
+    `awaited`: tasks whose results are returned if they end, read while their pages are in the cache.
+    """
     items = [(node, item) for node, items in frames for item in items]
     refused = [
         (node, Hold(item.task, item.epoch))
@@ -205,7 +212,10 @@ def record(
         recordings.append((yield from _write_members(reports, at, limits)))
         if reports.rest:
             refused += yield from _refused(node, reports.rest)
-    return _merged(recordings, refused)
+    recording = _merged(recordings, refused)
+    if awaited:
+        return replace(recording, results=(yield from results_of(awaited)))
+    return recording
 
 
 @operation

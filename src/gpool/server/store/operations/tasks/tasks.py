@@ -23,6 +23,7 @@ from gpool.server.store.generated_rows import (
 )
 from gpool.server.store.operations.leases import gang_members
 from gpool.server.store.operations.leases.ends import take_sequences, target
+from gpool.server.store.operations.tasks.results import PRINTED, results
 from gpool.server.store.protocol import Operation, Relation, Row, Statement, operation
 from gpool.server.store.rows import (
     REASON,
@@ -87,28 +88,9 @@ class _AttemptNoteRow(NamedTuple):
     at: Instant
 
 
-class _Result(NamedTuple):
-    sequence: int
-    position: int
-    id: TaskId
-    status: str
-    reason: str
-    exit_code: int | None
-    value: bytes | None
-    value_sha256: str
-    error_text: str | None
-    printed: int
-
-
 class _StatusCount(NamedTuple):
     status: str
     tasks: int
-
-
-class _ResultNode(NamedTuple):
-    id: NodeId | None
-    name: str | None
-    owner_id: UserId | None
 
 
 class _Cancellable(NamedTuple):
@@ -370,10 +352,6 @@ def batch_counts(batch: BatchId) -> Operation[dict[TaskStatus, int]]:
     return {STATUS[row.status]: row.tasks for row in rows}
 
 
-PRINTED = "(t.log_sha256 <> '' OR EXISTS (SELECT 1 FROM log_heads h WHERE h.task_id = t.id))"
-"""SQL condition: the task has output."""
-
-
 @operation
 def has_printed(id: TaskId) -> Operation[bool]:
     found = yield from values(
@@ -386,31 +364,13 @@ def has_printed(id: TaskId) -> Operation[bool]:
 
 @operation
 def batch_results(batch: BatchId, after: int, limit: int) -> Operation[tuple[BatchResult, ...]]:
-    rows = yield from select_pairs(
-        _Result,
-        _ResultNode,
-        "SELECT t.sequence, t.position, t.id, t.status, t.reason, t.exit_code, t.value, t.value_sha256, t.error_text, "  # noqa: S608
-        f"CASE WHEN {PRINTED} THEN 1 ELSE 0 END, t.node_id, n.name, n.owner_id FROM tasks t LEFT JOIN nodes n ON n.id = t.node_id WHERE t.batch_id = :batch "
-        "AND t.sequence > :after AND t.sequence IS NOT NULL ORDER BY t.sequence LIMIT :limit",
-        {"batch": batch, "after": after, "limit": limit},
-    )
-    return tuple(
-        BatchResult(
-            row.sequence,
-            row.position,
-            row.id,
-            STATUS[row.status],
-            REASON[row.reason],
-            row.exit_code,
-            bytes(row.value or b""),
-            row.value_sha256,
-            row.error_text or "",
-            node.id,
-            node.name,
-            node.owner_id,
-            bool(row.printed),
+    return (
+        yield from results(
+            "tasks t",
+            "WHERE t.batch_id = :batch AND t.sequence > :after AND t.sequence IS NOT NULL "
+            "ORDER BY t.sequence LIMIT :limit",
+            {"batch": batch, "after": after, "limit": limit},
         )
-        for row, node in rows
     )
 
 
