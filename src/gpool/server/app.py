@@ -111,7 +111,13 @@ async def open_server(settings: Settings, clock: Clock | None = None) -> Server:
 
 async def _open_replica(settings: Settings, clock: Clock) -> Server:
     """Register this server beside others of its database, and try to lead."""
-    membership = Membership(settings.store_url, system_ids(clock).next(), settings.origin, VERSION)
+    membership = Membership(
+        settings.store_url,
+        system_ids(clock).next(),
+        settings.origin,
+        VERSION,
+        span(settings.replica_timeout_s),
+    )
     store = await membership.open_store()
     root_key = await _shared_root_key(settings, store, clock)
     server = wire(settings, store, clock, membership, root_key)

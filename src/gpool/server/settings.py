@@ -143,6 +143,11 @@ class Settings(BaseSettings):
         ge=0,
         description="The agent stops its tasks this much before its leases expire.",
     )
+    replica_timeout_s: float = Field(
+        default=8.0,
+        ge=3,
+        description="Time without a heartbeat after which another server of the same PostgreSQL database counts as dead, and a leader is replaced.",
+    )
     drain_s: float = Field(
         default=0.0,
         ge=0,

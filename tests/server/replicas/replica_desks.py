@@ -14,6 +14,7 @@ from gpool.server.replicas.follow import FollowChanges
 from gpool.server.replicas.membership import Membership
 from gpool.server.scheduling.loops import ExpireNodes
 from tests.server.server_desk import Desk, StoppedClock, open_desk
+from tests.tools.processes import PATIENCE_S
 
 LEASE_S = 30.0
 
@@ -50,6 +51,7 @@ async def replica_desks(
     """`settings` may contain `folders`: a data directory for each server, instead of one for all."""
     clock = StoppedClock()
     made: list[ReplicaDesk] = []
+    settings = {"replica_timeout_s": PATIENCE_S, **settings}  # the test beats by the stopped clock
     folders: list[Path] = settings.pop("folders", [data] * count)
     try:
         for folder in folders:

@@ -19,9 +19,6 @@ if TYPE_CHECKING:  # asyncpg is in the extra `postgres`
 
 log = get_logger(__name__)
 
-DEAD_AFTER = Span(8 * SECOND)
-"""Age of a replica's last heartbeat from which on it counts as dead, by the database's clock."""
-
 KEEP_CHANGES = Span(600 * SECOND)
 COALESCE_S = 0.005
 """Least time between two notifications of this replica."""
@@ -53,18 +50,18 @@ class SoleServer:
 
 
 class Membership:
-    """A server on PostgreSQL. `changed_leadership` is called in the event loop, after `leads` has changed."""
+    """A server on PostgreSQL. `dead_after`: age of a replica's heartbeat, by the database's clock, that counts as death."""
 
-    def __init__(self, url: str, id_: int, address: str, version: str) -> None:
+    def __init__(self, url: str, id_: int, address: str, version: str, dead_after: Span) -> None:
         self.id = id_
         self.slot = 0
         self.reign = 0
         self.wake = Wake()  # of the loop that reads the feed
         self.others: Mapping[int, Span] = {}  # by replica: time since its last heartbeat
-        self._url, self._address, self._version = url, address, version
+        self._url, self._dead_after = url, dead_after
         driver = import_module("gpool.server.store.drivers.postgres_replica")
         self._link: ReplicaLink = driver.ReplicaLink(url, self.wake.call)
-        self._lock: LeaderLock = driver.LeaderLock(url, DEAD_AFTER, self._turned, self._turned)
+        self._lock: LeaderLock = driver.LeaderLock(url, dead_after, self._turned, self._turned)
         self._identity = driver.ReplicaIdentity(id_, address, version)
         self._turn: Callable[[], None] = lambda: None
         self._unnotified = asyncio.Event()
@@ -118,7 +115,7 @@ class Membership:
 
     @property
     def dead(self) -> list[int]:
-        return [id_ for id_, silent in self.others.items() if silent > DEAD_AFTER]
+        return [id_ for id_, silent in self.others.items() if silent > self._dead_after]
 
     async def horizon(self) -> int:
         return await self._link.horizon()
