@@ -14,7 +14,7 @@ from gpool.core.permissions import Role, TeamId
 from gpool.server.actions.quotas import set_quota
 from gpool.server.actions.tasks.repeated import WantedTasks
 from gpool.server.actions.tasks.submit import submit
-from gpool.server.app import open_server
+from gpool.server.app import close_server, open_server
 from gpool.server.identity import authorization
 from gpool.server.server import Server
 from gpool.server.settings import Settings
@@ -50,8 +50,7 @@ class Crowd:
 
     async def close(self) -> None:
         for server in self.servers:
-            await server.identity.close()
-            await server.store.close()
+            await close_server(server)
 
     async def ask(self, asked: list[TaskRequest]) -> list[bool]:
         """Dealt out to the servers, all at once: which were taken."""

@@ -446,7 +446,7 @@ class Pool:
     def results(self, batch: str) -> list[dict[str, Any]]:
         """Every result of a finished batch, in the order the server accepted them."""
         answer = self.ask("GET", f"/v1/batches/{batch}/results")
-        return [json.loads(line) for line in answer.iter_lines()]
+        return [json.loads(line) for line in answer.iter_lines() if line]
 
     def program(self, source: str) -> Generator[str, None, None]:
         """Runs a consumer's Python program and gives its lines as it prints them."""

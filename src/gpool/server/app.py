@@ -271,11 +271,16 @@ async def running(server: Server) -> AsyncIterator[Server]:
         await runner.stop()
         for connection in server.nodes.connections:
             connection.refuse("unreachable", "the server is stopping; connect again", retry=True)
-        if isinstance(server.replica, Membership):
-            await server.replica.stop()
-        await server.identity.close()
-        await server.blobs.close()
-        await server.store.close()
+        await close_server(server)
+
+
+async def close_server(server: Server) -> None:
+    """Close an opened server whose loops do not run."""
+    if isinstance(server.replica, Membership):
+        await server.replica.stop()
+    await server.identity.close()
+    await server.blobs.close()
+    await server.store.close()
 
 
 async def drain(app: FastAPI, server: Server) -> None:

@@ -45,7 +45,7 @@ async def refuse_shared_sessions(url: str, within_s: float = 5.0) -> None:
         except (asyncpg.PostgresError, asyncpg.InterfaceError) as error:
             fault = f"refused a transaction ({error})"
     finally:
-        first.terminate()
+        await _close(first, within_s)
     raise Invalid(_REFUSAL.format(fault=fault))
 
 
@@ -62,3 +62,10 @@ async def _is_kept(first: Any, backend: int, url: str) -> bool:
 
 async def _backend(connection: Any) -> int:
     return int(await connection.fetchval("SELECT pg_backend_pid()"))
+
+
+async def _close(connection: Any, within_s: float) -> None:
+    try:
+        await connection.close(timeout=within_s)
+    except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError):
+        connection.terminate()
