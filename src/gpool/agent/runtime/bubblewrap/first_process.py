@@ -156,6 +156,9 @@ class FirstProcess:
             for kind, limit in order["limits"]:
                 if kind != resource.RLIMIT_DATA:  # root may raise them; Python here needs data
                     resource.setrlimit(kind, (limit, limit))
+            if order["cpus"]:
+                with contextlib.suppress(OSError):  # they are offline by now: any CPU will do
+                    os.sched_setaffinity(0, order["cpus"])
             self._drop(order["uid"])
             kernel.prctl("death signal", kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
             if orphaned(report):

@@ -206,7 +206,7 @@ class LauncherProcess:
         report_end, given_end = os.pipe()
         quiet = os.open(os.devnull, os.O_RDWR)
         order = {"argv": ["/usr/bin/true"], "cwd": "/", "uid": uid, "limits": [], "trees": []}
-        order |= {"groups": [], "refused": "", "landlock": None}
+        order |= {"groups": [], "refused": "", "landlock": None, "cpus": []}
         order |= {"tmpfs_bytes": 1 << 20, "variables_at": 3}
         try:
             given = [quiet, quiet, quiet, variables, given_end]

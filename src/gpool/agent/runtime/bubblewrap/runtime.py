@@ -312,6 +312,7 @@ class BubblewrapRuntime(PlainRuntime):
             uid=slot.uid,
             groups=slot.group.joins if slot.group is not None else (),
             limits=self._rlimits(job.limits),
+            cpus=pinned_cpus(self._gpus, job.slices, job.limits.cpu_milli, self._numa),
             cwd="/work",
             prepared=PreparedOrder(
                 self._arguments.trees(place, job),
