@@ -47,6 +47,7 @@ from tests.core.scheduler.state.builders import NOW, a_node, a_shape, a_state, h
 
 HOUR = 3600 * SECOND
 LATER = Instant(NOW + HOUR)
+MINUTE_BEFORE = Instant(LATER - 60 * SECOND)  # the cost of a restart: who waits less stops nobody
 T4, A10G = "Tesla T4", "NVIDIA A10G"
 SLICE = (GpuRequest(vram_bytes=4 * GIB),)
 
@@ -280,7 +281,7 @@ def test_the_cheapest_whole_set_of_one_site_stops_for_a_gang() -> None:
     write(state, plan(state, NOW))
     sites = {state.nodes[state.held[TaskId(id_)].node].node.offer.site for id_ in (1, 2)}  # type: ignore[union-attr]
     assert len(sites) == 1
-    submit(state, a_gang(2, 2, preemptible=True, group="new"), 5, at=LATER)
+    submit(state, a_gang(2, 2, preemptible=True, group="new"), 5, at=MINUTE_BEFORE)
     decided = plan(state, LATER)
     assert {each.task for each in decided.preemptions} == {3, 4}
     assert {each.beneficiary for each in decided.preemptions} == {5}
@@ -300,7 +301,7 @@ def test_a_gang_that_stops_counts_once_for_all_its_nodes() -> None:
     submit(state, a_gang(1, 2, preemptible=True, group="a"), 2)
     submit(state, a_gang(1, 2, preemptible=False, group="b"), 3)
     write(state, plan(state, NOW))
-    submit(state, a_gang(2, 2, preemptible=True, group="new"), 4, at=LATER)
+    submit(state, a_gang(2, 2, preemptible=True, group="new"), 4, at=MINUTE_BEFORE)
     # four GPUs of the gang on both its nodes, rather than two of a single task and four of the gang
     assert [each.task for each in plan(state, LATER).preemptions] == [1]
 
