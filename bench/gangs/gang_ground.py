@@ -19,6 +19,7 @@ from gpool.server.nodes.connection import NodeChannel
 from gpool.server.nodes.registry import NodeRegistry
 from gpool.server.nodes.reports import ReportBatches
 from gpool.server.nodes.telemetry import Telemetry
+from gpool.server.replicas.membership import SoleServer
 from gpool.server.scheduling.picture import StatePicture
 from gpool.server.scheduling.policy import ActivePolicy
 from gpool.server.scheduling.scheduler import Scheduler
@@ -127,7 +128,9 @@ class Desk:
     scheduler: Scheduler
     reports: ReportBatches
     time: Time
+    metrics: Metrics
     examiner: None = None
+    replica: SoleServer = field(default_factory=SoleServer)
     telemetry: Telemetry = field(default_factory=Telemetry)
 
     @property
@@ -189,6 +192,7 @@ class Ground:
             Scheduler(picture, self.sealer, self.metrics),
             ReportBatches(picture.write, picture.absorb),
             self.time,
+            self.metrics,
         )
 
     def _greet(self, number: int) -> None:

@@ -11,8 +11,9 @@ from urllib.parse import quote, urlencode
 import pytest
 
 from gpool.core.errors import Unreachable
+from gpool.core.model import SECOND, Span
+from gpool.server.replicas.membership import Membership
 from gpool.server.store import open_store
-from gpool.server.store.drivers.opening import lock_for_serving
 from gpool.server.store.operations.identity import users
 from tests.tools.tls_postgres import PASSWORD, USER, Authority, authority, tls_postgres
 
@@ -36,18 +37,20 @@ def url(port: int, host: str, mode: str, root: Path | None = None) -> str:
 
 async def _used(address: str) -> list[bool]:
     """Open the store as a server does, use it, and return whether each of its connections is encrypted."""
-    async with lock_for_serving(address, 5.0):
-        store = await open_store(address)
-        try:
-            assert await store.read(users.user_by_name("nobody")) is None
-            connection = await import_module("asyncpg").connect(address)
-            rows = await connection.fetch(
-                "SELECT s.ssl FROM pg_stat_ssl s JOIN pg_stat_activity a ON a.pid = s.pid "
-                "WHERE a.usename IS NOT NULL AND a.datname IS NOT NULL"
-            )
-            await connection.close()
-        finally:
-            await store.close()
+    membership = Membership(address, 1, "https://pool.example", "test", Span(8 * SECOND))
+    store = await membership.open_store()
+    try:
+        await membership.start(lambda: None)
+        assert await store.read(users.user_by_name("nobody")) is None
+        connection = await import_module("asyncpg").connect(address)
+        rows = await connection.fetch(
+            "SELECT s.ssl FROM pg_stat_ssl s JOIN pg_stat_activity a ON a.pid = s.pid "
+            "WHERE a.usename IS NOT NULL AND a.datname IS NOT NULL"
+        )
+        await connection.close()
+    finally:
+        await membership.stop()
+        await store.close()
     return [row["ssl"] for row in rows]
 
 
