@@ -54,6 +54,7 @@ from tests.tools.runtimes import PATIENCE_S
 
 NODE, SERVER, TOKEN = "n-0000000000001", "pool-of-the-test", "the node's token"
 KEY = a_key()
+NOT_SIGNED_IN = '{"code": "not_signed_in", "detail": "no"}'
 AT_S = 1_900_000_000
 """The server's time; nobody else's clock shows it."""
 
@@ -105,10 +106,10 @@ class Desk:
     def artifact(self, connection: ServerConnection, request: Request) -> Response | None:
         if request.path == CHANNEL_PATH:
             known = request.headers.get(NODE_HEADER) == NODE
-            return None if known else connection.respond(HTTPStatus.UNAUTHORIZED, "no")
+            return None if known else connection.respond(HTTPStatus.UNAUTHORIZED, NOT_SIGNED_IN)
         if not self.is_vouched_for(request):
             self.unproven += 1
-            return connection.respond(HTTPStatus.UNAUTHORIZED, "no")
+            return connection.respond(HTTPStatus.UNAUTHORIZED, NOT_SIGNED_IN)
         data = self.artifacts.get(request.path.rsplit("/", 1)[1])
         if data is None:
             return connection.respond(HTTPStatus.NOT_FOUND, "no such artifact")
