@@ -24,6 +24,8 @@ from tests.tools.processes import PATIENCE_S
 
 CHECKS = [not_a_server_error, response_schema_conformance, status_code_conformance]
 ROOMS = ("auth", "users", "me", "keys", "wallets", "sessions", "teams")
+STREAMS = r"/(results|logs|events)$"
+"""Routes that answer until the task has ended, which none does without a node."""
 HURRIED = settings(
     max_examples=5,
     deadline=None,
@@ -76,7 +78,8 @@ def test_no_input_makes_an_account_route_fail_or_answer_off_schema(data: Path) -
 def test_sequences_of_calls_never_make_the_server_fail(data: Path) -> None:
     with serving(data, max_wait_s=0.01) as live:
         headers = people(live)["operator"]
-        schema = schemathesis.openapi.from_url(f"{live.url}/openapi.json", timeout=PATIENCE_S)
+        whole = schemathesis.openapi.from_url(f"{live.url}/openapi.json", timeout=PATIENCE_S)
+        schema = whole.exclude(path_regex=STREAMS)
 
         called: list[int] = []
 
