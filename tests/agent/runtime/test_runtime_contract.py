@@ -386,7 +386,7 @@ def test_lines_printed_before_a_kill_are_in_the_output(kind: str, tmp_path: Path
         data = b""
         async for _, part in sandbox.output():
             data += part
-            if b"epoch 2" in data:
+            if b"epoch 2\n" in data:
                 await sandbox.kill()
         await sandbox.remove()
         return data
