@@ -48,7 +48,7 @@ class Images:
             return int(api.inspect_image(name)["Size"])
 
     def output(self, image: str, *command: str) -> str:
-        """Of a container without network, as the image's own user."""
+        """Run the command in a container without network, as the image's own user."""
         with docker_client(self.engine) as api:
             settings = api.create_host_config(**{**CONFINED, "network_mode": "none"})
             made = api.create_container(

@@ -76,7 +76,7 @@ class Policy:
 
 
 class Promotion(IntEnum):
-    """Of a starving task (`order.promotion`)."""
+    """Degree to which a starving task is promoted (`order.promotion`)."""
 
     FIRST = 0  # before all tasks of its user
     LONG = 1  # before its user's tasks of `LEVEL_OF_PROMOTED` and above

@@ -123,7 +123,7 @@ def record_if_connected(
 
 @operation
 def not_lending(connected: Collection[NodeId]) -> Operation[tuple[NodeId, ...]]:
-    """Those of the nodes whose owner may not lend any more."""
+    """Select the nodes whose owner may not lend any more."""
     found = yield from values(
         NodeId,
         "SELECT n.id FROM {nodes} AS i JOIN nodes n ON n.id = i.id JOIN users u ON u.id = n.owner_id "
