@@ -29,6 +29,9 @@ def loaded_by(code: str) -> set[str]:
         ("gpool.wallet.signin", {"Crypto", "coincurve"}),
         ("gpool.wallet.crypto", {"Crypto", "coincurve"}),
         ("gpool.wallet.keystore", {"Crypto", "coincurve", "msgspec"}),
+        ("gpool.wallet.canonical_json", {"msgspec"}),
+        ("gpool.wallet.receipt_keys", {"msgspec"}),
+        ("gpool.wallet.payouts", {"Crypto", "coincurve", "msgspec"}),
     ],
 )
 def test_a_module_loads_only_what_it_needs(module: str, packages: set[str]) -> None:

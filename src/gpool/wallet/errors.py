@@ -8,7 +8,10 @@ Invalid
 ├── BadKey             not a private key of the curve
 │   └── BadKeyFile     a file without a key, or with an excessive work factor
 │       └── WrongPassword
-└── BadTree            leaves or proofs that cannot belong to a Merkle tree
+├── BadTree            leaves or proofs that cannot belong to a Merkle tree
+├── BadDocument        not canonical JSON as signed documents have it
+├── BadReceipt         a receipt or a key history that is malformed, altered or not signed
+└── BadPayout          a payout file that is malformed, or does not add up
 """
 
 from __future__ import annotations
@@ -54,6 +57,18 @@ class WrongPassword(BadKeyFile):
 
 class BadTree(Invalid):
     title = "Not a Merkle tree"
+
+
+class BadDocument(Invalid):
+    title = "Not a canonical JSON document"
+
+
+class BadReceipt(Invalid):
+    title = "Not a valid receipt"
+
+
+class BadPayout(Invalid):
+    title = "Not a valid payout file"
 
 
 def shown(text: str) -> str:

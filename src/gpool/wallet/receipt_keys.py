@@ -1,0 +1,137 @@
+"""Receipt keys: the Ed25519 keys with which a pool signs receipts, and their public history. No I/O.
+
+The history only grows. Each entry is signed by the key before it, the first one by itself, so whoever has kept an
+old copy can check a newer one without asking the pool. A key is valid from its entry until the entry after it:
+
+    rk-1 from 0 ----------> rk-2 from 1000 ----------> rk-3 from 5000 ----->
+    a receipt issued at 999 needs rk-1; one issued at 1000 needs rk-2.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated
+
+import msgspec
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from msgspec import Meta
+
+from gpool.wallet import canonical_json
+from gpool.wallet.errors import BadDocument, BadReceipt
+
+OpaqueId = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9:_.-]{0,79}\Z")]
+"""Ids of the pool: neither names nor addresses of people."""
+PublicKeyHex = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+SignatureHex = Annotated[str, Meta(pattern=r"^[0-9a-f]{128}\Z")]
+Milliseconds = Annotated[int, Meta(ge=0, le=canonical_json.LARGEST_INTEGER)]
+"""Unix time, or a duration, by the server's clock."""
+VERSION = 1
+
+
+def key_id(public: str) -> str:
+    """Id of a receipt key: derived from the key, so that no id names two keys."""
+    return "rk-" + hashlib.sha256(bytes.fromhex(public)).hexdigest()[:32]
+
+
+def is_signed(public: str, signature: str, message: bytes) -> bool:
+    """Check an Ed25519 signature; keys and signatures in lower-case hex."""
+    try:
+        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public))
+        key.verify(bytes.fromhex(signature), message)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+class ReceiptKey:
+    """Private half of a receipt key: in no repr, error or log."""
+
+    __slots__ = ("_private", "public")
+
+    def __init__(self, seed: bytes) -> None:
+        """`seed`: 32 random bytes."""
+        self._private = Ed25519PrivateKey.from_private_bytes(seed)
+        self.public = self._private.public_key().public_bytes_raw().hex()
+
+    @property
+    def id(self) -> str:
+        return key_id(self.public)
+
+    def sign(self, message: bytes) -> str:
+        return self._private.sign(message).hex()
+
+
+class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    public: PublicKeyHex
+    from_ms: Milliseconds
+    endorsement: SignatureHex
+    """By the key of the entry before; of the first entry by its own key."""
+
+
+class KeyHistory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Receipt keys of a pool in order; checked when it is parsed or made."""
+
+    pool: OpaqueId
+    keys: Annotated[tuple[KeyEntry, ...], Meta(min_length=1, max_length=10_000)]
+    version: Annotated[int, Meta(ge=VERSION, le=VERSION)] = VERSION
+
+    def __post_init__(self) -> None:
+        """`ValueError` (which msgspec reports) if an entry was not endorsed by the one before it."""
+        signer = self.keys[0].public
+        before = -1
+        for entry in self.keys:
+            if entry.from_ms <= before:
+                raise ValueError(f"{key_id(entry.public)} is not newer than the key before it")
+            statement = _endorsement(self.pool, entry.public, entry.from_ms)
+            if not is_signed(signer, entry.endorsement, statement):
+                raise ValueError(f"{key_id(entry.public)} is not signed by the key before it")
+            signer, before = entry.public, entry.from_ms
+        if len({entry.public for entry in self.keys}) != len(self.keys):
+            raise ValueError("a key occurs twice in the history")
+
+    @staticmethod
+    def starting(pool: str, key: ReceiptKey, from_ms: int) -> KeyHistory:
+        return KeyHistory(pool, (_endorsed(pool, key, key, from_ms),))
+
+    def rotated(self, current: ReceiptKey, new: ReceiptKey, from_ms: int) -> KeyHistory:
+        """History in which `new` replaces `current`, which must be the last key; `BadReceipt` otherwise."""
+        if current.public != self.keys[-1].public:
+            raise BadReceipt(f"{current.id} is not the current receipt key of {self.pool}")
+        try:
+            return KeyHistory(self.pool, (*self.keys, _endorsed(self.pool, current, new, from_ms)))
+        except ValueError as exc:
+            raise BadReceipt(f"the receipt key cannot be replaced: {exc}") from exc
+
+    def key_at(self, issued_ms: int) -> KeyEntry | None:
+        """Key that was valid at an instant; None before the first one."""
+        started = [entry for entry in self.keys if entry.from_ms <= issued_ms]
+        return started[-1] if started else None
+
+    def entry(self, id_: str) -> KeyEntry | None:
+        return next((entry for entry in self.keys if key_id(entry.public) == id_), None)
+
+    def extends(self, older: KeyHistory) -> bool:
+        """Return whether this history is the older one with further keys."""
+        return self.pool == older.pool and self.keys[: len(older.keys)] == older.keys
+
+    def to_bytes(self) -> bytes:
+        return canonical_json.encode(msgspec.to_builtins(self))
+
+
+def parse_history(data: bytes) -> KeyHistory:
+    """`BadReceipt` for anything but an unbroken history in canonical form."""
+    try:
+        return msgspec.convert(canonical_json.decode(data), KeyHistory)
+    except (BadDocument, msgspec.ValidationError) as exc:
+        raise BadReceipt(f"not a history of receipt keys: {exc}") from exc
+
+
+def _endorsed(pool: str, signer: ReceiptKey, key: ReceiptKey, from_ms: int) -> KeyEntry:
+    statement = _endorsement(pool, key.public, from_ms)
+    return KeyEntry(key.public, from_ms, signer.sign(statement))
+
+
+def _endorsement(pool: str, public: str, from_ms: int) -> bytes:
+    fields = {"from_ms": from_ms, "pool": pool, "public": public}
+    return b"gpool receipt key 1\0" + canonical_json.encode(fields)
