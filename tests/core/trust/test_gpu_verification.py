@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from gpool.core.gpu_verification import (
     FILLED,
-    MAKES,
     RECOMPUTED,
     VERDICT_TEXT,
     DeviceIdentity,
@@ -29,6 +28,7 @@ from gpool.core.gpu_verification import (
     terms_for,
 )
 from gpool.core.model import GIB, Instant, Span
+from gpool.server.nodes.gpu_models import packaged_models
 
 TERMS = VerificationTerms(Size(1, 256, 1024), 2, 4, Span(1_000), Span(100))
 ROOT, ROOTS = b"r" * 32, (b"a" * 32, b"b" * 32)
@@ -74,11 +74,12 @@ def test_no_nonce_leaves_before_everybody_in_the_sitting_has_committed_or_is_out
     assert done.due_at is None  # nobody runs out of time while waiting for others
 
 
-@given(st.sampled_from(sorted(MAKES)), st.integers(4, 192))
+@given(st.sampled_from(sorted(packaged_models())), st.integers(4, 192))
 def test_nobody_with_the_claimed_make_can_ever_compute_much_again_while_answering(
     name: str, gigabytes: int
 ) -> None:
-    terms, make = terms_for(gigabytes * GIB, MAKES[name]), MAKES[name]
+    make = packaged_models()[name]
+    terms = terms_for(gigabytes * GIB, make)
     again = terms.answer_within / 1e6 * make.teraops * 1e12 / terms.size.operations
     assert again <= RECOMPUTED * 1.001 or terms.size.length == 65_536
     assert terms.size.result_bytes <= gigabytes * GIB * FILLED
