@@ -1,0 +1,1 @@
+"""Verbs of the market: offers, quotes, balances, budgets, receipts and payouts."""

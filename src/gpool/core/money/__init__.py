@@ -1,0 +1,1 @@
+"""Money in integer micro-credits: prices, charges, the ledger. Pure."""

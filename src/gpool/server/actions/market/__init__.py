@@ -1,0 +1,1 @@
+"""Actions of consumers on prices: offers and quotes."""

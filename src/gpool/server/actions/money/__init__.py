@@ -1,0 +1,1 @@
+"""Actions on money: balances, grants, refunds, budgets, verification of the ledger."""

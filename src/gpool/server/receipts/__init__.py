@@ -1,0 +1,1 @@
+"""Receipts on the server: the keys that sign them."""

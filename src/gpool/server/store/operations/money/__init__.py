@@ -1,0 +1,1 @@
+"""Operations of the ledger: accounts, transfers, sealed blocks."""
