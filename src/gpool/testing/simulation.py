@@ -100,6 +100,13 @@ class VirtualLoop(BaseEventLoop):
     ) -> asyncio.TimerHandle:
         return self.call_at((self.us + max(0, delay_us)) / 1_000_000, callback, *args)
 
+    def outside_us(
+        self, delay_us: int, callback: Callable[..., object], *args: Any
+    ) -> asyncio.TimerHandle:
+        """Call it as part of no process, whichever one asks: networks and databases go on when a process stops."""
+        at_s = (self.us + max(0, delay_us)) / 1_000_000
+        return self.call_at(at_s, callback, *args, context=_OUTSIDE)
+
     def _process_events(self, event_list: list[NoReturn]) -> None: ...
 
     def _write_to_self(self) -> None: ...
@@ -120,9 +127,13 @@ class SimulatedProcess:
         self._tasks: dict[asyncio.Task[Any], None] = {}
 
     def spawn(self, loop: VirtualLoop, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        return loop.create_task(coroutine, context=self.context())
+
+    def context(self) -> contextvars.Context:
+        """New context of this process, for a task or a callback."""
         context = contextvars.Context()
         context.run(_process.set, self)
-        return loop.create_task(coroutine, context=context)
+        return context
 
     @property
     def tasks(self) -> list[asyncio.Task[Any]]:
@@ -143,9 +154,14 @@ class SimulatedProcess:
             task.cancel()
 
 
+_OUTSIDE = contextvars.Context()
 _process: contextvars.ContextVar[SimulatedProcess | None] = contextvars.ContextVar(
     "process", default=None
 )
+
+
+def process_in(context: contextvars.Context) -> SimulatedProcess | None:
+    return context.get(_process)
 
 
 def _create(
@@ -153,15 +169,17 @@ def _create(
     coroutine: Coroutine[Any, Any, T] | Generator[Any, None, T],
     context: contextvars.Context | None = None,
 ) -> asyncio.Task[T]:
+    process = _process.get() if context is None else context.get(_process, _process.get())
+    if process is not None and context is not None:
+        context.run(_process.set, process)  # even a task with a context of its own is its creator's
     task: asyncio.Task[T] = asyncio.Task(coroutine, loop=loop, context=context)
-    process = (context or contextvars.copy_context()).get(_process)
     if process is not None:
         process.adopt(task)
     return task
 
 
-def new_loop() -> VirtualLoop:
-    loop = VirtualLoop()
+def new_loop(kind: type[VirtualLoop] = VirtualLoop) -> VirtualLoop:
+    loop = kind()
     loop.set_task_factory(_create)
     return loop
 

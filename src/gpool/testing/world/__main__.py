@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from gpool.testing.world.flaws import Flaw, parts_with
+from gpool.testing.world.replicas import PLANTED, ReplicaFlaw, run_replicas
 from gpool.testing.world.world import WorldOutcome, run
 
 CHUNK = 25
@@ -25,33 +26,50 @@ class Chunk:
     seconds: float
 
 
-def run_chunk(flaw: Flaw | None, seeds: range) -> Chunk:
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Kind of the runs: `replicas` 1 is the only server."""
+
+    replicas: int
+    flaw: Flaw | ReplicaFlaw | None
+
+    def run(self, seed: int, *, keep_trace: bool = False) -> WorldOutcome:
+        if isinstance(self.flaw, ReplicaFlaw):
+            planted = PLANTED[self.flaw]
+            return run_replicas(seed, planted, count=self.replicas, keep_trace=keep_trace)
+        if self.replicas > 1:
+            return run_replicas(seed, count=self.replicas, keep_trace=keep_trace)
+        return run(seed, parts_with(self.flaw), keep_trace=keep_trace)
+
+
+def run_chunk(runs: Runs, seeds: range) -> Chunk:
     began = time.perf_counter()
-    outcomes = [run(seed, parts_with(flaw)) for seed in seeds]
+    outcomes = [runs.run(seed) for seed in seeds]
     return Chunk(outcomes, time.perf_counter() - began)
 
 
-def run_all(seeds: range, jobs: int, flaw: Flaw | None) -> Iterator[Chunk]:
+def run_all(seeds: range, jobs: int, runs: Runs) -> Iterator[Chunk]:
     chunks = [seeds[at : at + CHUNK] for at in range(0, len(seeds), CHUNK)]
     if jobs <= 1:
-        yield from map(partial(run_chunk, flaw), chunks)
+        yield from map(partial(run_chunk, runs), chunks)
         return
     with ProcessPoolExecutor(jobs) as pool:
-        yield from pool.map(partial(run_chunk, flaw), chunks)
+        yield from pool.map(partial(run_chunk, runs), chunks)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
     write = sys.stdout.write
+    runs = Runs(options.replicas, options.flaw)
     if options.seed is not None:
-        outcome = run(options.seed, parts_with(options.flaw), keep_trace=options.trace)
+        outcome = runs.run(options.seed, keep_trace=options.trace)
         for line in outcome.lines:
             write(line + "\n")
         write(f"seed {outcome.seed}: {outcome.violation or 'no violation'}\n{outcome.digest}\n")
         return 1 if outcome.violation else 0
     outcomes: list[WorldOutcome] = []
     seconds = 0.0
-    for chunk in run_all(options.seeds, options.jobs, options.flaw):
+    for chunk in run_all(options.seeds, options.jobs, runs):
         outcomes += chunk.outcomes
         seconds += chunk.seconds
         for outcome in chunk.outcomes:
@@ -91,8 +109,25 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="also write the table to this file")
     parser.add_argument("--seed", type=int, help="run this seed only")
     parser.add_argument("--trace", action="store_true", help="with --seed: print the trace")
-    parser.add_argument("--flaw", type=Flaw, choices=list(Flaw), help="plant this bug")
-    return parser.parse_args(arguments)
+    parser.add_argument("--replicas", type=int, default=1, help="servers of one database")
+    parser.add_argument(
+        "--flaw",
+        type=_flaw,
+        metavar="FLAW",
+        help=f"plant this bug: {', '.join(Flaw)}; with --replicas: {', '.join(ReplicaFlaw)}",
+    )
+    options = parser.parse_args(arguments)
+    if options.replicas < 1:
+        parser.error(f"--replicas {options.replicas}: give 1 or more")
+    if options.flaw and isinstance(options.flaw, ReplicaFlaw) != (options.replicas > 1):
+        needed = "needs --replicas 3" if options.replicas == 1 else "is one of a single server"
+        parser.error(f"--flaw {options.flaw} {needed}")
+    return options
+
+
+def _flaw(text: str) -> Flaw | ReplicaFlaw:
+    """ValueError, which argparse reports, for another word."""
+    return ReplicaFlaw(text) if text in list(ReplicaFlaw) else Flaw(text)
 
 
 def _span(text: str) -> range:

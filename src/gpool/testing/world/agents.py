@@ -12,7 +12,7 @@ from gpool.agent.state_machine import instructions as say
 from gpool.agent.state_machine.agent_state import AgentState
 from gpool.core.model import Offer
 from gpool.testing.simulation import Dice, Trace, VirtualLoop
-from gpool.testing.world.host import Host, Parts
+from gpool.testing.world.host import Parts, ServerHost
 from gpool.testing.world.machine import SimulatedMachine
 from gpool.testing.world.network import SimulatedLink, SimulatedNetwork
 from gpool.testing.world.oracle import Oracle
@@ -28,7 +28,7 @@ class AgentEnvironment:
     network: SimulatedNetwork
     oracle: Oracle
     trace: Trace
-    host: Host
+    host: ServerHost
     parts: Parts
     fail: Callable[[str], None]
 
@@ -262,7 +262,7 @@ class Agent:
                 self._around.host.put(self._secret, frames.Hold(task, epoch), sha256, back)
 
         def back(arrived: bool) -> None:
-            self._around.loop.after_us(network.latency_us(), answer, arrived)
+            self._around.loop.outside_us(network.latency_us(), answer, arrived)
 
         self._around.loop.after_us(network.latency_us(), arrive)
         self._around.loop.after_us(UPLOAD_PATIENCE_US, answer, False)

@@ -18,7 +18,7 @@ from gpool.server.server import Once, Server
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.values import User
 from gpool.testing.simulation import Dice, Trace, VirtualLoop
-from gpool.testing.world.host import Host
+from gpool.testing.world.host import ServerHost
 from gpool.testing.world.network import SimulatedNetwork
 from gpool.testing.world.oracle import Oracle, mark_of
 from gpool.wire.documents import FunctionDocument, TaskRequest
@@ -36,7 +36,7 @@ Work = Callable[[Server], Coroutine[Any, Any, T]]
 class ConsumerEnvironment:
     loop: VirtualLoop
     network: SimulatedNetwork
-    host: Host
+    host: ServerHost
     oracle: Oracle
     trace: Trace
     fail: Callable[[str], None]
@@ -129,6 +129,31 @@ def draw_gang(dice: Dice, name: str, until_us: int) -> PlannedSubmission:
         cancels=dice.between(0, 1) if dice.chance(0.3) else 0,
         cancels_all=False,
     )
+
+
+def draw_endless(dice: Dice, name: str, until_us: int, count: int) -> list[PlannedSubmission]:
+    """Tasks that run for longer than any run lasts, and are cancelled: the run ends only if each is stopped."""
+    return [
+        PlannedSubmission(
+            name=f"{name}-e{number}",
+            count=1,
+            request=TaskRequest(
+                name=f"{name}-e{number}",
+                command=["work", "100000000"],
+                cpus=0.1,
+                memory="100MB",
+                timeout_s=100_000.0,
+                retries=9,
+                priority=20,
+            ),
+            once=Once(f"{name}-e{number}", "endless"),
+            at_us=dice.between(0, until_us),
+            asks_twice=False,
+            cancels=1,
+            cancels_all=False,
+        )
+        for number in range(count)
+    ]
 
 
 def tasks_in(request: TaskRequest) -> int:
@@ -281,13 +306,13 @@ class Consumer:
         return value
 
     def _deliver(self, work: Work[T]) -> asyncio.Task[T]:
-        process = self._around.host.current
+        process = self._around.host.serving()
         if process is None:
             raise Unreachable("nobody listens")
         return process.spawn(work(process.server))
 
     def _deliver_again(self, work: Work[T]) -> None:
-        process = self._around.host.current
+        process = self._around.host.serving()
         if process is not None:
             self._tell("is repeated")
             process.spawn(work(process.server))

@@ -51,9 +51,11 @@ class DatabaseReader:
         self._seen: dict[int, tuple[object, ...]] = {}
         self._rows: dict[int, TaskSnapshot] = {}
         self._log = 0
+        self.reads = 0  # of all tasks: one after each commit
 
     def rows(self) -> Mapping[int, TaskSnapshot]:
         """All tasks; an unchanged row is the same object as before."""
+        self.reads += 1
         found: dict[int, TaskSnapshot] = {}
         members = self._members()
         for raw in self._raw.execute(TASKS):

@@ -17,7 +17,7 @@ from gpool.server.store.operations import nodes
 from gpool.testing.simulation import Dice, Trace, VirtualLoop
 from gpool.testing.world.agents import Agent
 from gpool.testing.world.database import DiskSpeed
-from gpool.testing.world.host import Host
+from gpool.testing.world.host import ServerHost
 from gpool.testing.world.network import NetworkConditions, SimulatedNetwork
 from gpool.testing.world.oracle import Oracle
 
@@ -138,7 +138,7 @@ class FaultInjector:
         dice: Dice,
         trace: Trace,
         network: SimulatedNetwork,
-        host: Host,
+        host: ServerHost,
         agents: Sequence[Agent],
         oracle: Oracle,
         speed: DiskSpeed,
@@ -204,7 +204,7 @@ class FaultInjector:
         self._network.blockage(name).block_up(self._loop.us + lasts_us)
 
     def _preempt(self, name: str) -> None:
-        process = self._host.current
+        process = self._host.serving()
         held = sorted(r.task for r in self._oracle.rows.values() if r.holds_at(name, r.epoch))
         if process is None or not held:
             return
@@ -213,7 +213,7 @@ class FaultInjector:
         process.spawn(preempt_tasks(process.server, [TaskId(task) for task in chosen]))
 
     def _set_availability(self, node: int, availability: Availability) -> None:
-        process = self._host.current
+        process = self._host.serving()
         if process is not None:
             process.spawn(
                 _change_availability(process.server, NodeId(FIRST_NODE + node), availability)

@@ -118,7 +118,7 @@ class FreesAtCancel(SimulatedDisk):
     """Releases a cancelled lease while its attempt still runs."""
 
     async def write(self, operation: Operation[T]) -> T:
-        return await super().write(_rewritten(operation, _free_at_cancel))
+        return await super().write(rewritten(operation, _free_at_cancel))
 
 
 def _free_at_cancel(sql: str) -> str:
@@ -146,7 +146,7 @@ class OverWithOne(SimulatedDisk):
     """Ends a gang with its first ended member; the others run on."""
 
     async def write(self, operation: Operation[T]) -> T:
-        return await super().write(_rewritten(operation, _all_members))
+        return await super().write(rewritten(operation, _all_members))
 
 
 def _all_members(sql: str) -> str:
@@ -172,14 +172,15 @@ def _with(
         return value
 
 
-def _rewritten(operation: Operation[T], rewrite: Callable[[str], str]) -> Operation[T]:
+def rewritten(operation: Operation[T], rewrite: Callable[[str], str]) -> Operation[T]:
     answer: object = None
     try:
         while True:
             statement = operation.send(answer)
-            answer = yield Statement(
-                rewrite(statement.sql), statement.parameters, statement.relations
-            )
+            sql = rewrite(statement.sql)
+            if sql != statement.sql:  # others are recognised by identity
+                statement = Statement(sql, statement.parameters, statement.relations)
+            answer = yield statement
     except StopIteration as stop:
         value: T = stop.value
         return value

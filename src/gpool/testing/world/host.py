@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from gpool.agent.state_machine.agent_state import AgentState
 from gpool.core.errors import GpoolError
-from gpool.core.ids import TaskId
+from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import Instant, Offer
 from gpool.core.scheduler.order.orders import Policy
 from gpool.server.actions.tasks import submit
@@ -29,6 +29,7 @@ from gpool.server.metrics import Metrics
 from gpool.server.nodes.connection import NodeChannel
 from gpool.server.nodes.registry import NodeRegistry
 from gpool.server.nodes.reports import ReportBatches
+from gpool.server.replicas.membership import Membership, Replica, SoleServer
 from gpool.server.scheduling.loops import LoopRunner, all_loops
 from gpool.server.scheduling.picture import StatePicture
 from gpool.server.scheduling.policy import ActivePolicy
@@ -39,13 +40,14 @@ from gpool.server.store import InlineStore
 from gpool.server.store.operations.tasks import artifacts
 from gpool.server.store.values import NodeCredentials
 from gpool.server.wakeups import Hub
-from gpool.testing.simulation import Dice, SimulatedProcess, Trace, VirtualLoop
+from gpool.testing.simulation import Dice, SimulatedProcess, Trace, VirtualLoop, new_loop
 from gpool.testing.world.database import DiskSpeed, SimulatedDisk
 from gpool.testing.world.machine import SimulatedMachine
 from gpool.testing.world.network import SimulatedLink
 from gpool.wire import frames
 
 T = TypeVar("T")
+ROOT_KEY = b"the world's root key"
 EPOCH_US = 1_800_000_000_000_000
 """Wall-clock time at the start of a run."""
 
@@ -61,6 +63,7 @@ class Parts:
     picture: Callable[..., StatePicture] = StatePicture
     scheduler: Callable[..., Scheduler] = Scheduler
     server: Callable[..., Server] = Server
+    gate: Callable[..., NodeAuthenticator] = NodeAuthenticator
     machine: Callable[..., SimulatedMachine] = SimulatedMachine
 
 
@@ -71,10 +74,11 @@ class WallClock:
     loop: VirtualLoop
     rate: float = 1.0
     steps: tuple[tuple[int, int], ...] = ()
+    ahead_us: int = 0
 
     def now(self) -> Instant:
         stepped = sum(by for at, by in self.steps if self.loop.us >= at)
-        return Instant(self.passed() + stepped)
+        return Instant(self.passed() + stepped + self.ahead_us)
 
     def passed(self) -> Instant:
         return Instant(EPOCH_US + int(self.loop.us * self.rate))
@@ -94,45 +98,96 @@ class HostEnvironment:
     committed: Callable[[], None]
     fail: Callable[[str], None]
 
+    def task_ended(self, task: asyncio.Task[Any]) -> None:
+        error = task.exception()
+        if error is not None and not isinstance(error, GpoolError):
+            self.fail(f"a task of the server died: {error!r}")
+
+
+class ServerHost(Protocol):
+    """Servers of a run, as agents, consumers and faults reach them."""
+
+    def know(self, secret: str, credentials: NodeCredentials) -> None: ...
+
+    def public_key(self, secret: str) -> str | None:
+        """Key that a node is created with; None: it has none."""
+        ...
+
+    def start(self) -> None: ...
+
+    def crash(self) -> None: ...
+
+    def stop(self) -> list[asyncio.Task[Any]]: ...
+
+    def serving(self) -> ServerProcess | None:
+        """Process that the next request reaches."""
+        ...
+
+    def settled(self) -> Sequence[ServerProcess]: ...
+
+    def accept(self, link: SimulatedLink, secret: str) -> bool: ...
+
+    def put(
+        self, secret: str, hold: frames.Hold, sha256: str, told: Callable[[bool], None]
+    ) -> None:
+        """Store an artifact without its bytes. A process that dies meanwhile does not answer."""
+        ...
+
+
+def wired(
+    site: HostEnvironment, disk: SimulatedDisk, dice: Dice, membership: Membership | None = None
+) -> Server:
+    """Build a server of the site's components over a disk. `membership`: of a replica."""
+    parts, clock, settings = site.parts, site.clock, site.settings
+    replica: Replica = SoleServer() if membership is None else membership
+    hub, metrics = Hub(), Metrics()
+    nodes = parts.registry(metrics, settings.ttl, clock.passed)
+    policy = ActivePolicy(Policy(order=settings.order))
+    picture = parts.picture(disk, nodes, policy, hub, metrics, clock.now, lambda: replica.leads)
+    sealer = Sealer(disk, MasterSource(site.folder / "master.key"), clock.now)
+    return parts.server(
+        settings=settings,
+        store=disk,
+        clock=clock,
+        ids=Ids(clock, dice.branch("ids"), None if membership is None else lambda: membership.slot),
+        hub=hub,
+        nodes=nodes,
+        picture=picture,
+        scheduler=parts.scheduler(picture, sealer, metrics),
+        reports=ReportBatches(picture.write, picture.absorb),
+        blobs=Blobs(site.folder / "blobs", settings.max_artifact_bytes),
+        credentials=Credentials(disk, clock.now, settings.ttl, ROOT_KEY),
+        gate=parts.gate(
+            disk, clock.now, ROOT_KEY, remember=settings.ttl, is_shared=membership is not None
+        ),
+        metrics=metrics,
+        sealer=sealer,
+        guard=Guard(clock.now),
+        submitting=submit.batching(),
+        replica=replica,
+    )
+
 
 class ServerProcess:
-    def __init__(self, site: HostEnvironment, number: int) -> None:
+    def __init__(
+        self,
+        site: HostEnvironment,
+        process: SimulatedProcess,
+        disk: SimulatedDisk,
+        server: Server,
+    ) -> None:
         self._site = site
-        self.process = SimulatedProcess(f"server-{number}", self._task_ended)
+        self.process, self.disk, self.server = process, disk, server
+        self.links: list[SimulatedLink] = []
+
+    @classmethod
+    def alone(cls, site: HostEnvironment, number: int) -> ServerProcess:
         dice = site.dice.branch(f"server-{number}")
-        self.disk: SimulatedDisk = site.parts.disk(
+        disk = site.parts.disk(
             site.loop, dice.branch("disk"), site.file, site.pace, site.committed, site.fail
         )
-        hub, metrics = Hub(), Metrics()
-        policy = Policy(order=site.settings.order)
-        nodes = site.parts.registry(metrics, site.settings.ttl, site.clock.passed)
-        picture = site.parts.picture(
-            self.disk, nodes, ActivePolicy(policy), hub, metrics, site.clock.now
-        )
-        sealer = Sealer(self.disk, MasterSource(site.folder / "master.key"), site.clock.now)
-        self.server: Server = site.parts.server(
-            settings=site.settings,
-            store=self.disk,
-            clock=site.clock,
-            ids=Ids(site.clock, dice.branch("ids")),
-            hub=hub,
-            nodes=nodes,
-            picture=picture,
-            scheduler=site.parts.scheduler(picture, sealer, metrics),
-            reports=ReportBatches(picture.write, picture.absorb),
-            blobs=Blobs(site.folder / "blobs", site.settings.max_artifact_bytes),
-            credentials=Credentials(
-                self.disk, site.clock.now, site.settings.ttl, b"the world's root key"
-            ),
-            gate=NodeAuthenticator(
-                self.disk, site.clock.now, b"the world's root key", remember=site.settings.ttl
-            ),
-            metrics=metrics,
-            sealer=sealer,
-            guard=Guard(site.clock.now),
-            submitting=submit.batching(),
-        )
-        self._links: list[SimulatedLink] = []
+        process = SimulatedProcess(f"server-{number}", site.task_ended)
+        return cls(site, process, disk, wired(site, disk, dice))
 
     def start(self) -> None:
         self.spawn(self._run())
@@ -144,10 +199,10 @@ class ServerProcess:
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         return self.process.spawn(self._site.loop, work)
 
-    def _task_ended(self, task: asyncio.Task[Any]) -> None:
-        error = task.exception()
-        if error is not None and not isinstance(error, GpoolError):
-            self._site.fail(f"a task of the server died: {error!r}")
+    @property
+    def is_settled(self) -> bool:
+        """Whether the scheduling state must agree with the store."""
+        return self.disk.is_quiet and not self.server.picture.is_stale
 
     def serve(self, link: SimulatedLink, credentials: NodeCredentials) -> None:
         site, trace, name = self._site, self._site.trace, f"srv:{link.name}"
@@ -175,11 +230,15 @@ class ServerProcess:
                     break
                 frame = frames.decode_from_agent(data)
                 trace.frame(name, "<", data, frame)
-                await channel.receive(frame)
+                try:
+                    await channel.receive(frame)
+                except GpoolError as error:  # as the transport, which ends
+                    trace.say(name, "fails", error.code)
+                    break
             await channel.close()
             link.close_by_server()
 
-        self._links.append(link)
+        self.links.append(link)
         link.attach_server(deliver, lambda: deliver(None))
         self.spawn(pump())
 
@@ -187,71 +246,145 @@ class ServerProcess:
         """Return whether an open group of writes was lost."""
         lost = self.disk.crash()
         self.process.kill()
-        for link in self._links:
+        for link in self.links:
             link.close_by_server()
         return lost
 
 
 class Host:
+    """Host of the only server."""
+
     def __init__(self, site: HostEnvironment) -> None:
         self._site = site
         self._nodes: dict[str, NodeCredentials] = {}
-        self.current: ServerProcess | None = None
-        self.started = 0
+        self._current: ServerProcess | None = None
+        self._started = 0
 
     def know(self, secret: str, credentials: NodeCredentials) -> None:
         self._nodes[secret] = credentials
 
+    def public_key(self, secret: str) -> None:  # noqa: ARG002 - as a `ServerHost`
+        return None
+
     def start(self) -> None:
-        if self.current is None:
-            self.started += 1
-            self.current = ServerProcess(self._site, self.started)
-            self._site.trace.say("server", "starts", self.started)
-            self.current.start()
+        if self._current is None:
+            self._started += 1
+            self._current = ServerProcess.alone(self._site, self._started)
+            self._site.trace.say("server", "starts", self._started)
+            self._current.start()
 
     def crash(self) -> None:
-        if self.current is not None:
-            lost = self.current.kill()
-            self.current = None
+        if self._current is not None:
+            lost = self._current.kill()
+            self._current = None
             self._site.trace.say("server", "crashes", "with a group open" if lost else "")
 
     def stop(self) -> list[asyncio.Task[Any]]:
-        if self.current is None:
+        if self._current is None:
             return []
-        self.current.kill()
-        return self.current.process.tasks
+        self._current.kill()
+        return self._current.process.tasks
+
+    def serving(self) -> ServerProcess | None:
+        return self._current
+
+    def settled(self) -> Sequence[ServerProcess]:
+        process = self._current
+        return () if process is None or not process.is_settled else (process,)
 
     def accept(self, link: SimulatedLink, secret: str) -> bool:
-        if self.current is None:
+        if self._current is None:
             return False
-        self.current.serve(link, self._nodes[secret])
+        self._current.serve(link, self._nodes[secret])
         return True
 
     def put(
         self, secret: str, hold: frames.Hold, sha256: str, told: Callable[[bool], None]
     ) -> None:
-        """Store an artifact without its bytes. A process that dies meanwhile does not answer."""
-        process = self.current
-        if process is None:
-            return
-        server, node = process.server, self._nodes[secret].node
-
-        async def put() -> None:
-            lease = (TaskId(hold.task), hold.epoch)
-            told(
-                await server.write(artifacts.add_artifact(sha256, 1, None, node, lease, server.now))
+        process = self._current
+        if process is not None:
+            process.spawn(
+                store_artifact(process.server, self._nodes[secret].node, hold, sha256, told)
             )
 
-        process.spawn(put())
+
+async def store_artifact(
+    server: Server,
+    node: NodeId,
+    hold: frames.Hold,
+    sha256: str,
+    told: Callable[[bool], None],
+) -> None:
+    lease = (TaskId(hold.task), hold.epoch)
+    told(await server.write(artifacts.add_artifact(sha256, 1, None, node, lease, server.now)))
+
+
+@dataclass(slots=True)
+class OneServer:
+    """`Deployment` of the only server."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    tolerated: tuple[type[BaseException], ...] = ()
+    ends_us: int = 0
+    endless: int = 0
+
+    def loop(self) -> VirtualLoop:
+        return new_loop()
+
+    def plan(self, dice: Dice, until_us: int) -> None:
+        """No fault besides those of every run."""
+
+    def host(self, site: HostEnvironment) -> ServerHost:
+        return Host(site)
+
+    def begin(self, loop: VirtualLoop) -> None: ...
+
+    def end_all(self) -> None: ...
+
+
+class Deployment(Protocol):
+    """Servers of a run and their own faults, which end at `ends_us`."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Settings that differ from those of one server."""
+        ...
+
+    @property
+    def tolerated(self) -> tuple[type[BaseException], ...]:
+        """Errors that its servers may log."""
+        ...
+
+    @property
+    def ends_us(self) -> int: ...
+
+    @property
+    def endless(self) -> int:
+        """Number of further tasks that end by a cancellation only."""
+        ...
+
+    def loop(self) -> VirtualLoop: ...
+
+    def plan(self, dice: Dice, until_us: int) -> None: ...
+
+    def host(self, site: HostEnvironment) -> ServerHost: ...
+
+    def begin(self, loop: VirtualLoop) -> None: ...
+
+    def end_all(self) -> None: ...
 
 
 class ErrorLogHandler(logging.Handler):
     """Fails the run: an exception that the loop runner survives is still a bug."""
 
-    def __init__(self, fail: Callable[[str], None]) -> None:
+    def __init__(
+        self, fail: Callable[[str], None], tolerated: tuple[type[BaseException], ...]
+    ) -> None:
         super().__init__(logging.ERROR)
-        self._fail = fail
+        self._fail, self._tolerated = fail, tolerated
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, self._tolerated):
+            return
         self._fail(f"the server logged: {record.getMessage()} ({error!r})")

@@ -87,11 +87,11 @@ class SimulatedLink:
             delay += dice.between(*conditions.spike_us)
         at_us = max(loop.us + delay, blocked_until_us, way.free_at_us + 1)
         way.free_at_us = at_us
-        loop.call_at(at_us / 1e6, self._arrive, way, data)
+        loop.outside_us(at_us - loop.us, self._arrive, way, data)
         way.sent += 1
         if way.sent > 1 and dice.chance(conditions.repeat):  # the first is the handshake
             way.free_at_us = at_us + dice.between(1, 50 * MS)
-            loop.call_at(way.free_at_us / 1e6, self._arrive, way, data)
+            loop.outside_us(way.free_at_us - loop.us, self._arrive, way, data)
 
     @staticmethod
     def _arrive(way: LinkDirection, data: bytes) -> None:
@@ -106,8 +106,8 @@ class SimulatedLink:
         self.up.cut = self.down.cut = True
         if lose:
             self.up.closed = self.down.closed = True
-        self._network.loop.after_us(agent_learns_us, self._agent_learns)
-        self._network.loop.after_us(server_learns_us, self._server_learns)
+        self._network.loop.outside_us(agent_learns_us, self._agent_learns)
+        self._network.loop.outside_us(server_learns_us, self._server_learns)
 
     def _agent_learns(self) -> None:
         self.down.closed = True
@@ -124,7 +124,7 @@ class SimulatedLink:
         self.broken = True
         self.up.cut = self.up.closed = self.down.cut = True
         rest = max(self.down.free_at_us - self._network.loop.us, 0) + self._dice.between(1, 20 * MS)
-        self._network.loop.after_us(rest, self._agent_learns)
+        self._network.loop.outside_us(rest, self._agent_learns)
 
     def close_by_agent(self) -> None:
         if self.broken:
@@ -132,7 +132,7 @@ class SimulatedLink:
         self.broken = True
         self.down.cut = self.down.closed = self.up.cut = True
         rest = max(self.up.free_at_us - self._network.loop.us, 0) + self._dice.between(1, 20 * MS)
-        self._network.loop.after_us(rest, self._server_learns)
+        self._network.loop.outside_us(rest, self._server_learns)
 
 
 @dataclass(slots=True)

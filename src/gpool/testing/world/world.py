@@ -25,12 +25,13 @@ from gpool.server.store.operations.identity import users
 from gpool.server.store.operations.leases import leases
 from gpool.server.store.operations.tasks import artifacts
 from gpool.server.store.values import User
-from gpool.testing.simulation import Deadlock, Dice, Livelock, Trace, VirtualLoop, new_loop
+from gpool.testing.simulation import Deadlock, Dice, Livelock, Trace, VirtualLoop
 from gpool.testing.world.agents import Agent, AgentEnvironment
 from gpool.testing.world.consumers import (
     FUNCTION_SHA256,
     Consumer,
     ConsumerEnvironment,
+    draw_endless,
     draw_gang,
     draw_submission,
 )
@@ -42,7 +43,14 @@ from gpool.testing.world.database import (
     rebuilt,
 )
 from gpool.testing.world.faults import FIRST_NODE, FaultInjector, FaultLimits, FaultPlan, draw
-from gpool.testing.world.host import ErrorLogHandler, Host, HostEnvironment, Parts, WallClock
+from gpool.testing.world.host import (
+    Deployment,
+    ErrorLogHandler,
+    HostEnvironment,
+    OneServer,
+    Parts,
+    WallClock,
+)
 from gpool.testing.world.liars import OFFER as LIES
 from gpool.testing.world.liars import Liar, LiarPlan
 from gpool.testing.world.network import SimulatedNetwork
@@ -103,14 +111,13 @@ def run(
     limits: FaultLimits | None = None,
     steps: tuple[tuple[int, int], ...] = (),
     liars: LiarPlan | None = None,
+    deployment: Deployment | None = None,
 ) -> WorldOutcome:
     """A violation ends the run. `steps`: (when, how far) the server's time of day is set forward, in microseconds."""
     folder = Path(tempfile.mkdtemp(prefix="gpool-world-", dir=fast_folder()))
     try:
-        world = World(
-            seed, folder, parts or Parts(), limits or FaultLimits(), keep_trace, steps, liars
-        )
-        return world.run(seed)
+        kind = (parts or Parts(), limits or FaultLimits(), deployment or OneServer())
+        return World(seed, folder, *kind, keep_trace, steps, liars).run(seed)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -122,18 +129,22 @@ class World:
         folder: Path,
         parts: Parts,
         limits: FaultLimits,
+        deployment: Deployment,
         keep_trace: bool,
         steps: tuple[tuple[int, int], ...] = (),
         liars: LiarPlan | None = None,
     ) -> None:
         liars = liars or LiarPlan(0, limit_s=300.0)
+        self._deployment = deployment
         self.dice = Dice(f"world-{seed}")
-        self.loop: VirtualLoop = new_loop()
+        self.loop: VirtualLoop = deployment.loop()
         self.loop.set_exception_handler(self._loop_failed)
         self.trace = Trace(self.loop, keep=keep_trace)
         self.violation: str | None = None
         self._over: asyncio.Future[None] = self.loop.create_future()
-        self.plan: FaultPlan = draw(self.dice.branch("faults"), len(OFFERS), limits)
+        deployment.plan(self.dice, limits.until_us)
+        plan = draw(self.dice.branch("faults"), len(OFFERS), limits)
+        self.plan: FaultPlan = replace(plan, ends_us=max(plan.ends_us, deployment.ends_us))
         self.oracle = Oracle(lambda: self.loop.us, self.fail)
         network = SimulatedNetwork(self.loop, self.dice.branch("network"), self.plan.conditions)
         (folder / "gpool.db").write_bytes(empty_database())
@@ -141,19 +152,20 @@ class World:
         speed = DiskSpeed()
         rate = 1 + (self.dice.branch("clock").random() - 0.5) * 0.01
         clock = WallClock(self.loop, rate, steps)
-        settings = Settings(
-            data=folder,
-            ttl_s=4.0,
-            margin_s=0.5,
-            beat_s=0.8,
-            tick_s=0.25,
-            prune_s=20.0,
-            seal_logs_after_s=1e6,
-            order=self.dice.branch("order").pick(tuple(sorted(ORDERS))),
-            release_s=liars.limit_s,
-            collect_s=liars.limit_s,
-        )
-        self.host = Host(
+        given: dict[str, Any] = {
+            "data": folder,
+            "ttl_s": 4.0,
+            "margin_s": 0.5,
+            "beat_s": 0.8,
+            "tick_s": 0.25,
+            "prune_s": 20.0,
+            "seal_logs_after_s": 1e6,
+            "order": self.dice.branch("order").pick(tuple(sorted(ORDERS))),
+            "release_s": liars.limit_s,
+            "collect_s": liars.limit_s,
+        }
+        settings = Settings(**{**given, **deployment.settings})
+        self.host = deployment.host(
             HostEnvironment(
                 self.loop,
                 self.dice,
@@ -186,11 +198,10 @@ class World:
         names = {FIRST_NODE + number: node.name for number, node in enumerate(everybody)}
         self._reader = DatabaseReader(folder / "gpool.db", names)
         self._lives: list[asyncio.Task[None]] = []
-        self.commits = 0
 
     def run(self, seed: int) -> WorldOutcome:
         root = logging.getLogger("gpool")
-        handler = ErrorLogHandler(self.fail)
+        handler = ErrorLogHandler(self.fail, self._deployment.tolerated)
         propagates, root.propagate = root.propagate, False
         root.addHandler(handler)
         collects = gc.isenabled()
@@ -213,7 +224,7 @@ class World:
             self.trace.digest(),
             self.loop.time(),
             self.trace.count,
-            self.commits,
+            self._reader.reads,
             self.oracle.attempts,
             self.oracle.accepted,
             self._faults.server_crashes,
@@ -229,6 +240,7 @@ class World:
             agent.start()
         for fault in self.plan.faults:
             self.loop.after_us(fault.at_us, self._faults.strike, fault)
+        self._deployment.begin(self.loop)
         submissions = self.dice.branch("wishes")
         gangs = self.dice.branch("gangs")
         until_us = self.plan.ends_us - 4 * S
@@ -242,21 +254,30 @@ class World:
                     draw_gang(gangs, f"{consumer.name}-g{n}", until_us)
                     for n in range(gangs.between(1, 4))
                 ]
+            if number == 0:
+                mine += draw_endless(
+                    self.dice.branch("endless"), consumer.name, until_us, self._deployment.endless
+                )
             self._lives.append(self.loop.create_task(consumer.live(mine)))
         for life in self._lives:
             life.add_done_callback(self._life_ended)
         self.loop.after_us(300 * MS, self._compare)
-        self.loop.after_us(self.plan.ends_us, self._faults.end_all)
+        self.loop.after_us(self.plan.ends_us, self._end_faults)
         self.loop.after_us(self.plan.ends_us + 100 * MS, self._look_for_the_end)
         await self._over
+
+    def _end_faults(self) -> None:
+        self._deployment.end_all()
+        self._faults.end_all()
 
     async def _wind_up(self) -> None:
         for life in self._lives:
             life.cancel()
         for agent in self.agents:
             agent.crash()
-        processes = self.host.stop()
-        await asyncio.gather(*self._lives, *processes, return_exceptions=True)
+        await asyncio.gather(*self._lives, return_exceptions=True)
+        while tasks := self.host.stop():  # a cancelled task may start another one
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _life_ended(self, life: asyncio.Task[None]) -> None:
         if not life.cancelled() and life.exception() is not None:
@@ -276,7 +297,6 @@ class World:
     # ---- checks
 
     def _committed(self) -> None:
-        self.commits += 1
         before = self.oracle.rows
         self.oracle.checkpointed(self._reader.progress())
         self.oracle.absorb(self._reader.rows())
@@ -284,13 +304,12 @@ class World:
             self.oracle.logged(before, task, line)
 
     def _compare(self) -> None:
-        process = self.host.current
-        if process is not None and process.disk.is_quiet:
+        for process in self.host.settled():
             picture = process.server.picture
-            if not picture.is_stale:
-                rows = self._file.read_now(leases.picture())
-                if picture.state != rebuilt(picture, rows):
-                    self.fail("the scheduling state differs from one rebuilt from the store")
+            rows = self._file.read_now(leases.picture())
+            if picture.state != rebuilt(picture, rows):
+                who = process.process.name
+                self.fail(f"{who}: the scheduling state differs from one rebuilt from the store")
         self.loop.after_us(300 * MS, self._compare)
 
     def _look_for_the_end(self) -> None:
@@ -323,8 +342,9 @@ def _make_nodes(
     for number, offer in enumerate(OFFERS):
         name, secret, id_ = f"n{number}", f"secret-{number}", NodeId(FIRST_NODE + number)
         gpu_ids = [GpuId(1000 + 10 * number + gpu.index) for gpu in offer.gpus]
+        key = around.host.public_key(secret)
         credentials = file.write_now(
-            nodes.create_node(id_, name, owner.id, None, secret, offer, gpu_ids, now)
+            nodes.create_node(id_, name, owner.id, None, secret, offer, gpu_ids, now, key)
         )
         around.host.know(secret, credentials)
         agents.append(Agent(around, name, secret, offer, dice.branch(name)))
