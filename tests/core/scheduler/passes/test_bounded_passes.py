@@ -25,6 +25,7 @@ from gpool.core.scheduler.passes.victims import (
 from gpool.core.scheduler.place.fit import fit, unfit
 from gpool.core.scheduler.state.events import Leased, QueuedTask, TasksLeased, TasksQueued
 from gpool.core.scheduler.state.state import State
+from gpool.core.scheduler.state.stoppable import FreedParts
 from gpool.core.scheduler.state.waiting import HeldAllocation, ShapeState
 from tests.core.scheduler.state.builders import (
     NOW,
@@ -200,8 +201,8 @@ def test_reach_never_denies_room_that_stopping_the_reachable_would_make(
     shape = a_shape(9, cpu_milli=cpus * 1000, memory_bytes=GIB, gpu=asked)
     index = index_of(state)
     held = list(state.stoppable.values())
-    groups = [[line for line in held if line.shape.user == user] for user in (1, 2, 3)]
-    capacity = PreemptibleCapacity(index, groups, ())
+    users = [[line for line in held if line.shape.user == user] for user in (1, 2, 3)]
+    capacity = PreemptibleCapacity(index, map(FreedParts, users), FreedParts(()))
     stops = held[stopped : stopped + 1]
     if stops:
         capacity.nodes(shape, np.ones(4, bool))
@@ -211,7 +212,7 @@ def test_reach_never_denies_room_that_stopping_the_reachable_would_make(
         room = entry.room.copy()
         for line in entry.lines.values():
             is_reached = line.shape.user in reached or line in stops
-            if is_reached and (id_, line.allocation.number) in state.stoppable:
+            if is_reached and state.stoppable.get(id_, line.allocation.number):
                 room.give(line.allocation)
         assert entry.node is not None
         fits = unfit(entry.node, shape) is None and fit(entry.node, room, shape) is not None
@@ -274,7 +275,9 @@ def test_no_group_is_ever_passed_over_of_which_something_may_be_stopped(
     for key in theirs:
         line = HeldAllocation(NodeId(1), Allocation(0, 0, 0, ()), entry.shape)
         victim = Victim(rank_of(key), line)
-        groups.append(VictimGroup([victim], (key[1], key[2])))
+        groups.append(
+            VictimGroup([victim.line], (key[1], key[2]), {victim.line: victim}.__getitem__)
+        )
     victims = VictimGroups(groups, [had[1]] * len(groups), [held[1]] * len(groups))
     looked = list(victims.worth_comparing(a_shape(1), waiting, ORDERS[order], policy))
     gained, evens = (mine[1] + gain, mine[2] + gain), (held[0] < held[1],) * 2

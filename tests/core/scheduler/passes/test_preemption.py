@@ -316,10 +316,10 @@ def test_a_pass_considers_some_and_in_time_all_that_may_be_stopped() -> None:
     submit(state, a_gpu_task(), *range(1, 4 * nodes + 1))
     write(state, plan(state, NOW, FAIR), NOW)
     assert len(state.stoppable) == 4 * nodes
-    assert len(list(in_sight(state, NOW))) == 4 * nodes
+    assert len(in_sight(state, NOW)) == 4 * nodes
     seen = set()
     for second in range(60):
-        found = list(in_sight(state, Instant(NOW + second * SECOND), most=12))
+        found = in_sight(state, Instant(NOW + second * SECOND), most=12)
         assert 12 <= len(found) < 12 + 4
         by_node = Counter(line.node for line in found)
         assert set(by_node.values()) == {4}  # all of a node, or a whole set could not be found

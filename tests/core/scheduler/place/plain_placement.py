@@ -98,9 +98,9 @@ def _places(
         steps.append((-_step(node, pricing, (free, *now), (after, *left), worth), had, gpu))
     step, _, gpu = min(steps)
     if request is None:
-        price, virtue = cpu_price(node, needs.cpu_milli), int(bool(offer.gpus))
+        price, virtue = cpu_price(node, needs.cpu_milli, shape), int(bool(offer.gpus))
     else:
-        price = min(gpu_price(node, g, request) for g in cards) if offer.price_microcredits else 0
+        price = min(gpu_price(node, g, request, shape) for g in cards)
         virtue = merit_of(node)
     smallest = min((g.memory_bytes for g in cards), default=0) >> 20
     lesser = (smallest, max(0, room.free_cpu), max(0, room.free_memory) >> 20, node.id)

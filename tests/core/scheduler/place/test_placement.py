@@ -172,7 +172,7 @@ def test_fragments_are_what_the_definition_says(free: list[int], cpu: int, kind:
     both, total = (mix.fits[None], mix.rests[None]), np.array([sum(free)])
     found = target.fragments(np.array([kind + 1]), np.array([cpu]), both, total)
     assert found[0] == fragments_by_definition(nodes[kind], cpu, free, pricing)
-    assert found[0] == target.fragments_of(kind + 1, cpu, mix)
+    assert found[0] == target.fragments_of(kind + 1, target.step_of(cpu), mix)
 
 
 def test_gpus_without_cpu_or_memory_beside_them_are_stranded() -> None:

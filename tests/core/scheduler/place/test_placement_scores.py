@@ -14,20 +14,24 @@ from gpool.core.model import (
     GIB,
     MIB,
     SECOND,
+    Audience,
     Health,
     InputFile,
     Instant,
     Merit,
     Node,
     Shape,
+    Slice,
     Span,
     TaskKind,
     TaskSpec,
 )
-from gpool.core.reliability import HALF_LIFE, PRIOR, ReliabilityRecord, gigaflops_of
+from gpool.core.reliability import HALF_LIFE, PRIOR, ReliabilityRecord, least_rate
 from gpool.core.scheduler.explain.waiting import explain
 from gpool.core.scheduler.order.orders import Policy
-from gpool.core.scheduler.place.fit import Unfit, fit, price_of, unfit
+from gpool.core.scheduler.passes.plan import plan as planned
+from gpool.core.scheduler.place.fit import Fit, Unfit, fit, price_of, unfit
+from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.place.rows import (
     MAX_PRICE_STEP,
     RESTART,
@@ -36,7 +40,13 @@ from gpool.core.scheduler.place.rows import (
     start_cost,
 )
 from gpool.core.scheduler.state.capacity import Room
-from gpool.core.scheduler.state.events import NodeChanged, PassPlan, RunTimesObserved, TasksReleased
+from gpool.core.scheduler.state.events import (
+    NodeChanged,
+    PassPlan,
+    RunTimesObserved,
+    TasksReleased,
+    TasksWithdrawn,
+)
 from gpool.core.scheduler.state.hints import KEPT, InputCaches
 from gpool.core.scheduler.state.snapshot import take
 from gpool.core.scheduler.state.state import State
@@ -101,13 +111,80 @@ def test_of_two_cards_on_one_node_the_slice_is_of_one_that_is_not_too_dear() -> 
     found = fit(node, Room(node), shape)
     assert found is not None
     assert found.slices == place.allocation.slices
-    assert price_of(node, found) <= 110_000
+    assert price_of(node, found, shape) <= 110_000
 
 
 def test_a_task_without_gpu_pays_its_part_of_the_node() -> None:
     node = lending(1, 0, 8, price=800_000)
     assert placed(a_shape(cpu_milli=1000, max_price_microcredits=100_000), node) == 1
     assert placed(a_shape(cpu_milli=1000, max_price_microcredits=99_999), node) is None
+
+
+def test_own_tasks_and_those_of_named_accounts_cost_nothing() -> None:
+    lab, owner = 70, UserId(9)
+    named = Audience(frozenset({3}), frozenset({lab}))
+    node = replace(lending(1, 2, price=400_000), owner=owner, free_for=named)
+    broke = {"max_price_microcredits": 0}
+    assert placed(wanting(user=9, **broke), node) == 1
+    assert placed(wanting(user=3, **broke), node) == 1
+    assert placed(replace(wanting(user=4, **broke), team=lab), node) == 1
+    assert placed(replace(wanting(user=4, **broke), team=71), node) is None  # the control
+    assert placed(a_shape(4, cpu_milli=1000, **broke), node) is None
+    assert placed(a_shape(9, cpu_milli=1000, **broke), node) == 1
+
+
+def test_a_free_node_of_ones_own_comes_before_a_cheap_one() -> None:
+    own = replace(lending(1, price=900_000), owner=UserId(9))
+    cheap = replace(lending(2, price=1_000), owner=UserId(8))
+    state = a_state(own, cheap)
+    for user, node in ((4, 2), (9, 1)):  # one state: rows of one user are not used for another
+        assert placed(wanting(user=user), state=state) == node
+        state.fold(TasksWithdrawn((TaskId(1),)))
+
+
+def test_an_account_that_becomes_an_owner_pays_nothing_on_its_node_and_others_do() -> None:
+    state, index = a_state(replace(lending(2, price=1_000), owner=UserId(8))), PlacementIndex()
+    free = {"max_price_microcredits": 0}
+
+    def node_of(user: int, spec: str = "0.5", **needs: Any) -> int | None:
+        enqueue(state, wanting(spec, user, **needs), [1])
+        places = planned(state, index, NOW, FCFS).places
+        state.fold(TasksWithdrawn((TaskId(1),)))
+        return places[0].node if places else None
+
+    assert [node_of(user) for user in (9, 4)] == [2, 2]  # rows and facts are shared
+    assert [node_of(user, **free) for user in (9, 4)] == [None, None]
+    state.fold(NodeChanged(replace(lending(1, price=900_000), owner=UserId(9))))
+    assert [node_of(user) for user in (9, 4)] == [1, 2]
+    assert [node_of(user, **free) for user in (9, 4)] == [1, None]
+    assert [node_of(user, "1", **free) for user in (9, 4)] == [1, None]
+
+
+def test_each_gpu_has_its_own_price() -> None:
+    node = lending(1, ("NVIDIA A10G", "NVIDIA A10G", "NVIDIA A10G"), price=300_000)
+    gpus = [
+        replace(gpu, price_microcredits=p)
+        for gpu, p in zip(node.offer.gpus, (None, 0, 900_000), strict=True)
+    ]
+    node = replace(node, owner=UserId(9), offer=replace(node.offer, gpus=tuple(gpus)))
+
+    def indexes(spec: str, cap: int) -> list[int]:
+        shape = wanting(spec, max_price_microcredits=cap)
+        found = fit(node, Room(node), shape) if unfit(node, shape) is None else None
+        if found is None:
+            return []
+        assert price_of(node, found, shape) <= cap
+        return [part.gpu_index for part in found.slices]
+
+    assert indexes("1", 0) == [1]
+    assert indexes("2", 600_000) == [1, 0]
+    assert indexes("2", 599_999) == []
+    assert indexes("3", 2_700_000) == [1, 0, 2]
+    everything = Fit(8000, GIB, tuple(Slice(n, GIB, 1000) for n in range(3)))
+    assert price_of(node, everything, wanting()) == 1_200_000
+    assert price_of(node, everything, wanting(user=9)) == 0
+    half = Fit(8000, GIB, (Slice(2, GIB, 333),))
+    assert price_of(node, half, wanting()) == 299_700
 
 
 def test_disk_that_was_asked_for_is_never_given_twice() -> None:
@@ -140,7 +217,7 @@ def test_a_place_never_costs_more_than_the_cap_and_one_that_would_do_is_always_f
     if places:
         found = fit(node, Room(node), shape)
         assert found is not None
-        assert price_of(node, found) <= cap
+        assert price_of(node, found, shape) <= cap
 
 
 # ---- lost time
@@ -225,9 +302,9 @@ def test_what_a_node_was_like_always_wears_off_and_losses_never_help(
 
 
 def test_speeds_are_told_in_coarse_steps_and_of_the_slowest() -> None:
-    assert gigaflops_of([]) == gigaflops_of([0, 50_000]) == 0
-    assert gigaflops_of([51_000, 90_000]) == gigaflops_of([52_000])
-    assert gigaflops_of([50_000]) < gigaflops_of([100_000])
+    assert least_rate([]) == least_rate([0, 50_000]) == 0
+    assert least_rate([51_000, 90_000]) == least_rate([52_000])
+    assert least_rate([50_000]) < least_rate([100_000])
 
 
 # ---- inputs that lie there

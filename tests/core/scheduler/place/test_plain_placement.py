@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpool.core.model import GIB, Merit, Node, Shape
+from gpool.core.ids import UserId
+from gpool.core.model import GIB, Audience, Merit, Node, Shape
 from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.place.pricing import Pricing, Weights, price
 from gpool.core.scheduler.state.events import NodeChanged, NodeRemoved, TasksReleased
@@ -50,10 +51,16 @@ WEIGHED = [*PRICINGS, price([(shape.requirements, 3) for shape in MORE], ODD)]
 
 
 def priced(node: Node, number: int) -> Node:
-    """Some cost something, some are proven."""
+    """Some cost something, or one GPU costs more or less; some are free to their owner and others; some are proven."""
     prices, merits = (0, 0, 500, 1000), (Merit(), Merit(), Merit(is_proven=True))
-    offer = replace(node.offer, price_microcredits=prices[number % 4])
-    return replace(node, offer=offer, merit=merits[number % 3])
+    own = {0: 1500, 1: 0}.get(number % 5)
+    gpus = tuple(
+        replace(gpu, price_microcredits=None if gpu.index else own) for gpu in node.offer.gpus
+    )
+    offer = replace(node.offer, price_microcredits=prices[number % 4], gpus=gpus)
+    free = Audience(frozenset({2})) if number % 7 == 0 else None
+    owner = UserId(number % 6)
+    return replace(node, offer=offer, merit=merits[number % 3], free_for=free, owner=owner)
 
 
 def assert_alike(state: State, shape: Shape, pricing: Pricing) -> None:

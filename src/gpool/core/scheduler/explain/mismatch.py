@@ -67,7 +67,7 @@ def nothing_can(nodes: list[Node], shape: Shape) -> Explanation:
         case Unfit.LABELS:
             return _no_such_label(nodes, needs.labels)
         case Unfit.PRICE:
-            least = min(min(possible_prices(node, needs)) for node in near)
+            least = min(min(possible_prices(node, shape)) for node in near)
             cap = fields.format_price(needs.max_price_microcredits or 0)
             said = f"It may cost {cap}; the cheapest that could run it costs {fields.format_price(least)}."
             return Explanation("over_price", said)
@@ -190,6 +190,12 @@ def _no_such_gpu(nodes: list[Node], shape: Shape) -> Explanation:
     shut = [gpu for gpu in barred if any(gpuspec.matches(request, gpu) for request in wanted)]
     others = [gpu for gpu in lent if gpu not in barred]
     if shut and not any(gpuspec.matches(request, gpu) for request in wanted for gpu in others):
+        if not any(gpu.untested for gpu in shut):
+            said = (
+                f"{len(shut)} GPUs would do ({asked}), but have not proved what they claim: they serve their owner, the "
+                "owner's teams and tasks that name the owner (--on user:NAME); an operator can admit them for everyone."
+            )
+            return Explanation("unproven", said)
         said = (
             f"{len(shut)} GPUs would do ({asked}), but gpool was never run on their kind, and their owners lend them "
             "to themselves and their teams only; GPOOL_AGENT_LEND_UNTESTED lends them to everyone."

@@ -38,7 +38,8 @@ MOST_PLANS = 60
 
 _TRIES = 6  # values tried per kind of change, nearest first
 _GB = 1000**3
-_NEW = TaskId((1 << 62) - 1)  # newer than every real task
+NEW_TASK = TaskId((1 << 62) - 1)
+"""Id of a task that is not submitted yet: newer than every real one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +97,37 @@ class Asking:
         asked = _ChangeTrial(self, task, is_late)
         return Suggested(tuple(asked.found()), asked.is_complete)
 
+    def start_of(self, shape: Shape) -> StartNow | None:
+        """Where a new task of this shape would start now; None: it would wait."""
+        self.state.take_hints(self.snapshot.hints)
+        self.state.fold(TasksQueued(shape, (QueuedTask(NEW_TASK, 0, self.now),)))
+        try:
+            place = self.started(NEW_TASK)
+            return None if place is None else StartNow(place, tuple(prices_of(self.state, place)))
+        finally:
+            self.state.fold(TasksWithdrawn((NEW_TASK,)))
+
+    def started(self, task: TaskId) -> Placement | None:
+        """Placement of the task in a pass now. Queueing behind another lease is no start."""
+        for place in plan(self.state, self.index, self.now, self.policy, self.orders).places:
+            if place.grants[0].task == task:
+                is_new = place.allocation.number not in self.state.nodes[place.node].lines
+                return place if is_new else None
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class StartNow:
+    """`prices`: micro-credits an hour on each of its nodes."""
+
+    place: Placement
+    prices: tuple[int, ...]
+
 
 class _ChangeTrial:
     def __init__(self, asking: Asking, task: TaskId, is_late: Callable[[], bool]) -> None:
+        self.asking, self.now = asking, asking.now
         self.state, self.hints = asking.state, asking.snapshot.hints
-        self.index = asking.index
-        self.now, self.policy, self.orders = asking.now, asking.policy, asking.orders
         self.plans = 0
         self.is_late, self.is_complete = is_late, True
         self.task = asking.snapshot.task(task)
@@ -139,7 +165,7 @@ class _ChangeTrial:
         """None if it would not start, as new or with its old age."""
         assert self.task is not None
         assert self.shape is not None
-        again = QueuedTask(_NEW, 0, self.now)
+        again = QueuedTask(NEW_TASK, 0, self.now)
         self.state.fold(TasksWithdrawn((self.task.id,)))
         try:
             place = self._start_of(shape, again)
@@ -156,21 +182,23 @@ class _ChangeTrial:
             self.state.fold(TasksWithdrawn((task.id,)))
 
     def _started(self, task: TaskId) -> Placement | None:
-        """Queueing behind another lease is no start."""
         self.plans += 1
-        for place in plan(self.state, self.index, self.now, self.policy, self.orders).places:
-            if place.grants[0].task == task:
-                is_new = place.allocation.number not in self.state.nodes[place.node].lines
-                return place if is_new else None
-        return None
+        return self.asking.started(task)
 
 
 def cost_of(state: State, place: Placement) -> int:
     """Price per hour on a gang's most expensive node."""
+    return max(prices_of(state, place), default=0)
+
+
+def prices_of(state: State, place: Placement) -> Iterator[int]:
+    """Price per hour on each node."""
     parts = [(place.node, place.allocation)]
     parts += [(member.node, member.allocation) for member in place.members]
-    known = [(state.nodes[id_].node, allocation) for id_, allocation in parts]
-    return max((price_of(node, each) for node, each in known if node is not None), default=0)
+    for id_, allocation in parts:
+        node = state.nodes[id_].node
+        if node is not None:
+            yield price_of(node, allocation, place.shape)
 
 
 class _Free:
@@ -304,7 +332,7 @@ def _higher_prices(shape: Shape, free: _Free) -> Iterator[_Change]:
         each
         for node in free.nodes
         if unfit(node, uncapped) is None
-        for each in possible_prices(node, shape.requirements)
+        for each in possible_prices(node, shape)
     }
     for cost in sorted(costs):
         if cost > cap:

@@ -25,24 +25,17 @@ waited for more than a day, oldest first:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 from gpool.core.ids import TaskId, UserId
 from gpool.core.model import Instant, Span
 from gpool.core.scheduler.order.fair_share import asked_by
 from gpool.core.scheduler.order.orders import Policy, Promotion
 from gpool.core.scheduler.state.state import State
+from gpool.core.scheduler.state.stoppable import WaitedTask
 from gpool.core.scheduler.state.waiting import ShapeState
 
 FACTOR = 2
 """Of waiting time and of the part of the GPUs."""
-
-
-class _Starving(NamedTuple):
-    queued_at: int
-    task: int
-    gpus: int  # thousandths
-    waited: int
 
 
 class Promotions:
@@ -51,7 +44,6 @@ class Promotions:
     def __init__(self, state: State, now: Instant, policy: Policy) -> None:
         self._state, self._now, self._policy = state, now, policy
         self._known: dict[UserId, Mapping[int, Promotion]] = {}
-        self._running: dict[UserId, list[_Starving]] | None = None
 
     def of(self, user: UserId, task: int) -> Promotion:
         return self.of_user(user).get(task, Promotion.NONE)
@@ -67,7 +59,7 @@ class Promotions:
         part = self._state.gpus.get(("user", user), 0) * self._policy.promoted_milli // 1000
         longer = FACTOR * self._policy.starvation
         latest = self._now - self._policy.starvation
-        starving = self._starving_runs(user).copy()
+        starving = self._state.stoppable.waited(user, self._policy.starvation).copy()
         for entry in self._state.queues.shapes_of(user):
             if entry.queue.front().queued_at <= latest:
                 starving += self._starving_waits(entry, part)
@@ -85,7 +77,7 @@ class Promotions:
             gpus += each.gpus
         return found
 
-    def _starving_waits(self, entry: ShapeState, part: int) -> Iterator[_Starving]:
+    def _starving_waits(self, entry: ShapeState, part: int) -> Iterator[WaitedTask]:
         """Oldest first; not those that could not be promoted even if only this shape waited."""
         gpus, starvation = asked_by(entry.shape)[0], self._policy.starvation
         least, taken, taken_longer = starvation, 0, 0
@@ -96,7 +88,7 @@ class Promotions:
             waited = age - self._state.queues.attained(TaskId(waiting.task))
             if waited < least:
                 continue
-            yield _Starving(waiting.queued_at, waiting.task, gpus, waited)
+            yield WaitedTask(waiting.queued_at, waiting.task, gpus, waited)
             taken += gpus
             if waited >= FACTOR * starvation:
                 taken_longer += gpus
@@ -104,21 +96,3 @@ class Promotions:
                 return
             if taken >= part:
                 least = Span(FACTOR * starvation)
-
-    def _starving_runs(self, user: UserId) -> list[_Starving]:
-        if self._running is None:
-            self._running, starvation = {}, self._policy.starvation
-            for line in self._state.stoppable.values():
-                latest = (
-                    line.since - starvation
-                )  # waited: until its start, less its run time before
-                for task, lease in line.leases.items():
-                    if lease.queued_at > latest:
-                        continue
-                    waited = line.since - lease.queued_at - lease.attained
-                    if waited >= starvation:
-                        found = self._running.setdefault(line.shape.user, [])
-                        found.append(_Starving(lease.queued_at, task, line.amounts[0], waited))
-            for found in self._running.values():
-                found.sort()
-        return self._running.get(user, [])

@@ -5,7 +5,6 @@ Groups of running allocations come from `passes.victims`. Stops nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import chain
 
 import numpy as np
 
@@ -13,34 +12,26 @@ from gpool.core.ids import NodeId
 from gpool.core.model import Allocation, Shape
 from gpool.core.scheduler.place.index import FreeAmounts, PlacementIndex
 from gpool.core.scheduler.place.pricing import Bools
+from gpool.core.scheduler.state.stoppable import FreedParts
 from gpool.core.scheduler.state.waiting import HeldAllocation
 
 
 class PreemptibleCapacity:
-    """By the board's slots: the amounts of all allocations in sight as arrays, made once a pass. Later takes are subtracted."""
+    """By the board's slots: the amounts of all allocations in sight as arrays. Later takes are subtracted."""
 
     def __init__(
-        self,
-        index: PlacementIndex,
-        groups: Iterable[list[HeldAllocation]],
-        stopping: Iterable[HeldAllocation],
+        self, index: PlacementIndex, groups: Iterable[FreedParts], stopping: FreedParts
     ) -> None:
         self._index = index
         self._taken: list[tuple[int, Allocation]] = []
         self._free: dict[bytes, FreeAmounts] = {}  # by the groups that are stopped
-        slots = index.board.slots
-        self._lines: list[HeldAllocation] = []  # of each row
-        rows: list[tuple[int, int, int, int, int, int]] = []
-        for number, lines in enumerate(chain([stopping], groups)):
-            for line in lines:
-                for part in (line, *line.members) if line.members else (line,):
-                    slot, held = slots.get(part.node), part.allocation
-                    if slot is not None:  # of slices of one GPU each counts as one
-                        gpus = len(held.slices)
-                        amounts = (held.cpu_milli, held.memory_bytes, held.disk_bytes, gpus)
-                        rows.append((slot, number, *amounts))
-                        self._lines.append(line)
-        self._at, self._group, *self._amounts = np.array(rows, np.int64).reshape(-1, 6).T
+        all_ = [stopping, *groups]
+        slot_of = index.board.slots.get
+        self._lines = [line for parts in all_ for line in parts.lines]  # of each row
+        self._group = np.repeat(np.arange(len(all_)), [len(parts.lines) for parts in all_])
+        self._at = np.array([slot_of(id_, -1) for parts in all_ for id_ in parts.nodes], np.intp)
+        self._amounts = np.concatenate([parts.amounts for parts in all_], axis=1)
+        self._is_here = self._at >= 0
 
     def stop(self, line: HeldAllocation) -> None:
         """Count the line as stopped for every waiting task."""
@@ -59,7 +50,7 @@ class PreemptibleCapacity:
         free = self._free.get(key := groups.tobytes())
         if free is None:
             free = self._free[key] = self._index.free()
-            stopped = groups[self._group]
+            stopped = groups[self._group] & self._is_here
             at = self._at[stopped]
             for column, amounts in zip(free, self._amounts, strict=True):
                 column += np.bincount(at, amounts[stopped], len(column))

@@ -39,7 +39,7 @@ Among a user's own tasks those of the last class come first: a victim of a bette
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import numpy as np
 
@@ -63,11 +63,12 @@ from gpool.core.scheduler.passes.victim_sets import (
 from gpool.core.scheduler.passes.victims import (
     Victim,
     VictimGroup,
-    is_protected,
     protection_period,
 )
 from gpool.core.scheduler.place.pricing import GPU, Bools
 from gpool.core.scheduler.state.events import Preempt
+from gpool.core.scheduler.state.stoppable import is_protected
+from gpool.core.scheduler.state.waiting import HeldAllocation
 
 _WORK_PER_NODE, _WORK_PER_VICTIM = 15, 3  # about microseconds
 MAX_NODES_SEARCHED = 128
@@ -76,12 +77,11 @@ MAX_NODES_SEARCHED = 128
 
 def count_stopping(ctx: PassContext) -> None:
     """Count allocations preempted by earlier passes as free in future, and no longer held."""
-    for line in ctx.state.stoppable.values():
-        if line.stopping:
-            parts = (line, *line.members)
-            for part in parts:
-                ctx.capacity.free_later(part.node, part.allocation)
-            ctx.tenants.count(line.shape, [part.allocation for part in parts], -1)
+    for line in ctx.state.stoppable.stopping:
+        parts = (line, *line.members)
+        for part in parts:
+            ctx.capacity.free_later(part.node, part.allocation)
+        ctx.tenants.count(line.shape, [part.allocation for part in parts], -1)
 
 
 def preempt_for(ctx: PassContext, cursor: QueueCursor) -> bool:
@@ -184,23 +184,21 @@ def _clearable(
     guaranteed: dict[Holder, int] | None = None,
 ) -> Iterator[Clearable]:
     """For a gang also nodes with room. `possible`: by slot; `guaranteed`: GPUs that others must keep."""
-    shape, slots = cursor.shape, ctx.index.board.slots
-    at: dict[NodeId, list[Victim]] = {
-        id_: [] for id_ in ctx.capacity.future_nodes if id_ in slots and possible[slots[id_]]
-    }
+    shape = cursor.shape
+    near: set[NodeId] = set(ctx.index.board.columns.ids[possible].tolist())
+    at: dict[NodeId, list[Victim]] = {id_: [] for id_ in ctx.capacity.future_nodes if id_ in near}
     if shape.requirements.nodes > 1:
         able, has_room = ctx.index.could_run(shape, ())
         at |= {NodeId(int(id_)): [] for id_ in ctx.index.board.columns.ids[able[has_room]]}
     if len(ctx.draft.preemptions) < ctx.policy.max_preemptions_per_pass:
-        for victim in _victims_for(ctx, cursor):
-            ctx.budget.use_work(_WORK_PER_VICTIM)
+        for victim in _victims_for(ctx, cursor, near):
             line = victim.line
             if ctx.victims.is_stopped(line):
                 continue
             if guaranteed and not _spares_guarantee(ctx, victim, shape, guaranteed):
                 continue
-            for id_ in {part.node for part in victim.parts} if line.members else (line.node,):
-                if id_ in slots and possible[slots[id_]]:
+            for id_ in _nodes_of(line):
+                if id_ in near:
                     at.setdefault(id_, []).append(victim)
     for id_ in ctx.claims.closed_to_preemption_for(shape):
         at.pop(id_, None)
@@ -230,14 +228,26 @@ def _nodes_to_search(
     return [NodeId(id_) for id_ in chosen]
 
 
-def _victims_for(ctx: PassContext, cursor: QueueCursor) -> Iterator[Victim]:
+def _nodes_of(line: HeldAllocation) -> Collection[NodeId]:
+    return {part.node for part in (line, *line.members)} if line.members else (line.node,)
+
+
+def _victims_for(
+    ctx: PassContext, cursor: QueueCursor, near: Collection[NodeId]
+) -> Iterator[Victim]:
+    """The user's own victims only where they run on one of the nodes `near`: others are not ranked."""
     user, has_classes = cursor.shape.user, ctx.victims.compares_classes
     if has_classes and not _is_new(ctx, cursor):
         for group in ctx.victims.of_worse_class(user, cursor.rank):
             ctx.budget.use_work(1)
-            yield from _unprotected(ctx, group)
+            for line in _unprotected(ctx, group):
+                ctx.budget.use_work(_WORK_PER_VICTIM)
+                if any(id_ in near for id_ in _nodes_of(line)):
+                    yield group.victim(line)
     if not has_classes or ctx.victims.has_others(user):
-        yield from _victims_by_share(ctx, cursor, with_own=not has_classes)
+        for victim in _victims_by_share(ctx, cursor, with_own=not has_classes):
+            ctx.budget.use_work(_WORK_PER_VICTIM)
+            yield victim
 
 
 def _victims_by_share(ctx: PassContext, cursor: QueueCursor, *, with_own: bool) -> Iterator[Victim]:
@@ -274,7 +284,10 @@ def _victims_by_share(ctx: PassContext, cursor: QueueCursor, *, with_own: bool) 
             )
             gained = tenants.shares(shape, line, asked)
         exchange = Exchange(waiting, gained, running, Span(0), evens, shape.user == other.user)
-        victims = _unprotected(ctx, group) if shape.user == other.user else group.victims()
+        victims = group.victims()
+        if shape.user == other.user:
+            lines = set(_unprotected(ctx, group))
+            victims = [each for each in victims if each.line in lines]
         found = _outranked(ctx, victims, exchange)
         is_within_band = own.rank.band == running.rank.band
         if shape.user != other.user and is_within_band and ctx.order.exchanges_by_share:
@@ -294,10 +307,10 @@ def _is_vain(ctx: PassContext, cursor: QueueCursor, own: ExchangeSide, group: Vi
     return order.class_of(own.rank.key) >= order.class_of(other.key)
 
 
-def _unprotected(ctx: PassContext, group: VictimGroup) -> list[Victim]:
-    """Victims for a task of the same user."""
+def _unprotected(ctx: PassContext, group: VictimGroup) -> list[HeldAllocation]:
+    """Allocations that a task of the same user may stop."""
     period = protection_period(ctx.order, ctx.policy, is_own=True)
-    return [each for each in group.victims() if not is_protected(each.line, ctx.now, period)]
+    return [line for line in group.lines if not is_protected(line, ctx.now, period)]
 
 
 def _would_never_end(ctx: PassContext, victim: Victim) -> bool:

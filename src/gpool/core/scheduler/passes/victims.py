@@ -4,10 +4,11 @@ See `passes.preemption` for the rules and `passes.victim_sets` for the choice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields
 from functools import lru_cache
 from itertools import chain, islice
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import (
     SECOND,
     Allocation,
+    GpuRequest,
     Instant,
     Requirements,
     Shape,
@@ -31,7 +33,6 @@ from gpool.core.scheduler.order.orders import (
     Promotion,
     Rank,
     attained_at,
-    level_of,
 )
 from gpool.core.scheduler.order.promotion import Promotions
 from gpool.core.scheduler.order.ranking import ExchangeSide, Pair
@@ -40,6 +41,13 @@ from gpool.core.scheduler.passes.preemptible_capacity import PreemptibleCapacity
 from gpool.core.scheduler.place.index import PlacementIndex
 from gpool.core.scheduler.place.pricing import Bools, Ints
 from gpool.core.scheduler.state.state import State
+from gpool.core.scheduler.state.stoppable import (
+    FreedParts,
+    GroupingStage,
+    GroupKey,
+    RunningGroup,
+    grouped,
+)
 from gpool.core.scheduler.state.waiting import HeldAllocation
 
 MAX_IN_SIGHT = 2000
@@ -48,10 +56,8 @@ MAX_IN_SIGHT = 2000
 _STRIDE = 101  # nodes by which the considered part of a large pool moves each second
 
 
-def in_sight(state: State, now: Instant, most: int = MAX_IN_SIGHT) -> Iterable[HeldAllocation]:
-    """In a large pool all of some nodes, and every second of others."""
-    if len(state.stoppable) <= most:
-        return [line for line in state.stoppable.values() if not line.stopping and line.leases]
+def in_sight(state: State, now: Instant, most: int = MAX_IN_SIGHT) -> list[HeldAllocation]:
+    """All of some nodes of a large pool, and every second of others."""
     nodes = list(state.nodes)
     first = (now // SECOND * _STRIDE) % len(nodes)
     found: list[HeldAllocation] = []
@@ -59,18 +65,10 @@ def in_sight(state: State, now: Instant, most: int = MAX_IN_SIGHT) -> Iterable[H
         if len(found) >= most:
             break
         for number in state.nodes[id_].lines:
-            line = state.stoppable.get((id_, number))
+            line = state.stoppable.get(id_, number)
             if line is not None and not line.stopping and line.leases:
                 found.append(line)
     return found
-
-
-def is_protected(line: HeldAllocation, now: Instant, period: Span) -> bool:
-    """A first start is not protected."""
-    if line.since <= now - period:
-        return False
-    lease = next(iter(line.leases.values()))
-    return lease.epoch > 1 or lease.attained > 0
 
 
 def protection_period(order: Order, policy: Policy, *, is_own: bool) -> Span:
@@ -97,16 +95,17 @@ def asks_no_less(shape: Shape, other: Shape) -> bool:
         and more.nodes >= less.nodes
         and more.cpu_milli >= less.cpu_milli
         and more.memory_bytes >= less.memory_bytes
-        and replace(more.gpu[0], count=less.gpu[0].count) == less.gpu[0]
-        and replace(
-            more,
-            gpu=less.gpu,
-            nodes=less.nodes,
-            cpu_milli=less.cpu_milli,
-            memory_bytes=less.memory_bytes,
-        )
-        == less
+        and _gpu_properties(more.gpu[0]) == _gpu_properties(less.gpu[0])
+        and _properties(more) == _properties(less)
     )
+
+
+def _all_but(type_: type[Requirements | GpuRequest], *amounts: str) -> Callable[[object], object]:
+    return attrgetter(*[each.name for each in fields(type_) if each.name not in amounts])
+
+
+_properties = _all_but(Requirements, "gpu", "nodes", "cpu_milli", "memory_bytes")
+_gpu_properties = _all_but(GpuRequest, "count")
 
 
 class Victim(NamedTuple):
@@ -130,23 +129,32 @@ class Victim(NamedTuple):
 class VictimGroup:
     """Running tasks of one user, size, level and promotion: of one class in every order."""
 
-    __slots__ = ("_ranked", "_rest", "first", "shares")
+    __slots__ = ("_known", "_rank", "_ranked", "first", "lines", "shares")
 
-    def __init__(self, ranked: list[Victim], shares: Pair, rest: Iterable[Victim] = ()) -> None:
-        self._ranked, self._rest = ranked, rest  # the rest is ranked when it is needed
-        self.first = ranked[0]
+    def __init__(
+        self, lines: list[HeldAllocation], shares: Pair, rank: Callable[[HeldAllocation], Victim]
+    ) -> None:
+        self.lines = lines
         self.shares = shares  # of tenant and user, without one of the tasks
+        self._rank = rank
+        self._known: dict[HeldAllocation, Victim] = {}
+        self._ranked: list[Victim] | None = None
+        self.first = self.victim(lines[0])
 
     @property
     def shape(self) -> Shape:
         return self.first.line.shape
 
+    def victim(self, line: HeldAllocation) -> Victim:
+        known = self._known.get(line)
+        if known is None:
+            known = self._known[line] = self._rank(line)
+        return known
+
     def victims(self) -> list[Victim]:
         """Last in the order first."""
-        more = list(self._rest)
-        if more:
-            self._ranked = sorted((*self._ranked, *more), key=_rank_of, reverse=True)
-            self._rest = ()
+        if self._ranked is None:
+            self._ranked = sorted(map(self.victim, self.lines), key=_rank_of, reverse=True)
         return self._ranked
 
 
@@ -186,15 +194,6 @@ def _column(values: list[int]) -> Ints:
     return np.array(values, np.int64)
 
 
-class GroupKey(NamedTuple):
-    user: UserId
-    team: int | None
-    amounts: Amounts
-    level: int
-    promotion: Promotion
-    by: Instant | None  # deadline
-
-
 class VictimSearch:
     """Groups are computed on demand, and again for tenants whose share changed."""
 
@@ -214,7 +213,7 @@ class VictimSearch:
         self._stopped: set[HeldAllocation] = set()
         self._hopeless: dict[UserId, list[Shape]] = {}
         self._capacity: PreemptibleCapacity | None = None
-        self._unprotected: dict[GroupKey, list[HeldAllocation]] | None = None
+        self._unprotected: Mapping[GroupKey, RunningGroup] | None = None
         self._groups: dict[GroupKey, VictimGroup | None] = {}
         self._all: VictimGroups | None = None
         self._reach: dict[tuple[UserId, tuple[int, ...] | None], Bools] = {}
@@ -238,10 +237,11 @@ class VictimSearch:
         """
         reached = self._reachable(shape.user, rank, is_new=is_new)
         if self._capacity is None:
-            stopping = [line for line in self._state.stoppable.values() if line.stopping]
+            stopping = self._state.stoppable.stopping
             if not stopping and not reached[1:].any():
                 return None
-            self._capacity = PreemptibleCapacity(self._index, self._in_sight().values(), stopping)
+            freed = [group.freed for group in self._in_sight().values()]
+            self._capacity = PreemptibleCapacity(self._index, freed, FreedParts(stopping))
         return self._capacity.nodes(shape, reached)
 
     @property
@@ -281,7 +281,8 @@ class VictimSearch:
         stage = (key.level, key.promotion, key.by)
         known = self._classes.get(stage)
         if known is None:
-            victim = self._victim(self._in_sight()[key][0], 0, 0, (0, 0), WITHIN)
+            line = next(iter(self._in_sight()[key].lines))
+            victim = self._victim(line, 0, 0, (0, 0), WITHIN)
             known = self._classes[stage] = self._order.class_of(victim.rank.key)
         return known
 
@@ -309,42 +310,19 @@ class VictimSearch:
             if key.user in users or (key.team is not None and key.team in teams):
                 del self._groups[key]
 
-    def _in_sight(self) -> dict[GroupKey, list[HeldAllocation]]:
+    def _in_sight(self) -> Mapping[GroupKey, RunningGroup]:
         if self._unprotected is None:
-            now, unpromoted = self._now, Promotion.NONE
             period = protection_period(self._order, self._policy, is_own=False)
-            restarted = now - period
-            shape: Shape | None = None
-            promoted: Mapping[int, Promotion] = {}
-            by_key: dict[tuple[object, ...], list[HeldAllocation]] = {}
-            keys: dict[tuple[object, ...], GroupKey] = {}
-            for line in in_sight(self._state, now):
-                since = line.since
-                if since > restarted and is_protected(line, now, period):
-                    continue
-                if line.shape is not shape:
-                    shape = line.shape
-                    promoted = self._promotions.of_user(shape.user)
-                task, lease = next(iter(line.leases.items()))
-                level = level_of(Span(lease.attained + max(0, now - since)))
-                promotion = promoted.get(task, unpromoted)
-                key = (id(shape), line.amounts, level, promotion)
-                lines = by_key.get(key)
-                if lines is None:
-                    keys[key] = GroupKey(
-                        shape.user, shape.team, line.amounts, level, promotion, shape.by
-                    )
-                    by_key[key] = [line]
-                else:
-                    lines.append(line)
-            self._unprotected = {}
-            for alike, lines in by_key.items():
-                self._unprotected.setdefault(keys[alike], []).extend(lines)
+            stage = GroupingStage(self._now, period, self._promotions)
+            if len(self._state.stoppable) <= MAX_IN_SIGHT:
+                self._unprotected = self._state.stoppable.groups(stage)
+            else:
+                self._unprotected = grouped(in_sight(self._state, self._now), stage)
         return self._unprotected
 
     def _group_of(self, key: GroupKey) -> VictimGroup | None:
         if key not in self._groups:
-            lines = self._in_sight()[key]
+            lines = self._in_sight()[key].lines
             self._groups[key] = self._group([each for each in lines if each not in self._stopped])
         return self._groups[key]
 
@@ -357,8 +335,11 @@ class VictimSearch:
         band = WITHIN
         if self._policy.limits.guaranteed:
             band = tenants.band(shape, first, first.amounts[0])
-        found = (self._victim(line, running, served, shares, band) for line in lines)
-        return VictimGroup([next(found)], shares, found)
+
+        def rank(line: HeldAllocation) -> Victim:
+            return self._victim(line, running, served, shares, band)
+
+        return VictimGroup(lines, shares, rank)
 
     def _victim(
         self, line: HeldAllocation, running: int, served: int, shares: Pair, band: int

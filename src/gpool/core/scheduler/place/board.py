@@ -6,7 +6,7 @@ Changes are numbered, so a reader looks only at slots changed since.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from gpool.core.scheduler.place.kinds import (
     CLOSED,
     MAX_GPUS,
     EqualGroups,
+    GpuPattern,
     KindTable,
     lent_gpus,
     merit_of,
@@ -34,6 +35,7 @@ MERIT, MERIT_BITS = HAS_GPUS << 1, 7
 
 FEW = 8  # changed slots that are looked at one by one rather than as arrays
 _SLACK = 64
+_MAX_PATTERNS = 8192
 TWIN = -1  # share of a GPU like its neighbour, which stands for both
 
 CPU, MEMORY, DISK, IDLE, TOTAL, FRAGMENTS, UNFED, WHOLE, LARGEST = range(9)
@@ -228,10 +230,6 @@ class Board:
             return
         slots = [slot for id_ in self._stale if (slot := self._read(id_)) is not None]
         self._stale.clear()
-        if len(slots) == 1:
-            self._measure(slots[0])
-        elif slots:
-            self._measure_all(np.array(slots, np.intp))
         for slot in slots:
             self._note(slot)
 
@@ -239,67 +237,59 @@ class Board:
         slot = self.slots[id_]
         (room, lines), node = self._look(id_), self.nodes[slot]
         assert node is not None
-        gpus = self._gpus_of(slot, node, room) if slot in self._with_gpus else None
+        gpus = self._pattern(slot, node, room) if slot in self._with_gpus else None
         cpu, memory, disk = room.free_cpu, room.free_memory, room.free_disk
         seen = (node, self.generation, lines, cpu, memory, disk, gpus)
-        if self._seen.get(slot) == seen:
+        before = self._seen.get(slot)
+        if before == seen:
             return None
         self._seen[slot] = seen
         columns = self.columns
         columns.lines[slot] = lines
-        amounts = columns.amounts[:, slot]
-        amounts[CPU], amounts[MEMORY], amounts[DISK] = cpu, memory, disk
         columns.tight[slot] = (min(max(cpu, 0), 1 << 26) << 32) + (
             min(max(memory, 0) >> 20, 1 << 31)
         )
         kind, merit = int(columns.kind[slot]), int(columns.merit[slot])
-        if gpus is not None:
-            columns.gpus[slot] = gpus
-            _, _, free, holder = gpus
-            total = sum(free)
-            amounts[TOTAL] = total
-            amounts[IDLE] = holder.count(NOBODY) - columns.width + lent_gpus(node)
-            amounts[WHOLE], amounts[LARGEST] = free.count(1000), max(free)
-            columns.rank[0, slot], columns.rank[1, slot] = HAS_GPUS + total, merit + total
+        if gpus is None:
+            columns.amounts[:IDLE, slot] = cpu, memory, disk
+        else:
+            total = gpus.total
+            columns.amounts[:, slot] = (
+                *(cpu, memory, disk, gpus.idle, total),
+                *(self._fragments(kind, cpu, gpus), self.target.stranded_of(cpu, memory, total)),
+                *(gpus.whole, gpus.largest),
+            )
+            columns.rank[:, slot] = HAS_GPUS + total, merit + total
+            if before is None or before[-1] is not gpus:
+                columns.gpus[slot] = gpus.gpus
+                columns.fits[slot], columns.rests[slot] = gpus.mix.fits, gpus.mix.rests
         value = (kind, merit, node.merit.mtbf, cpu, memory, disk, gpus)
         columns.alike[slot] = self._alike.set(slot, value)
         return slot
 
-    def _gpus_of(self, slot: int, node: Node, room: Room) -> tuple[tuple[int, ...], ...]:
-        """Of equal neighbours only the first offers a share to slices."""
-        gpus, withheld = room.gpus, node.gpus_withheld
-        parts = [gpus[device.index].offered for device in node.offer.gpus[:MAX_GPUS]]
-        share, vram, free, holder = map(list, zip(*parts, strict=True))
-        groups = self.kinds.gpu_groups[self.columns.kind[slot]]
-        for place in range(1, len(groups)):
-            if parts[place] == parts[place - 1] and groups[place] == groups[place - 1]:
-                share[place] = TWIN
-        for place, device in enumerate(node.offer.gpus[:MAX_GPUS] if withheld else ()):
-            if device.index in withheld:
-                free[place] = 0
-        pad = (0,) * (self.columns.width - len(parts))
-        nobody = (NOBODY,) * len(pad)
-        return (*share, *pad), (*vram, *pad), (*free, *pad), (*holder, *nobody)
+    def _fragments(self, kind: int, cpu: int, gpus: GpuPattern) -> float:
+        step = self.target.step_of(cpu)
+        known = gpus.fragments.get(step)
+        if known is None:
+            known = gpus.fragments[step] = self.target.fragments_of(kind, step, gpus.mix)
+        return known
 
-    def _measure(self, slot: int) -> None:
-        if slot not in self._with_gpus:
-            return
-        target, columns = self.target, self.columns
-        amounts = columns.amounts[:, slot]
-        mix = target.mix_of(tuple(columns.free[slot].tolist()))
-        cpu, memory, total = amounts[CPU], amounts[MEMORY], amounts[TOTAL]
-        columns.fits[slot], columns.rests[slot] = mix.fits, mix.rests
-        amounts[FRAGMENTS] = target.fragments_of(int(columns.kind[slot]), cpu, mix)
-        amounts[UNFED] = target.stranded_of(cpu, memory, total)
-
-    def _measure_all(self, slots: Slots) -> None:
-        models, some = self.models(slots)
-        for slot in some.tolist():
-            self._measure(slot)
-        columns = self.columns
-        columns.fits[slots], columns.rests[slots] = columns.fits[models], columns.rests[models]
-        for row in (FRAGMENTS, UNFED):
-            columns.amounts[row, slots] = columns.amounts[row, models]
+    def _pattern(self, slot: int, node: Node, room: Room) -> GpuPattern:
+        """Nodes of one kind with equal free GPUs share it: most changes lead back to one that was seen before."""
+        gpus, lent, withheld = room.gpus, node.offer.gpus[:MAX_GPUS], node.gpus_withheld
+        kind, width = int(self.columns.kind[slot]), self.columns.width
+        parts = tuple([gpus[device.index].offered for device in lent])
+        hidden: tuple[int, ...] = ()
+        if withheld:
+            hidden = tuple([place for place, gpu in enumerate(lent) if gpu.index in withheld])
+        patterns, key = self.kinds.patterns, (kind, width, parts, hidden)
+        known = patterns.get(key)
+        if known is None:
+            if len(patterns) >= _MAX_PATTERNS:
+                patterns.clear()
+            found = _padded(parts, self.kinds.gpu_groups[kind], hidden, width)
+            known = patterns[key] = GpuPattern(found, self.target, width - len(parts))
+        return known
 
     def models(self, slots: Slots) -> tuple[Slots, Slots]:
         """One equal slot for each slot; and those slots, each once."""
@@ -327,3 +317,23 @@ class Board:
             return set(islice(reversed(self._latest), count))
         changed: Slots = (self.columns.changed[: len(self.nodes)] > read).nonzero()[0]
         return changed
+
+
+def _padded(
+    parts: Sequence[tuple[int, int, int, int]],
+    groups: tuple[int, ...],
+    hidden: tuple[int, ...],
+    width: int,
+) -> tuple[tuple[int, ...], ...]:
+    """Share, memory, free thousandths and holder of each GPU. Of equal neighbours only the first offers a share to
+    slices; `hidden` ones offer nothing.
+    """
+    share, vram, free, holder = map(list, zip(*parts, strict=True))
+    for place in range(1, len(groups)):
+        if parts[place] == parts[place - 1] and groups[place] == groups[place - 1]:
+            share[place] = TWIN
+    for place in hidden:
+        free[place] = 0
+    pad = (0,) * (width - len(parts))
+    nobody = (NOBODY,) * len(pad)
+    return (*share, *pad), (*vram, *pad), (*free, *pad), (*holder, *nobody)

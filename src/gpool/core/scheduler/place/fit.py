@@ -25,6 +25,7 @@ from gpool.core.model import (
     Slice,
     Tier,
 )
+from gpool.core.money.prices import gpu_hour, is_free_for, is_priced, node_hour
 from gpool.core.scheduler.place.shares import granted, least_memory
 from gpool.core.scheduler.state.capacity import ANYBODY, GpuRoom, Room
 from gpool.core.specs import fields, gpu_slices, gpu_topology
@@ -114,7 +115,7 @@ def unfit_for_any_owner(node: Node, shape: Shape) -> Unfit | None:
     if needs.gpu and not any(_enough(node, request, shape) for request in needs.gpu):
         return Unfit.GPU
     cap = needs.max_price_microcredits
-    if cap is not None and offer.price_microcredits and not _affordable(node, shape, cap):
+    if cap is not None and is_priced(offer) and not _affordable(node, shape, cap):
         return Unfit.PRICE
     if needs.nodes > 1 and not joins_gangs(offer):
         return Unfit.SITE
@@ -152,7 +153,7 @@ def suits(node: Node, needs: Requirements) -> bool:
 def _affordable(node: Node, shape: Shape, cap: int) -> bool:
     needs = shape.requirements
     if not needs.gpu:
-        return cpu_price(node, needs.cpu_milli) <= cap
+        return cpu_price(node, needs.cpu_milli, shape) <= cap
     return any(_enough(node, request, shape, cap) for request in needs.gpu)
 
 
@@ -174,8 +175,15 @@ def tier_allows(node: Node, floor: Tier, user: UserId) -> bool:
 
 
 def is_lent_to(node: Node, gpu: Gpu, shape: Shape) -> bool:
-    """Whether the owner lends this GPU to the shape's user: an untested one only to the owner and the owner's teams."""
-    return not gpu.untested or shape.user == node.owner or shape.team in node.owner_teams
+    """Whether the shape's user may have this GPU. An untested or unproven one serves its owner and the owner's teams;
+    an unproven one also tasks that name the owner or a team of the owner's (`--on`).
+    """
+    if not gpu.untested and gpu.index not in node.gpus_unproven:
+        return True
+    if shape.user == node.owner or shape.team in node.owner_teams:
+        return True
+    needs = shape.requirements
+    return not gpu.untested and needs.on is not None and accepts_owner(needs, node)
 
 
 def is_of_tier(gpu: Gpu, shape: Shape) -> bool:
@@ -195,7 +203,7 @@ def usable(
         return False
     if gpu.closed or gpu.index in node.gpus_withheld or not gpuspec.matches(request, gpu):
         return False
-    if cap is not None and node.offer.price_microcredits and gpu_price(node, gpu, request) > cap:
+    if cap is not None and gpu_price(node, gpu, request, shape) > cap:
         return False
     if not is_slice(request):
         return True
@@ -207,36 +215,50 @@ def usable(
     return memory <= gpu.memory_bytes
 
 
-def gpu_price(node: Node, gpu: Gpu, request: GpuRequest) -> int:
-    return _part(node.offer.price_microcredits, request.count * slice_of(gpu, request).share_milli)
+def gpu_price(node: Node, gpu: Gpu, request: GpuRequest, shape: Shape | None = None) -> int:
+    """Micro-credits an hour for the whole request on GPUs like this. `shape`: who pays; None: anyone but the owner."""
+    price = gpu_hour(node, gpu)
+    if not price or _is_free(node, shape):
+        return 0
+    return _rounded_up(price * request.count * slice_of(gpu, request).share_milli, 1000)
 
 
-def cpu_price(node: Node, cpu_milli: int) -> int:
-    offer = node.offer
-    whole = offer.price_microcredits * max(1, len(offer.gpus))
-    return -(-whole * cpu_milli // max(1, offer.cpu_milli))
+def cpu_price(node: Node, cpu_milli: int, shape: Shape | None = None) -> int:
+    price = node_hour(node)
+    if not price or _is_free(node, shape):
+        return 0
+    return _rounded_up(price * cpu_milli, max(1, node.offer.cpu_milli))
 
 
-def possible_prices(node: Node, needs: Requirements) -> set[int]:
+def possible_prices(node: Node, shape: Shape) -> set[int]:
+    needs = shape.requirements
     if not needs.gpu:
-        return {cpu_price(node, needs.cpu_milli)}
+        return {cpu_price(node, needs.cpu_milli, shape)}
     return {
-        gpu_price(node, gpu, request)
+        gpu_price(node, gpu, request, shape)
         for request in needs.gpu
         for gpu in node.offer.gpus
         if usable(node, gpu, request)
     }
 
 
-def price_of(node: Node, found: Fit | Allocation) -> int:
+def price_of(node: Node, found: Fit | Allocation, shape: Shape) -> int:
     """Micro-credits an hour: the allocation's part of the GPUs, or of the CPU if it has none."""
+    if not is_priced(node.offer) or _is_free(node, shape):
+        return 0
     if not found.slices:
-        return cpu_price(node, found.cpu_milli)
-    return _part(node.offer.price_microcredits, sum(part.share_milli for part in found.slices))
+        return cpu_price(node, found.cpu_milli, shape)
+    prices = {gpu.index: gpu_hour(node, gpu) for gpu in node.offer.gpus}
+    parts = sum(prices.get(part.gpu_index, 0) * part.share_milli for part in found.slices)
+    return _rounded_up(parts, 1000)
 
 
-def _part(price: int, milli: int) -> int:
-    return -(-price * milli // 1000)
+def _is_free(node: Node, shape: Shape | None) -> bool:
+    return shape is not None and is_free_for(node, shape.user, shape.team)
+
+
+def _rounded_up(amount: int, parts: int) -> int:
+    return -(-amount // parts)
 
 
 def fit(node: Node, room: Room, shape: Shape) -> Fit | None:
@@ -330,7 +352,7 @@ def whole(node: Node, room: Room, request: GpuRequest, shape: Shape) -> tuple[Sl
     free = [g for g in gpus if not g.holders and usable(node, g.gpu, request, cap, shape)]
     if len(free) < request.count:
         return None
-    free.sort(key=lambda g: (g.gpu.memory_bytes, g.gpu.model, g.gpu.index))
+    free.sort(key=lambda g: (g.gpu.memory_bytes, g.gpu.model, gpu_hour(node, g.gpu), g.gpu.index))
     chosen = _close(node, free, _alike(free, request.count))
     return tuple([Slice(g.gpu.index, g.gpu.memory_bytes, 1000) for g in chosen])
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from gpool.core.ids import NodeId
 from gpool.core.model import Node, Shape
+from gpool.core.money.prices import is_priced
 from gpool.core.scheduler.place.board import CPU, DISK, MEMORY, WHOLE, Board, RoomAndCount
 from gpool.core.scheduler.place.fit import (
     Fit,
@@ -117,6 +118,8 @@ class PlacementIndex:
     def _put(self, node: Node) -> None:
         if is_for_some(node):
             self._rows.restrict()
+        if is_priced(node.offer):
+            self._rows.favour(node)
         self.board.put(node)
         self._owners.put(self.board.slots[node.id], node)
 

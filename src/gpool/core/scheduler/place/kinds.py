@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from gpool.core.model import Gpu, Health, Node, Owners, Tier
+from gpool.core.money.prices import is_priced
 from gpool.core.scheduler.place.fit import is_open, joins_gangs
-from gpool.core.scheduler.place.pricing import Bools, FragmentationTarget
+from gpool.core.scheduler.place.pricing import Bools, FragmentationTarget, Ints
+from gpool.core.scheduler.state.capacity import NOBODY
 
 CLOSED = 0
 """The kind of slots that take nothing: empty ones, and nodes that are away or paused."""
@@ -36,14 +38,15 @@ def merit_of(node: Node) -> int:
 def is_for_some(node: Node) -> bool:
     """Whether the node, or one of its GPUs, is lent to some users only."""
     is_whole = node.audience is None and node.reserved_for is None
-    return not is_whole or any(gpu.untested for gpu in node.offer.gpus)
+    return not is_whole or bool(node.gpus_unproven) or any(gpu.untested for gpu in node.offer.gpus)
 
 
 def kind_key(node: Node) -> tuple[Any, ...]:
     """Equal for nodes that can run the same shapes, if these accept their owners (`OwnerSlots`)."""
     offer = node.offer
-    owner = node.owner if is_for_some(node) or Tier.NONE in offer.tiers else None
-    has_untested = any(gpu.untested for gpu in offer.gpus)
+    depends_on_owner = is_for_some(node) or Tier.NONE in offer.tiers or is_priced(offer)
+    owner = node.owner if depends_on_owner else None
+    is_for_teams = bool(node.gpus_unproven) or any(gpu.untested for gpu in offer.gpus)
     return (
         offer.cpu_milli,
         offer.memory_bytes,
@@ -57,11 +60,13 @@ def kind_key(node: Node) -> tuple[Any, ...]:
         offer.runtimes,
         offer.labels,
         offer.price_microcredits,
+        node.free_for,
         node.audience,
         node.reserved_for,
         node.gpus_withheld,
         owner,
-        node.owner_teams if has_untested else None,
+        node.gpus_unproven,
+        node.owner_teams if is_for_teams else None,
         joins_gangs(offer),
     )
 
@@ -77,20 +82,39 @@ def _gpu_key(gpu: Gpu) -> tuple[object, ...]:
         gpu.profiles,
         gpu.untested,
         gpu.guest,
+        gpu.price_microcredits,
     )
 
 
 def _gpu_groups(node: Node) -> tuple[int, ...]:
     known: dict[tuple[object, ...], int] = {}
-    lent, withheld = node.offer.gpus[:MAX_GPUS], node.gpus_withheld
-    keys = [(gpu.index in withheld, *_gpu_key(gpu)[1:]) for gpu in lent]
+    lent, withheld, unproven = node.offer.gpus[:MAX_GPUS], node.gpus_withheld, node.gpus_unproven
+    keys = [(gpu.index in withheld, gpu.index in unproven, *_gpu_key(gpu)[1:]) for gpu in lent]
     return tuple([known.setdefault(key, len(known)) for key in keys])
+
+
+class GpuPattern:
+    """Free GPUs of nodes of one kind, as arrays, with the figures that follow from them. Compared by identity."""
+
+    __slots__ = ("fragments", "gpus", "idle", "largest", "mix", "total", "whole")
+
+    def __init__(
+        self, gpus: tuple[tuple[int, ...], ...], target: FragmentationTarget, unlent: int
+    ) -> None:
+        _, _, free, holder = gpus
+        self.gpus: Ints = np.array(gpus, np.int64)
+        self.total = sum(free)
+        self.idle = holder.count(NOBODY) - unlent
+        self.whole, self.largest = free.count(1000), max(free)
+        self.mix = target.mix_of(free)
+        self.fragments: dict[int, float] = {}  # by step of CPU
 
 
 class KindTable:
     def __init__(self, target: FragmentationTarget) -> None:
         self.nodes: list[Node | None] = [None]  # one node of each kind
         self.gpu_groups: list[tuple[int, ...]] = [()]  # of each kind
+        self.patterns: dict[tuple[object, ...], GpuPattern] = {}
         self._target = target
         self._kinds: dict[tuple[Any, ...], int] = {}
         self._sites: dict[str, int] = {}

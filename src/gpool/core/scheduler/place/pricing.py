@@ -16,6 +16,7 @@ Three costs are added, in thousandths of a GPU, and rounded to steps:
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -143,6 +144,7 @@ class FragmentationTarget:
         needs = np.array([needs.cpu_milli for needs in self._mix], float)
         # Steps of CPU: between two of them the same classes have enough.
         self._steps: Floats = np.unique(needs)
+        self._step_list: list[float] = self._steps.tolist()
         low = np.concatenate([[-1.0], self._steps])
         self._enough: Bools = low[:, None] >= needs  # by how many of the steps there is CPU for
         self._suits: Bools  # by kind of node
@@ -191,8 +193,12 @@ class FragmentationTarget:
             self._mixes[free] = known
         return known
 
-    def fragments_of(self, kind: int, cpu: float, mix: Mix) -> float:
-        able = self._suits[kind] & self._enough[self._steps.searchsorted(cpu, "right")]
+    def step_of(self, cpu: int) -> int:
+        """Number of the steps of CPU that there is enough for."""
+        return bisect_right(self._step_list, cpu)
+
+    def fragments_of(self, kind: int, step: int, mix: Mix) -> float:
+        able = self._suits[kind] & self._enough[step]
         return mix.total - float(mix.useful.dot(able))
 
     def stranded(self, cpu: Floats, memory: Floats, total: Floats) -> Floats:

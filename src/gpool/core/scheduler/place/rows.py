@@ -15,7 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gpool.core.ids import UserId
 from gpool.core.model import SECOND, GpuRequest, Node, Shape, Span, Tier
+from gpool.core.money.prices import is_priced
 from gpool.core.scheduler.place.board import CPU, DISK, IDLE, MEMORY, NEEDED, Board
 from gpool.core.scheduler.place.fit import (
     cpu_price,
@@ -152,7 +154,7 @@ class KindFacts:
             return unable
         share, vram, need, taken = list(never), list(never), list(never), 0
         needs = self._shape.requirements
-        costs = 0 if request is not None else cpu_price(node, needs.cpu_milli)
+        costs = 0 if request is not None else cpu_price(node, needs.cpu_milli, self._shape)
         memory, more = least_memory(node, needs), (list(nothing), list(nothing))
         if request is not None:
             lent = node.offer.gpus[:MAX_GPUS]
@@ -161,8 +163,8 @@ class KindFacts:
             if len(cards) < request.count:
                 return unable
             taken = min(gpu.memory_bytes for gpu in cards.values()) >> 20
-            if node.offer.price_microcredits:
-                costs = min(gpu_price(node, gpu, request) for gpu in cards.values())
+            if is_priced(node.offer):
+                costs = min(gpu_price(node, gpu, request, self._shape) for gpu in cards.values())
             for place, gpu in enumerate(lent):
                 if gpu.index in cards:
                     part = slice_of(gpu, request)
@@ -218,6 +220,7 @@ class RowCache:
         self._pass = 1
         self._is_uneven = False  # some nodes fail more often than others
         self._has_audiences = False
+        self._favoured: set[tuple[UserId | None, int | None]] = set()  # (user, None), (None, team)
 
     def end_pass(self) -> None:
         self._pass += 1
@@ -226,6 +229,25 @@ class RowCache:
         if not self._has_audiences:
             self._has_audiences = True
             self._forget()
+
+    def favour(self, node: Node) -> None:
+        """Keep separate rows for accounts to which this priced node is free."""
+        free = node.free_for
+        found: set[tuple[UserId | None, int | None]] = {(node.owner, None)}
+        if free is not None:
+            found |= {(UserId(user), None) for user in free.users}
+            found |= {(None, team) for team in free.teams}
+        if found <= self._favoured:
+            return
+        self._favoured |= found
+        self._by_shape.clear()
+        shared = (row.shape for rows in self._rows.values() for row in rows)
+        if any(map(self._is_favoured, shared)):  # others may use rows made for this account
+            self._forget()
+
+    def _is_favoured(self, shape: Shape) -> bool:
+        favoured = self._favoured
+        return bool(favoured) and ((shape.user, None) in favoured or (None, shape.team) in favoured)
 
     def of(self, shape: Shape) -> list[PlacementRow]:
         is_uneven = len(self._board.mtbfs) > 1
@@ -264,6 +286,7 @@ class RowCache:
     def _shared(self, shape: Shape, cost: StartCost | None) -> list[PlacementRow]:
         needs = shape.requirements
         is_open_to_all = needs.tier is not Tier.NONE and not self._has_audiences
+        is_open_to_all = is_open_to_all and not self._is_favoured(shape)
         is_anyones = is_open_to_all and not any(is_slice(request) for request in needs.gpu)
         whose = None if is_anyones else (shape.user, shape.team)
         key = (needs, shape.environment, whose, cost, shape.data)

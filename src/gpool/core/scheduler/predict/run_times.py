@@ -303,6 +303,10 @@ class RunTimes:
     def is_empty(self) -> bool:
         return not self._kinds
 
+    def is_known(self, shape: Shape) -> bool:
+        """Whether enough tasks of this user, program, environment and requirements have ended."""
+        return self._longer(own_kind(shape), Span(0)).size >= _OWN
+
     def left(self, shape: Shape, age: Span, fraction: float, oldest_running: int = 0) -> Span:
         """Sample the remaining run time of a task of this age; `fraction` (0 <= fraction < 1) chooses the quantile.
 

@@ -69,6 +69,7 @@ class OperatorRules:
     reservations: tuple[Reservation, ...] = ()
     learnt: Learnt | None = None  # None: the usual pricing
     certified: Mapping[NodeId, frozenset[str]] = field(default_factory=dict)  # labels
+    read_only: str = ""  # reason of the read-only mode; empty: it is off
 
     def policy_upon(self, configured: Policy, orders: Mapping[str, Order] = ORDERS) -> Policy:
         """Raises `Invalid` if a value is out of range."""

@@ -154,11 +154,11 @@ class Queue:
         return next(self.entries(), None)
 
     def front(self) -> TaskQueueEntry:
-        at = self._head
-        if not self._late and at < len(self._ids):
-            ticket = self._live.get(TaskId(self._ids[at]))
-            if ticket is not None and ticket.queue is self and ticket.stamp == self._stamps[at]:
-                return TaskQueueEntry(self._since[at], self._ids[at], self._stamps[at])
+        at, fronts = self._head, self._late[:1]
+        if at < len(self._ids):
+            fronts.append(TaskQueueEntry(self._since[at], self._ids[at], self._stamps[at]))
+        if fronts and all(map(self._is_live, fronts)):
+            return min(fronts)
         return next(self.entries())
 
     def entry_of(self, task: TaskId) -> TaskQueueEntry | None:

@@ -33,6 +33,7 @@ from gpool.core.scheduler.state.events import (
 )
 from gpool.core.scheduler.state.hints import InputCaches, PinnedSlots, SchedulingHistory
 from gpool.core.scheduler.state.queue import Queue, epoch_of
+from gpool.core.scheduler.state.stoppable import StoppableAllocations
 from gpool.core.scheduler.state.waiting import HeldAllocation, NodeState, ShapeState, WaitingTasks
 
 
@@ -66,7 +67,7 @@ class State:
         self.held: dict[TaskId, HeldAllocation] = {}
         self.running: dict[UserId, int] = {}  # allocations of each user
         self.gpus: dict[Holder, int] = {}  # thousandths of GPUs that users and teams hold
-        self.stoppable: dict[tuple[NodeId, int], HeldAllocation] = {}  # preemptible or preempted
+        self.stoppable = StoppableAllocations()
         self.predictions = Predictions()
         self.shares = Shares(self.predictions)
         self.queues = WaitingTasks()
@@ -279,7 +280,8 @@ class State:
             part.since = event.at
         if event.leases:
             line.leases.update(zip(event.tasks, event.leases, strict=True))
-            self.stoppable[key] = line
+        if line.leases:
+            self.stoppable.put(line)
         self._leave_queue(event.tasks)
         if self.pins:
             there = self.nodes[event.node].lines.values()
@@ -291,7 +293,7 @@ class State:
             line = self.held.get(task)
             if line is not None:
                 line.stopping = True
-                self.stoppable[line.node, line.allocation.number] = line
+                self.stoppable.put(line)
                 gains = self.queue_of(gainer)
                 if gains is not None and tenant_of(gains.shape) != tenant_of(line.shape):
                     self.pins.pin(gainer, line.node)
@@ -328,6 +330,7 @@ class State:
                 line.tasks.discard(task)
                 if line.leases:
                     line.leases.pop(task, None)
+                    self.stoppable.note(line)
                 if not line.count:
                     self._close(line)
                     for member in line.members:
@@ -338,7 +341,7 @@ class State:
         node, entry = self.nodes[line.node], self._entry(line.shape)
         del node.lines[number]
         del entry.lines[line.node, number]
-        self.stoppable.pop((line.node, number), None)
+        self.stoppable.drop(line)
         node.room.give(line.allocation)
         self.shares.give(line.shape, amounts_of(line.allocation))
         if node.node is None and not node.lines:
