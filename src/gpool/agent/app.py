@@ -11,6 +11,7 @@ from random import Random, SystemRandom
 
 import structlog
 
+from gpool.agent.addresses import ServerAddresses
 from gpool.agent.channel import AgentChannel, AgentCredentials, NodeIdentity, next_boot
 from gpool.agent.daemon import Daemon, boot_clock, wall_clock
 from gpool.agent.discovery import Discovery, LateEnvironments, LateNetworks, PartMakers
@@ -92,7 +93,7 @@ def lend() -> None:
 
 
 def _lend(settings: AgentSettings, cards: DedicatedCards, redactor: Redactor) -> None:
-    policy_file = PolicyFile(settings.policy)
+    policy_file = PolicyFile(settings.policy, settings.asked_terms)
     policy = policy_file.policy
     detector = Detector(settings.simulate_gpus, guests=cards.gpus)
     gpus = detector.survey().gpus
@@ -196,7 +197,7 @@ async def run_agent(
     of secret variables before anything uses them. Raises `GpoolError` on a final refusal.
     """
     random = random if random is not None else SystemRandom()
-    address = settings.address
+    addresses = ServerAddresses(settings.addresses, random)
     identity = NodeIdentity(settings.node, settings.server_name)
     credentials = AgentCredentials(settings.read_key(), identity, boot_clock)
     scratch = settings.data_dir / "scratch"
@@ -204,7 +205,12 @@ async def run_agent(
     begin_work(NamedWork({"node": settings.node}))
     await services.start()
     sender = AsyncSender(
-        address, None, random, vouch=credentials.vouch, stores=settings.store_access
+        settings.address,
+        None,
+        random,
+        vouch=credentials.vouch,
+        stores=settings.store_access,
+        current=lambda: addresses.current,
     )
     cache = ArtifactCache(settings.data_dir / "artifacts", sender.download, settings.cache_bytes)
 
@@ -247,8 +253,10 @@ async def run_agent(
             gpus.end_all()
         daemon.feed(event)
 
-    channel = AgentChannel(address, credentials, feed, random)
-    log.info("agent_starts", server=address.url, cpu_milli=offer.cpu_milli, gpus=len(offer.gpus))
+    channel = AgentChannel(addresses, credentials, feed)
+    log.info(
+        "agent_starts", server=settings.server_url, cpu_milli=offer.cpu_milli, gpus=len(offer.gpus)
+    )
     connecting = asyncio.create_task(channel.run())
     serving = asyncio.create_task(daemon.run())
     stopping = asyncio.create_task(_stopped(stop, daemon))

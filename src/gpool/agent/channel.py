@@ -1,4 +1,4 @@
-"""The agent's WebSocket to the server: connects, authenticates, reconnects with backoff, forwards frames.
+"""The agent's WebSocket to a server of its pool: connects, authenticates, reconnects with backoff, forwards frames.
 
 Reads only authentication frames and `Refused`; adds the node's token to reports.
 
@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
@@ -23,6 +22,7 @@ from websockets.exceptions import InvalidStatus, WebSocketException
 from websockets.http11 import Response
 from websockets.protocol import State
 
+from gpool.agent.addresses import ServerAddresses
 from gpool.agent.state_machine.instructions import Connected, Disconnected, Event, FrameArrived
 from gpool.core.errors import (
     BY_CODE,
@@ -35,7 +35,12 @@ from gpool.core.errors import (
     Unreachable,
 )
 from gpool.observability.context import REQUEST_ID
-from gpool.transfer.keys import pinned_context, write_private, wrong_certificate
+from gpool.transfer.keys import (
+    WrongCertificate,
+    pinned_context,
+    write_private,
+    wrong_certificate,
+)
 from gpool.transfer.node_proofs import (
     PROOF_HEADER,
     ChallengeStatement,
@@ -57,9 +62,9 @@ from gpool.wire.frames import (
     Proven,
     Refused,
     Reports,
-    decode_any_from_server,
     encode,
 )
+from gpool.wire.tolerance import read_from_server
 
 SECOND_US = 1_000_000
 BOOTS_FILE = "boots"
@@ -133,12 +138,11 @@ def next_boot(data_dir: Path) -> str:
     return f"{started + 1:012d}"
 
 
-FIRST_DELAY_S = 0.1
-LONGEST_DELAY_S = 10.0
 LONGEST_RETRY_AFTER_S = 300.0
 OPEN_WITHIN_S = 10.0
 ANSWER_WITHIN_S = 15.0
-PING_EVERY_S = 10.0
+PING_EVERY_S = 5.0
+"""Also the time for the answer: a server that hangs is left after 10 s, so that leases outlive the move to another."""
 
 log = structlog.get_logger(__name__)
 
@@ -155,26 +159,34 @@ def _tls(address: Address) -> ssl.SSLContext | bool | None:
     return True if address.fingerprint is None else pinned_context(address.fingerprint)
 
 
+class RefusedForNow(OSError):
+    """`to`: address of a server that the refusing one recommends; may be empty."""
+
+    def __init__(self, detail: str, to: str) -> None:
+        super().__init__(f"the server refused for now: {detail}")
+        self.to = to
+
+
 class AgentChannel:
     """Feeds `Connected`, `FrameArrived` and `Disconnected`, in this order per connection."""
 
     def __init__(
         self,
-        address: Address,
+        addresses: ServerAddresses,
         credentials: AgentCredentials,
         feed: Callable[[Event], None],
-        random: Random,
     ) -> None:
-        address.refuse_if_open()
-        self._address = address
+        for address in addresses:
+            address.refuse_if_open()
+        self._addresses = addresses
         self._credentials = credentials
-        self._tls = _tls(address)
+        self._tls = {address.url: _tls(address) for address in addresses}
         self._feed = feed
-        self._random = random
         self._outgoing: deque[AgentFrame] = deque()
         self._wake = asyncio.Event()
         self._open: ClientConnection | None = None
-        self._welcomed = False
+        self._was_open = False  # since this process started
+        self._untrusted: set[str] = set()  # addresses with another certificate than the pinned one
 
     def send(self, frame: AgentFrame) -> None:
         """Write the frame at once, or leave it to `_write` while the connection is slow. Dropped while it is closed."""
@@ -188,47 +200,43 @@ class AgentChannel:
         self._open.send_data()
 
     async def run(self) -> None:
-        """Stay connected until cancelled; raise `GpoolError` on a final refusal."""
-        delay = FIRST_DELAY_S
+        """Stay connected until cancelled; raise `GpoolError` when the server refuses the node's key."""
         while True:
-            wanted_s = 0.0  # the server's Retry-After
+            url = self._addresses.current.url
+            retry_after_s, recommended, status = 0.0, "", None
             try:
                 await self._connect()
+                why = "the connection was closed"
             except InvalidStatus as error:
-                code = _problem_code(error.response)
-                if code == Forbidden.code:
-                    raise Forbidden(
-                        f"{self._address.url} refuses this node: its owner's account is disabled or may not lend; "
-                        "ask an operator of the pool"
-                    ) from error
-                if code == NotSignedIn.code:
-                    raise NotSignedIn(
-                        f"{self._address.url} does not know this node's key; join again with a new link: gpool join LINK"
-                    ) from error
-                wanted_s, status = _retry_after_s(error.response), error.response.status_code
-                retry_s = round(max(delay, wanted_s), 2)
-                log.warning("channel_refused", status=status, retry_s=retry_s)
-            except ssl.SSLError as error:
-                if (wrong := wrong_certificate(error)) is not None:
-                    raise Forbidden(f"{self._address.url}: {wrong}") from error
-                log.warning("channel_lost", error=str(error), retry_s=round(delay, 2))
+                _raise_if_final(error, url)
+                retry_after_s, status = _retry_after_s(error.response), error.response.status_code
+                why = str(error)
+            except RefusedForNow as error:
+                why, recommended = str(error), error.to
             except (OSError, WebSocketException, Malformed, TimeoutError) as error:
-                what = str(error) or type(error).__name__
-                log.warning("channel_lost", error=what, retry_s=round(delay, 2))
-            if self._welcomed:
-                delay, self._welcomed = FIRST_DELAY_S, False
-            # never earlier than the server wishes, and not all agents at once
-            pause_s = max(
-                delay * self._random.uniform(0.5, 1.0), wanted_s * self._random.uniform(1.0, 1.5)
-            )
+                why = str(error) or type(error).__name__
+                if (wrong := wrong_certificate(error)) is not None:
+                    self._distrust(url, wrong)
+            pause_s = self._addresses.failed(asyncio.get_running_loop().time(), retry_after_s)
+            if recommended and self._addresses.moved(recommended):
+                log.info("channel_moves", server=url, to=recommended)
+            else:
+                event = "channel_lost" if status is None else "channel_refused"
+                log.warning(event, server=url, error=why, status=status, retry_s=round(pause_s, 2))
             await asyncio.sleep(pause_s)
-            delay = min(LONGEST_DELAY_S, delay * 2)
+
+    def _distrust(self, url: str, wrong: WrongCertificate) -> None:
+        """Raise `Forbidden` if no address ever had the pinned certificate. Later a proxy of the network may show its own."""
+        self._untrusted.add(url)
+        if not self._was_open and self._untrusted == self._tls.keys():
+            raise Forbidden(f"{url}: {wrong}") from wrong
 
     async def _connect(self) -> None:
+        address = self._addresses.current
         connection = await connect(
-            channel_url(self._address),
+            channel_url(address),
             additional_headers={NODE_HEADER: self._credentials.identity.node},
-            ssl=self._tls,
+            ssl=self._tls[address.url],
             compression=None,
             max_size=MAX_FRAME_BYTES,
             max_queue=64,
@@ -269,10 +277,11 @@ class AgentChannel:
         try:
             async with asyncio.timeout(ANSWER_WITHIN_S):
                 await self._arrived(connection, await connection.recv())
-            self._welcomed = True
+            self._was_open = True
+            self._addresses.connected()
             answer = connection.response
             request = None if answer is None else answer.headers.get(REQUEST_ID)
-            log.info("channel_open", server=self._address.url, request=request)
+            log.info("channel_open", server=self._addresses.current.url, request=request)
             async for message in connection:
                 await self._arrived(connection, message)
         finally:
@@ -287,6 +296,8 @@ class AgentChannel:
             await self._answer(connection, frame, is_open=True)
         elif isinstance(frame, Proven):
             self._credentials.take(frame)
+        elif frame is None:
+            log.debug("unknown_frame_left_out")
         else:
             self._feed(FrameArrived(frame))
 
@@ -300,6 +311,19 @@ class AgentChannel:
                     await connection.send(encode(frame))
         except WebSocketException:
             return
+
+
+def _raise_if_final(error: InvalidStatus, url: str) -> None:
+    """Raise `GpoolError` if the gpool server itself refuses this node's key or owner."""
+    code = _problem_code(error.response)
+    if code == Forbidden.code:
+        raise Forbidden(
+            f"{url} refuses this node: its owner's account is disabled or may not lend; ask an operator of the pool"
+        ) from error
+    if code == NotSignedIn.code:
+        raise NotSignedIn(
+            f"{url} does not know this node's key; join again with a new link: gpool join LINK"
+        ) from error
 
 
 def _problem_code(response: Response) -> str:
@@ -326,14 +350,14 @@ def _is_writable(connection: ClientConnection) -> bool:
     return is_open and not connection.paused
 
 
-def _decoded(message: str | bytes) -> FromServer:
-    """Raise `GpoolError` for a final refusal, `OSError` for another."""
-    frame = decode_any_from_server(message.encode() if isinstance(message, str) else message)
+def _decoded(message: str | bytes) -> FromServer | None:
+    """None: a kind of frame that this release does not know. Raise `GpoolError` for a final refusal, `OSError` for another."""
+    frame = read_from_server(message.encode() if isinstance(message, str) else message)
     if isinstance(frame, Refused):
         if not frame.retry:
             kind = BY_CODE.get(frame.code, GpoolError)
             if issubclass(kind, Invalid | TooLarge):  # the agent's own mistake, not its owner's
                 kind = InternalFault
             raise kind(f"the server refused: {frame.detail}")
-        raise OSError(f"the server refused for now: {frame.detail}")
+        raise RefusedForNow(frame.detail, frame.to)
     return frame

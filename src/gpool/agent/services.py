@@ -342,7 +342,6 @@ def machine_offer(
         hostname=capacity.hostname,
         site=settings.site if support.gangs else "",
         labels=settings.own_labels,
-        price_microcredits=settings.price_microcredits,
         address=gang_address(settings, rules) if support.gangs else "",
         gang_port=(settings.gang_port or rules.port or GANG_PORT) if support.gangs else 0,
         gang_links=support.gang_links,
@@ -366,7 +365,7 @@ def refreshed(first: Offer, now: Offer) -> Offer:
 
 
 def gang_address(settings: AgentSettings, rules: GangRules) -> str:
-    return settings.gang_address or rules.address or site_address(settings.server_url)
+    return settings.gang_address or rules.address or site_address(settings.address.url)
 
 
 def _runtime_offer(runtime: Runtime) -> RuntimeOffer:

@@ -8,21 +8,30 @@ from pathlib import Path
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from gpool.agent.machine.policy import MOST_GANG_PORT, site_address, site_name
+from gpool.agent.machine.policy import MOST_GANG_PORT, AskedTerms, site_address, site_name
+from gpool.agent.machine.policy_file import parse_free_for, parse_notice
 from gpool.agent.runtime.microvm.passthrough import DedicatedCard, parse_dedicated
 from gpool.core.errors import Invalid
 from gpool.core.model import GIB
+from gpool.core.money.prices import parse_credits, parse_prices
 from gpool.core.specs import fields
 from gpool.observability.logs import LogFormat, LogLevel
 from gpool.transfer.node_proofs import NodeKey
 from gpool.transfer.object_stores import StoreAccess, listed_origins
-from gpool.transfer.requests import Address
+from gpool.transfer.requests import Address, origin_of
+
+
+def _listed(text: str) -> list[str]:
+    return list(dict.fromkeys(each.strip() for each in text.split(",") if each.strip()))
 
 
 class AgentSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="GPOOL_AGENT_", extra="forbid")
 
-    server_url: str = Field(description="URL of the server.")
+    server_url: str = Field(
+        description="URL of the server, or of several servers of one pool (replicas), separated by commas: "
+        "the agent keeps a connection to one of them."
+    )
     fingerprint: str | None = Field(
         None, description="SHA-256 of the server's certificate, as in the join link; unset: CAs."
     )
@@ -93,15 +102,34 @@ class AgentSettings(BaseSettings):
         "commas, that artifacts may be exchanged with; others only at public addresses, over TLS.",
     )
     labels: str = Field("", description="Labels like `ssd,zone=a`, in addition to the policy's.")
-    price: str = Field("", description="Price of a GPU hour, like `0.31/h`; unset: the policy's.")
+    price: str = Field(
+        "",
+        description="Price of a GPU hour, like `0.31/h` or `0.31/h,H100=2.00/h,gpu0=0/h`; unset: the policy's.",
+    )
+    min_charge: str = Field(
+        "", description="Least charge of an allocation, in credits; unset: the policy's."
+    )
+    free_for: str | None = Field(
+        None,
+        description="Users and teams whose tasks cost nothing, like `team:lab,user:ana`; unset: the policy's.",
+    )
+    notice: str = Field(
+        "",
+        description="Promised time before a rule of the policy reclaims tasks, like `10m`; unset: the policy's.",
+    )
 
     @property
     def own_labels(self) -> frozenset[str]:
         return frozenset(fields.normal_labels(self.labels.split(",") if self.labels else ()))
 
     @property
-    def price_microcredits(self) -> int:
-        return fields.parse_price(self.price) if self.price else 0
+    def asked_terms(self) -> AskedTerms:
+        return AskedTerms(
+            parse_prices(self.price) if self.price else None,
+            parse_credits(self.min_charge) if self.min_charge else None,
+            None if self.free_for is None else parse_free_for(self.free_for),
+            parse_notice(self.notice) if self.notice else None,
+        )
 
     @field_validator("vfio")
     @classmethod
@@ -146,7 +174,26 @@ class AgentSettings(BaseSettings):
 
     @property
     def address(self) -> Address:
-        return Address(self.server_url, self.fingerprint, self.plain_http)
+        return self.addresses[0]
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        return tuple(
+            Address(url, self.fingerprint, self.plain_http) for url in _listed(self.server_url)
+        )
+
+    @field_validator("server_url")
+    @classmethod
+    def _server_url(cls, value: str) -> str:
+        urls = _listed(value)
+        if not urls:
+            raise ValueError("it names no server; write https://HOST:PORT")
+        for url in urls:
+            try:
+                origin_of(url)
+            except Invalid as bad:
+                raise ValueError(bad.detail) from bad
+        return ",".join(urls)
 
     def read_key(self) -> NodeKey:
         if not self.key_file.exists():

@@ -42,6 +42,18 @@ class ReplicaDocument(Answer):
     heard_at: AwareDatetime | None
 
 
+class ReadOnlyRequest(Document):
+    """`reason`: shown to everybody whose request is refused; empty: the mode ends."""
+
+    reason: Why = ""
+
+
+class ReadOnlyDocument(Answer):
+    """`reason`: empty while the pool can be changed."""
+
+    reason: str
+
+
 class ReplicaPage(Answer):
     items: list[ReplicaDocument]
 
@@ -173,6 +185,23 @@ class ReservationDocument(Answer):
 class ReservationPage(Answer):
     items: list[ReservationDocument]
     next: str | None = None
+
+
+class GpuModelDocument(Answer):
+    """Row of the reference table of GPU verification; rates are those of the data sheet."""
+
+    name: str
+    int8_teraops: int
+    memory_gb_per_s: int
+    memory_gib: int
+
+
+class GpuModelPage(Answer):
+    """`verifies`: GPU verification is on. `unknown`: models of lent GPUs without a row, which are unproven."""
+
+    items: list[GpuModelDocument]
+    verifies: bool
+    unknown: list[str]
 
 
 class AlertDocument(Answer):

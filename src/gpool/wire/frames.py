@@ -27,6 +27,9 @@ from gpool.core.model import (
 )
 
 PROTOCOL = 1
+OLDEST_PROTOCOL = 1
+"""Newest and oldest version of the channel that this release speaks. A new version is needed only when the meaning of
+a frame changes; fields, words and kinds of frames are added within one (`tolerance`)."""
 MAX_FRAME_BYTES = 8 * 1024 * 1024
 MAX_SPEC_BYTES = 3 * 1024 * 1024
 """Largest spec: with a frame's share of payloads it must fit into a frame."""
@@ -120,6 +123,7 @@ class Hello(_Frame, frozen=True):
     offer: Offer
     beat: int  # the hello is a heartbeat too
     holds: tuple[Hold, ...]  # all its leases, running or queued
+    oldest_protocol: int = 0  # of the versions it speaks, up to `protocol`; 0: that one alone
 
 
 class GpuReading(msgspec.Struct, frozen=True, array_like=True):
@@ -222,6 +226,7 @@ class Welcome(_Frame, frozen=True):
     margin_us: int
     beat_every_us: int
     drop: tuple[Hold, ...]  # held leases that are no longer its own: stop, report nothing
+    protocol: int = 1  # version of this connection, the newest that both speak
 
 
 class BeatSeen(_Frame, frozen=True):
@@ -298,6 +303,7 @@ class Refused(_Frame, frozen=True):
     code: str
     detail: str
     retry: bool
+    to: str = ""  # address of another server of the pool to try next; the agent uses only addresses it was given
 
 
 class MeasureGpu(_Frame, frozen=True):
@@ -371,6 +377,12 @@ Malformed = msgspec.MsgspecError
 """Bytes that are not a frame."""
 
 
+def common_protocol(newest: int, oldest: int) -> int | None:
+    """Newest version that this release and a peer with these versions speak; None: none."""
+    common = min(newest, PROTOCOL)
+    return common if common >= max(oldest or newest, OLDEST_PROTOCOL) else None
+
+
 def encode(frame: FromAgent | FromServer) -> bytes:
     return _encoder.encode(frame)
 
@@ -380,16 +392,28 @@ def weight_of(spec: TaskSpec) -> int:
 
 
 def decode_from_agent(data: bytes) -> AgentFrame:
-    return _agent_decoder.decode(data)
+    try:
+        return _agent_decoder.decode(data)
+    except UnicodeDecodeError as error:  # msgspec does not make it its own error
+        raise msgspec.DecodeError(str(error)) from error
 
 
 def decode_from_server(data: bytes) -> ServerFrame:
-    return _server_decoder.decode(data)
+    try:
+        return _server_decoder.decode(data)
+    except UnicodeDecodeError as error:  # msgspec does not make it its own error
+        raise msgspec.DecodeError(str(error)) from error
 
 
 def decode_any_from_agent(data: bytes) -> FromAgent:
-    return _from_agent.decode(data)
+    try:
+        return _from_agent.decode(data)
+    except UnicodeDecodeError as error:  # msgspec does not make it its own error
+        raise msgspec.DecodeError(str(error)) from error
 
 
 def decode_any_from_server(data: bytes) -> FromServer:
-    return _from_server.decode(data)
+    try:
+        return _from_server.decode(data)
+    except UnicodeDecodeError as error:  # msgspec does not make it its own error
+        raise msgspec.DecodeError(str(error)) from error

@@ -128,6 +128,22 @@ class JwksDocument(Answer):
     keys: list[JwkDocument]
 
 
+class ReceiptKeyDocument(Answer):
+    """Ed25519 key in hexadecimal; valid from `from_ms` (Unix time) until the next key begins."""
+
+    public: str
+    from_ms: int
+    endorsement: str
+
+
+class ReceiptKeysDocument(Answer):
+    """History of the pool's receipt keys, oldest first; in canonical JSON it is the file of `gpool receipt verify`."""
+
+    pool: str
+    keys: list[ReceiptKeyDocument]
+    version: int
+
+
 # ---- account
 
 

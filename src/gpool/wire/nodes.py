@@ -68,7 +68,9 @@ class GpuDocument(Answer):
     `closed`: why it takes no new task at present. `health`: as its agent reports, `ails`: the cause.
     `quarantined`: why it is out of the pool until its owner or an operator clears it. `verified`: it passed GPU
     verification; else model, memory and existence are its owner's word, as `tiers` and `labels` always are.
-    `untested`: gpool was never run on its kind; it serves its owner and the owner's teams only.
+    `untested`: gpool was never run on its kind; it serves its owner and the owner's teams only. `unproven`: why it
+    cannot be verified; it serves its owner, the owner's teams and tasks that name the owner (`on`).
+    `uuid` and the PCI address in `details` are empty for all but the owner and operators.
     """
 
     id: str
@@ -98,6 +100,7 @@ class GpuDocument(Answer):
     labels: list[str] = []  # of its node; `certified:LABEL`: an operator's word
     verified: bool = False
     untested: bool = False
+    unproven: str | None = None
 
 
 class GpuPage(Answer):
@@ -106,7 +109,7 @@ class GpuPage(Answer):
 
 
 class GpuPatch(Document):
-    """Owners set `available`; operators resolve a dispute with `flagged: null`.
+    """Owners set `available`; operators resolve a dispute, or admit an unproven GPU, with `flagged: null`.
 
     `quarantined`: a reason, or null to clear it (refused while its agent reports it sick). `reclaim` with
     `available: false` preempts its tasks: checkpointed and requeued.
@@ -146,7 +149,12 @@ class NodeDocument(Answer):
     builds: list[str] = []
     problems: list[str] = []
     labels: list[str] = []
-    price_microcredits: int = 0  # per hour of a GPU, or of a node without GPUs
+    price_microcredits: int = (
+        0  # per hour of a GPU without its own price, or of a node without GPUs
+    )
+    min_charge_microcredits: int = 0  # of an allocation
+    free_for: list[str] | None = []  # whose tasks cost nothing; null if not visible to the caller
+    notice_s: int = 0  # promised before the owner's rules reclaim running tasks
     site: str | None = None  # nodes of one owner and site reach each other; null: no gangs
     cordoned: str | None = None
 

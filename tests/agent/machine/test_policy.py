@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, time, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,6 +17,7 @@ from gpool.agent.machine.monitor import NodeMonitor, PolicyFile
 from gpool.agent.machine.policy import (
     AtClose,
     ClosureState,
+    GpuFacts,
     Hours,
     KeptResources,
     LendingDecision,
@@ -22,6 +25,7 @@ from gpool.agent.machine.policy import (
     OwnerPolicy,
     apply_policy,
     decide,
+    decide_gpu,
     reason_to_close,
 )
 from gpool.agent.machine.policy_file import parse
@@ -173,6 +177,38 @@ def test_an_open_machine_never_reclaims_and_a_patient_owner_never_does(
         assert bool(decision.closed) is not on
 
 
+def test_a_promised_notice_delays_every_reclaim_that_a_rule_asks_for() -> None:
+    rules = "at_close = 'reclaim'\ngrace = '5s'\n[battery]\nmains_only = true\n"
+    gpu = "[[gpu]]\nprograms = ['game']\nmost_celsius = 80\n"
+
+    def reclaimed_after(text: str, wanted: Callable[[OwnerPolicy, datetime, Any], Any]) -> int:
+        policy, standing = parse(text), ClosureState()
+        for second in range(100):
+            decision, standing = wanted(policy, MONDAY + timedelta(seconds=second), standing)
+            if decision.reclaims:
+                return second
+        raise AssertionError("it was never reclaimed")
+
+    def off_mains(policy: OwnerPolicy, now: datetime, before: ClosureState) -> Any:
+        return decide(policy, facts(now, on_mains=False), before)
+
+    def game(policy: OwnerPolicy, now: datetime, before: ClosureState) -> Any:
+        return decide_gpu(policy, 0, facts(now, programs=frozenset({"game"})), before)
+
+    def heat(policy: OwnerPolicy, now: datetime, before: ClosureState) -> Any:
+        hot = {0: GpuFacts(temperature_c=95)}
+        return decide_gpu(policy, 0, facts(now, gpus=hot), before)
+
+    for notice, machine, program in (
+        ("", 5, 0),
+        ("notice = '30s'\n", 30, 30),
+        ("notice = '2s'\n", 5, 2),
+    ):
+        assert reclaimed_after(notice + rules + gpu, off_mains) == machine
+        assert reclaimed_after(notice + rules + gpu, game) == program
+        assert reclaimed_after(notice + rules + gpu, heat) == 0  # it does not wait
+
+
 def test_the_offer_is_what_the_owner_leaves() -> None:
     offered = apply_policy(parse(FULL), OFFER, LendingDecision("it runs on battery"))
     assert (offered.cpu_milli, offered.memory_bytes) == (2500, 6 * GIB)
@@ -213,6 +249,13 @@ def test_an_owner_can_refuse_every_network() -> None:
         ("labels = ['Fast disk']", "not a label"),
         ("price = '-1/h'", "below zero"),
         ("price = true", "0.31/h"),
+        ("price = '1/h,2/h'", "names no GPU"),
+        ("price = 'gpu0=1/h,gpu0=2/h'", "gpu0"),
+        ("min_charge = '-1'", "below zero"),
+        ("min_charge = '0.1/h'", "not an amount"),
+        ("free_for = 'team:lab'", "a list"),
+        ("free_for = ['lab']", "team:NAME"),
+        ("notice = '8d'", "7d"),
         ("at_close = 'now'", "now"),
         ("[battery]\nleast_percent = 400", "100"),
         ("[battery]\nmains_only = 1", "true or false"),

@@ -16,8 +16,6 @@ from typing import Any
 import pytest
 
 from gpool.agent.network.gang.relay_client import UID
-from gpool.agent.network.host import nft_program
-from tests.tools import components
 from tests.tools.engines import shared_engine
 
 STAGE = Path(__file__).with_name("gang_stage.py")
@@ -32,11 +30,8 @@ def stage(require: Callable[[str], None]) -> Stage:
     """Runs one case of the stage, once."""
     require("network namespaces")
     require("bubblewrap")
-    for name in ("nft", "slirp4netns"):
-        if nft_program(name) is None:
-            if components.must_be_there("network namespaces"):
-                pytest.fail(f"{name} must be there in CI")
-            pytest.skip(f"there is no {name} here")
+    require("nftables")
+    require("slirp4netns")
 
     @cache
     def run(*words: str) -> dict[str, Any]:

@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 
 from gpool.agent.network.firewall_rules import BURST_BYTES
-from gpool.agent.network.host import nft_program
 from tests.hostile.lanes_world import HOST
-from tests.tools import components
 
 STAGE = Path(__file__).with_name("lanes_stage.py")
 RATE_BYTES_PER_S = 1_000_000
@@ -26,10 +24,7 @@ PACKET_BYTES = 1028
 def stage(require: Callable[[str], None]) -> Callable[[str], dict[str, Any]]:
     """Runs one case of the stage."""
     require("network namespaces")
-    if nft_program("nft") is None:
-        if components.must_be_there("network namespaces"):
-            pytest.fail("nft must be there in CI")
-        pytest.skip("there is no nft here")
+    require("nftables")
 
     def run(case: str) -> dict[str, Any]:
         done = subprocess.run(

@@ -11,6 +11,7 @@ import pytest
 from websockets.asyncio.server import Request, Response, ServerConnection, serve
 from websockets.datastructures import Headers
 
+from gpool.agent.addresses import ServerAddresses
 from gpool.agent.channel import AgentChannel, AgentCredentials, NodeIdentity
 from gpool.core.errors import Forbidden, NotSignedIn
 from gpool.core.model import Instant
@@ -63,7 +64,8 @@ async def test_a_proxy_s_403_is_retried_and_the_server_s_own_refusal_is_final(
         credentials = AgentCredentials(
             NodeKey(b"k" * 32), NodeIdentity("n-1", "pool"), lambda: Instant(0)
         )
-        channel = AgentChannel(address, credentials, lambda _: None, Random(1))
+        addresses = ServerAddresses([address], Random(1))
+        channel = AgentChannel(addresses, credentials, lambda _: None)
         with pytest.raises(raised):
             await channel.run()
     assert len(asked_at) == len(answers)

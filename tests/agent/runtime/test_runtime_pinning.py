@@ -12,6 +12,7 @@ import pytest
 
 from gpool.agent.machine.numa import NumaNode
 from gpool.agent.runtime.bubblewrap.runtime import BubblewrapRuntime
+from gpool.agent.runtime.docker.containers import Gvisor
 from gpool.agent.runtime.docker.engine import EngineClient
 from gpool.agent.runtime.docker.runtime import DockerRuntime
 from gpool.agent.runtime.process import ProcessRuntime
@@ -41,9 +42,14 @@ def two_nodes() -> tuple[NumaNode, NumaNode]:
 def made(kind: str, data: Path) -> Any:
     if kind in RUNTIMES:
         return RUNTIMES[kind](data, gpus=GPUS, numa=two_nodes())
-    address = engines.shared_engine(kind).address
-    image = engines.IMAGE
-    return DockerRuntime(data, gpus=GPUS, numa=two_nodes(), engine=address, default_image=image)
+    return DockerRuntime(
+        data,
+        gpus=GPUS,
+        numa=two_nodes(),
+        engine=engines.shared_engine(kind).address,
+        default_image=engines.IMAGE,
+        gvisor=Gvisor.NEVER,  # it numbers the CPUs of a sandbox from zero
+    )
 
 
 def seen(

@@ -6,8 +6,10 @@ import pytest
 
 from gpool.agent.state_machine.outbox import (
     LOG_CHUNK_BYTES,
+    LOG_EVERY_US,
     LOG_HEAD_BYTES,
     LOG_TAIL_BYTES,
+    MAX_HELD_BYTES,
     LogBuffer,
     Outbox,
 )
@@ -43,7 +45,7 @@ def test_of_what_could_not_be_started_no_start_is_said() -> None:
 
 
 def printed(buffer: LogBuffer) -> dict[int, bytes]:
-    chunks = [*buffer.take(), *buffer.take(ends=True)]
+    chunks = [*buffer.take(0), *buffer.take(0, ends=True)]
     assert [chunk.sequence for chunk in chunks] == list(range(len(chunks)))
     assert all(len(chunk.data) <= LOG_CHUNK_BYTES for chunk in chunks)
     found = {1: b"", 2: b""}
@@ -85,6 +87,33 @@ def test_one_piece_larger_than_everything_kept_is_cut_in_its_middle() -> None:
     found = printed(buffer)[1]
     assert (found[:5], found[-4:]) == (b"first", b"last")
     assert len(found) == LOG_HEAD_BYTES + LOG_TAIL_BYTES
+
+
+def test_a_begun_line_waits_once_for_its_end() -> None:
+    """Between a line and its end the server would put the line of another member of the gang."""
+    buffer = LogBuffer(1, 1)
+    buffer.append(0, 1, b"one\ntwo")
+    assert [chunk.data for chunk in buffer.take(LOG_EVERY_US)] == [b"one\n"]
+    assert buffer.due_at == 2 * LOG_EVERY_US
+    buffer.append(LOG_EVERY_US, 1, b"\nthree")
+    assert [chunk.data for chunk in buffer.take(2 * LOG_EVERY_US)] == [b"two\n"]
+    assert [chunk.data for chunk in buffer.take(3 * LOG_EVERY_US)] == [b"three"]
+    assert buffer.due_at is None
+
+
+def test_a_long_line_does_not_wait_for_its_end() -> None:
+    buffer = LogBuffer(1, 1)
+    long = b"x" * (MAX_HELD_BYTES + 1)
+    buffer.append(0, 1, long)
+    assert [chunk.data for chunk in buffer.take(LOG_EVERY_US)] == [long]
+    assert buffer.due_at is None
+
+
+def test_the_end_of_an_attempt_reports_its_begun_line() -> None:
+    buffer = LogBuffer(1, 1)
+    buffer.append(0, 2, b"no end")
+    assert buffer.take(LOG_EVERY_US) == []
+    assert [chunk.data for chunk in buffer.take(LOG_EVERY_US, ends=True)] == [b"no end"]
 
 
 def test_what_is_kept_fits_into_the_servers_limit_of_a_task() -> None:

@@ -155,7 +155,11 @@ async def test_servers_with_one_master_key_and_own_folders_are_the_same_pool(
     url: str, tmp_path: Path
 ) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
-    given = {"folders": folders, "master_key": SecretStr(token_hex(32))}
+    given = {
+        "folders": folders,
+        "master_key": SecretStr(token_hex(32)),
+        "artifact_folder": tmp_path / "artifacts",
+    }
     async with replica_desks(url, tmp_path, **given) as (_, (first, second)):
         assert first.desk.server.gate.name == second.desk.server.gate.name
         machine = a_key(77)
@@ -413,3 +417,15 @@ async def test_a_transaction_that_commits_late_is_read_although_newer_ones_were(
 def epoch_of(state: object, task: str) -> int:
     waiting = state.queue_of(TaskId(decode("task", task)))  # type: ignore[attr-defined]
     return int(waiting.queue.entry_of(TaskId(decode("task", task))).stamp & 0xFFFFFFFF)
+
+
+async def test_postgresql_ends_the_transaction_of_a_stopped_leader(url: str) -> None:
+    """Its shared lock on the term would keep the next leader waiting for as long as the process is stopped."""
+    driver = import_module("gpool.server.store.drivers.postgres")
+    connection = await driver.ReplicaWiring(7).connect(url)
+    try:
+        limit = await connection.fetchval("SHOW idle_in_transaction_session_timeout")
+        assert limit == driver.IDLE_TRANSACTION
+        assert await connection.fetchval("SHOW gpool.replica") == "7"
+    finally:
+        await connection.close()

@@ -18,6 +18,7 @@ import structlog
 from gpool.agent.machine.gpu_monitor import HEALTHY, GpuMonitor, GpuSample, with_health
 from gpool.agent.machine.host import ForeignPrograms
 from gpool.agent.machine.policy import (
+    AskedTerms,
     AtClose,
     ClosureState,
     GpuFacts,
@@ -184,10 +185,12 @@ class PolicyFile:
     Sandbox networks use the egress lists of the start: changed lists withdraw egress until a restart.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, terms: AskedTerms = AskedTerms()) -> None:  # noqa: B008 - frozen
+        """`terms`: those of the command line, which come before the file's."""
         self._path = path
+        self._terms = terms
         self._seen = self._stamp()
-        self.policy = OwnerPolicy() if path is None else parse(_text(path))
+        self.policy = self._with_terms(OwnerPolicy() if path is None else parse(_text(path)))
         self._lists = replace(self.policy.egress, offered=True)
 
     def refresh(self) -> bool:
@@ -196,7 +199,7 @@ class PolicyFile:
             return False
         self._seen = stamp
         try:
-            policy = parse(_text(self._path))
+            policy = self._with_terms(parse(_text(self._path)))
         except Invalid as error:
             log.warning("policy_not_changed", file=str(self._path), error=error.detail)
             return False
@@ -205,6 +208,9 @@ class PolicyFile:
             policy = replace(policy, egress=replace(policy.egress, offered=False))
         changed, self.policy = policy != self.policy, policy
         return changed
+
+    def _with_terms(self, policy: OwnerPolicy) -> OwnerPolicy:
+        return replace(policy, terms=self._terms.over(policy.terms))
 
     def limits(self) -> PolicyLimits:
         """Current limits; they also bind leases granted under an earlier policy."""

@@ -13,6 +13,7 @@ from enum import StrEnum
 from ipaddress import IPv4Address
 
 from gpool.core.model import Gpu, Network, Offer, Tier
+from gpool.core.money.prices import AskedPrices
 
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 EVERY_DAY = frozenset(range(7))
@@ -114,6 +115,27 @@ class GpuRule:
 
 
 @dataclass(frozen=True, slots=True)
+class AskedTerms:
+    """Prices and conditions of lending. None: not set."""
+
+    prices: AskedPrices | None = None
+    min_charge_microcredits: int | None = None
+    free_for: tuple[str, ...] | None = None  # "user:NAME", "team:NAME"
+    notice: timedelta | None = None  # promised before a rule reclaims running tasks
+
+    def over(self, other: AskedTerms) -> AskedTerms:
+        """These terms, completed by those of `other` where they are not set: 0 is set."""
+        return AskedTerms(
+            other.prices if self.prices is None else self.prices,
+            other.min_charge_microcredits
+            if self.min_charge_microcredits is None
+            else self.min_charge_microcredits,
+            other.free_for if self.free_for is None else self.free_for,
+            other.notice if self.notice is None else self.notice,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class OwnerPolicy:
     audience: tuple[str, ...] = ()  # allowed users; empty: anyone
     tiers: frozenset[Tier] = frozenset(Tier)
@@ -131,8 +153,12 @@ class OwnerPolicy:
     gangs: GangRules = GangRules()
     registries: tuple[str, ...] = ()  # of images, on private addresses
     labels: frozenset[str] = frozenset()  # that tasks can ask for
-    price_microcredits: int = 0  # an hour of a GPU, or of the machine where it has none
+    terms: AskedTerms = AskedTerms()
     gpus: tuple[GpuRule, ...] = ()
+
+    def grace_of(self, grace: timedelta) -> timedelta:
+        """Time between closing and reclaiming: never less than the promised notice."""
+        return max(grace, self.terms.notice or timedelta(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +224,8 @@ def decide(
 ) -> tuple[LendingDecision, ClosureState]:
     """Reclaims once per closure, after the grace."""
     closed = reason_to_close(policy, facts)
-    return _close(closed, policy.at_close, policy.grace, facts.now, before)
+    grace = policy.grace_of(policy.grace)
+    return _close(closed, policy.at_close, grace, facts.now, before)
 
 
 def _close(
@@ -221,9 +248,8 @@ def decide_gpu(
         wanted = _why_wanted(policy, rule, gpu, facts)
         capped = "" if wanted else _over_a_cap(rule, gpu, facts, before)
         if wanted or capped:
-            decision, closure = _close(
-                wanted or capped, rule.at_close, rule.grace, facts.now, before
-            )
+            grace = rule.grace if capped else policy.grace_of(rule.grace)  # heat does not wait
+            decision, closure = _close(wanted or capped, rule.at_close, grace, facts.now, before)
             return decision, replace(closure, capped=capped)
     return LendingDecision(), ClosureState()
 
@@ -261,7 +287,8 @@ def apply_policy(
     decision: LendingDecision = LendingDecision(),  # noqa: B008 - frozen
     gpus: Mapping[int, LendingDecision] | None = None,
 ) -> Offer:
-    decisions = gpus or {}
+    decisions, terms = gpus or {}, policy.terms
+    prices = terms.prices or AskedPrices()
     kept, tiers = policy.kept, offer.tiers & policy.tiers
     site = offer.site or policy.gangs.site
     joins = policy.gangs.offered and bool(site and offer.gang_port)
@@ -271,7 +298,7 @@ def apply_policy(
         memory_bytes=max(0, offer.memory_bytes - kept.memory_bytes),
         disk_bytes=max(0, offer.disk_bytes - kept.disk_bytes),
         gpus=tuple(
-            _closed(g, decisions.get(g.index), tiers)
+            _priced(_closed(g, decisions.get(g.index), tiers), prices)
             for g in offer.gpus
             if g.index not in kept.gpus
         ),
@@ -285,8 +312,16 @@ def apply_policy(
         audience=policy.audience,
         closed=decision.closed,
         labels=offer.labels | policy.labels,
-        price_microcredits=offer.price_microcredits or policy.price_microcredits,
+        price_microcredits=prices.usual,
+        min_charge_microcredits=terms.min_charge_microcredits or 0,
+        free_for=terms.free_for or (),
+        notice_s=int((terms.notice or timedelta(0)).total_seconds()),
     )
+
+
+def _priced(gpu: Gpu, prices: AskedPrices) -> Gpu:
+    price = prices.of_gpu(gpu)
+    return gpu if price is None else replace(gpu, price_microcredits=price)
 
 
 def _closed(gpu: Gpu, decision: LendingDecision | None, tiers: frozenset[Tier]) -> Gpu:

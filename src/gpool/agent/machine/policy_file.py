@@ -13,6 +13,7 @@ from gpool.agent.machine.policy import (
     DAYS,
     EVERY_DAY,
     MOST_GANG_PORT,
+    AskedTerms,
     AtClose,
     EgressRules,
     GangRules,
@@ -26,6 +27,7 @@ from gpool.agent.machine.policy import (
 from gpool.agent.network.policy import parse_rate, parse_target, worth_allowing
 from gpool.core.errors import Invalid
 from gpool.core.model import Tier
+from gpool.core.money.prices import MAX_NOTICE_S, AskedPrices, parse_credits, parse_prices
 from gpool.core.specs import fields, gpu
 
 MAX_AUDIENCE = 500
@@ -80,7 +82,12 @@ def parse(text: str) -> OwnerPolicy:
         ),
         registries=tuple(images.take("registries", _each(_word), [])),
         labels=top.take("labels", _labels, frozenset()),
-        price_microcredits=top.take("price", _price, 0),
+        terms=AskedTerms(
+            top.take("price", _prices, None),
+            top.take("min_charge", _credits, None),
+            top.take("free_for", _free_for, None),
+            top.take("notice", _notice, None),
+        ),
     )
     for table in (top, keep, battery, idle, egress, gangs, images):
         table.finish()
@@ -163,10 +170,36 @@ def _audience(value: Any) -> tuple[str, ...]:
         return ()
     if not isinstance(value, list) or not value or len(value) > MAX_AUDIENCE:
         raise ValueError('write "anyone", or a list like ["me", "team:lab", "user:ana"]')
-    for one in value:
+    return _accounts(value)
+
+
+def _free_for(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or len(value) > MAX_AUDIENCE:
+        raise ValueError('write a list like ["team:lab", "user:ana"]')
+    return _accounts(value)
+
+
+def _accounts(words: list[Any]) -> tuple[str, ...]:
+    for one in words:
         if not isinstance(one, str) or not _WHOSE.fullmatch(one):
             raise ValueError(f'{one!r} names no user; write "me", "team:NAME" or "user:NAME"')
-    return tuple(dict.fromkeys(value))
+    return tuple(dict.fromkeys(words))
+
+
+def parse_free_for(text: str) -> tuple[str, ...]:
+    """Parse `team:lab,user:ana`; empty: nobody."""
+    try:
+        return _free_for([word.strip() for word in text.split(",") if word.strip()])
+    except ValueError as error:
+        raise Invalid(str(error)) from error
+
+
+def parse_notice(text: str) -> timedelta:
+    """Parse `10m` or `0`, the promised time before a rule reclaims running tasks."""
+    try:
+        return timedelta(0) if text == "0" else _notice(text)
+    except ValueError as error:
+        raise Invalid(f"the notice {text[:40]!r}: {error}") from error
 
 
 def _labels(value: Any) -> frozenset[str]:
@@ -176,13 +209,29 @@ def _labels(value: Any) -> frozenset[str]:
         raise ValueError(error.detail) from error
 
 
-def _price(value: Any) -> int:
+def _prices(value: Any) -> AskedPrices:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise TypeError('write it like "0.31/h"')
+        raise TypeError('write it like "0.31/h" or "0.31/h,H100=2.00/h,gpu0=0/h"')
     try:
-        return fields.parse_price(value)
+        return parse_prices(value)
     except Invalid as error:
         raise ValueError(error.detail) from error
+
+
+def _credits(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise TypeError('write credits, like "0.05"')
+    try:
+        return parse_credits(value)
+    except Invalid as error:
+        raise ValueError(error.detail) from error
+
+
+def _notice(value: Any) -> timedelta:
+    notice = _span(value)
+    if notice.total_seconds() > MAX_NOTICE_S:
+        raise ValueError("promise at most 7d")
+    return notice
 
 
 def _tier(value: Any) -> Tier:

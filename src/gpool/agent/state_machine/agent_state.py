@@ -45,6 +45,7 @@ from gpool.agent.state_machine.sandbox_events import SandboxEvents
 from gpool.agent.state_machine.transitions import LeaseTransition
 from gpool.core.model import Offer, Slice, TaskSpec
 from gpool.wire.frames import (
+    OLDEST_PROTOCOL,
     PROTOCOL,
     Beat,
     BeatSeen,
@@ -175,7 +176,8 @@ class AgentState:
     def _on_connected(self, now: int, _: Connected, out: list[Instruction]) -> None:
         self._connection.open(self._offer)
         heartbeat = self._timer.next_heartbeat(now)
-        out.append(Send(Hello(PROTOCOL, self._boot, self._offer, heartbeat, self.holds)))
+        hello = Hello(PROTOCOL, self._boot, self._offer, heartbeat, self.holds, OLDEST_PROTOCOL)
+        out.append(Send(hello))
 
     def _on_disconnected(self, _now: int, _: Disconnected, _out: list[Instruction]) -> None:
         self._connection.close()

@@ -169,7 +169,7 @@ class Leases:
 
     def flush_log(self, now: int, lease: AgentLease, *, ends: bool = False) -> None:
         if lease.log is not None:
-            for chunk in lease.log.take(ends=ends):
+            for chunk in lease.log.take(now, ends=ends):
                 self._outbox.add(now, chunk, len(chunk.data))
 
     # ---- ends

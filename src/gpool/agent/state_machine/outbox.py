@@ -106,6 +106,8 @@ LOG_TAIL_BYTES = MIB
 """Kept of an attempt's output: its head, and the tail of each stream. Together less than the server's limit for a task."""
 LOG_EVERY_US = 100_000
 """Shortest time between two reports of a task's output."""
+MAX_HELD_BYTES = 4 * KIB
+"""Longest begun line that waits for its end."""
 
 
 class LogBuffer:
@@ -113,11 +115,15 @@ class LogBuffer:
 
     Past `LOG_HEAD_BYTES` the last `LOG_TAIL_BYTES` of each stream are held until the end, so that a flood on one stream
     hides neither the end of it nor an error on the other.
+
+    A begun line waits once for its end: the server puts the chunks of a gang's members one after another, and a program
+    without buffering writes a line and its end apart.
     """
 
     __slots__ = (
         "_dropped",
         "_epoch",
+        "_holds_line",
         "_left",
         "_parts",
         "_sequence",
@@ -134,6 +140,7 @@ class LogBuffer:
         self._left = LOG_HEAD_BYTES  # bytes that the head still takes
         self._tails: dict[int, bytearray] = {}
         self._dropped = 0  # bytes between head and tails
+        self._holds_line = False  # the parts begin with a line that has waited
         self.due_at: int | None = None
 
     def append(self, now: int, stream: int, data: bytes) -> None:
@@ -162,8 +169,9 @@ class LogBuffer:
             self._dropped += excess
             del tail[:excess]
 
-    def take(self, *, ends: bool = False) -> list[LogChunk]:
+    def take(self, now: int, *, ends: bool = False) -> list[LogChunk]:
         """Return the chunks to report; with `ends` also the tails, after a line that says what is missing."""
+        held = None if ends else self._begun_line()
         if ends and self._tails:
             if self._dropped:
                 note = (
@@ -180,9 +188,23 @@ class LogBuffer:
                 piece = bytes(data[start : start + LOG_CHUNK_BYTES])
                 chunks.append(LogChunk(self._task, self._epoch, self._sequence, stream, piece))
                 self._sequence += 1
-        self._parts = []
-        self.due_at = None
+        self._parts = [] if held is None else [held]
+        self._holds_line = held is not None
+        self.due_at = None if held is None else now + LOG_EVERY_US
         return chunks
+
+    def _begun_line(self) -> tuple[int, bytearray] | None:
+        """Cut the begun line off the last part, unless it is long or has waited already."""
+        if not self._parts:
+            return None
+        stream, data = self._parts[-1]
+        end = data.rfind(b"\n") + 1
+        has_waited = self._holds_line and len(self._parts) == 1 and end == 0
+        if has_waited or not 0 < len(data) - end <= MAX_HELD_BYTES:
+            return None
+        held = data[end:]
+        del data[end:]
+        return stream, held
 
 
 def _failed_running(item: ReportItem) -> bool:

@@ -7,6 +7,7 @@ before the next await, as an own commit would be. Deliveries depend on rows alon
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from time import monotonic
 from typing import Literal
 
 from gpool.core.ids import NodeId, SpecId, TaskId
@@ -23,6 +24,7 @@ from gpool.server.server import Server
 from gpool.server.store.operations import nodes, replicas
 from gpool.server.store.operations.leases import leases
 from gpool.server.store.operations.replicas import ChangedRows, ChangedTask, FollowedIds
+from gpool.server.store.read_cache import ROW_TABLES, Touch
 from gpool.server.store.rows import allocation_from
 from gpool.server.store.values import HeldLease
 from gpool.wire.frames import Hold, StopReason
@@ -32,6 +34,9 @@ log = get_logger(__name__)
 EVERY_S = 1.0
 HEARTBEAT_EVERY = Span(900_000)
 PRUNE_EVERY = Span(60_000_000)
+DOUBT = Span(60_000_000)
+"""Time after a commit without an answer within which the database may still carry it out."""
+
 AT_ONCE = 5_000
 """Ids read in one operation of the writer, so that other writes are not delayed."""
 
@@ -39,7 +44,17 @@ RULES, QUOTAS, ACCOUNTS = 1, 2, 3
 WHOLE = 16
 """Ids below name tables, as in migration 0013."""
 
+ACCOUNT_TABLES = frozenset({"users", "memberships", "teams"})
+TASK_TABLES = ROW_TABLES - {"nodes"} | {"batches"}
+
 Sent = tuple[int, int, Literal["grant", "cancel", "preempt"]]
+
+
+def leadership_changed(server: Server, membership: Membership) -> None:
+    """Called when this replica begins or ceases to lead: its state is rebuilt, under a new term if it leads."""
+    server.nodes.elsewhere.forget_heartbeats()
+    server.picture.invalidate()
+    membership.wake.call()
 
 
 class FollowChanges:
@@ -51,6 +66,11 @@ class FollowChanges:
         self._server, self._membership = server, membership
         self._cursor: int | None = None  # None: start anew
         self._applied: set[int] = set()  # transactions at or above the cursor
+        self._left_out: set[int] = (
+            set()
+        )  # leases of slots that the state has not free yet: read again
+        self._unknown = 0  # own commits without an answer that were dealt with
+        self._doubt_until = Instant(0)  # until then own changes are applied like those of others
         self._beat_at = self._read_at = self._pruned_at = self._seen_at = Instant(0)
         """Times of the last heartbeat, read, deletion and view of others' nodes, by `lease_time`."""
         self._sent = SentFrames(server)
@@ -62,11 +82,17 @@ class FollowChanges:
             await self._heartbeat(now)
         if passed - self._read_at > KEEP_CHANGES // 2:
             self._cursor = None  # changes may have been deleted unread
+        began_s = monotonic()
+        if self._unknown != server.picture.validity.unknown_commits:
+            # The feed skips own changes, and these were not delivered; a commit may even arrive later.
+            self._cursor, self._doubt_until = None, Instant(passed + DOUBT)
         if self._cursor is None:
             await self._start_anew()
         else:
             await self._read(now)
         self._read_at = passed
+        self._membership.caught_up(passed)
+        server.reads.confirmed_s = began_s + EVERY_S
         if self._membership.leads and passed - self._seen_at >= server.settings.beat_every // 2:
             self._seen_at = passed
             await self._see_others(server.now)
@@ -112,17 +138,20 @@ class FollowChanges:
     # ---- the feed
 
     async def _start_anew(self) -> None:
-        """Read everything again: the state, and the leases of the own nodes."""
+        """Read everything again: the state, and the leases of the own nodes. A failure is followed by another attempt."""
         server = self._server
-        self._cursor, self._applied = await self._membership.horizon(), set()
+        unknown, cursor = server.picture.validity.unknown_commits, await self._membership.horizon()
         server.picture.invalidate()
+        server.reads.clear()
         server.credentials.forget()
         server.gate.forget()
         await policy.refresh(server)
         await quotas.refresh(server)
         await self._see_others(server.now)
-        for connection in server.nodes.connections:
-            await self._send_again(connection.node)
+        for node in await server.store.read(replicas.holders(self._nodes_here())):
+            await self._send_again(node)
+        self._unknown, self._cursor, self._applied = unknown, cursor, set()
+        self._left_out.clear()
 
     async def _see_others(self, now: Instant) -> None:
         """Read which nodes other replicas have, and their stored heartbeats: a new one begins a lease time."""
@@ -144,9 +173,12 @@ class FollowChanges:
     async def _read(self, now: Instant) -> None:
         assert self._cursor is not None
         page = await self._membership.read(self._cursor)
-        named: dict[int, None] = {}
+        own = (
+            None if self._server.nodes.lease_time(now) < self._doubt_until else self._membership.id
+        )
+        named: dict[int, None] = dict.fromkeys(sorted(self._left_out))
         for change in page.changes:
-            if change.replica_id != self._membership.id and change.xid not in self._applied:
+            if change.replica_id != own and change.xid not in self._applied:
                 named.update(dict.fromkeys(change.ids))
         if named:
             try:
@@ -163,6 +195,7 @@ class FollowChanges:
             await policy.refresh(server)
         if QUOTAS in named:
             await quotas.refresh(server)
+        self._touch(named)
         if ACCOUNTS in named:
             server.credentials.forget()
             server.gate.forget()
@@ -175,8 +208,16 @@ class FollowChanges:
                 some, here, specs.known, specs.with_secrets, specs.with_checkpoints
             )
             rows = await server.picture.write(replicas.changed_rows(wanted))
+            if rows.nodes or any(NodeId(id_) in server.picture.state.nodes for id_ in some):
+                server.reads.touch(Touch({"nodes", "gpus"}))
             self._absorb(rows, some, now)
             await self._deliver(rows, here)
+
+    def _touch(self, named: Sequence[int]) -> None:
+        """Drop cached rows that another replica changed; pages of nodes follow when the rows are known."""
+        ids = {id_ for id_ in named if id_ >= WHOLE}
+        tables = set(ACCOUNT_TABLES) if ACCOUNTS in named else set()
+        self._server.reads.touch(Touch(tables | TASK_TABLES if ids else tables, ids))
 
     def _nodes_here(self) -> set[NodeId]:
         return {connection.node for connection in self._server.nodes.connections}
@@ -201,6 +242,8 @@ class FollowChanges:
                 log.warning("a spec is not known; rebuilding the state", spec=str(error))
                 picture.invalidate()
             else:
+                self._left_out -= set(named)
+                self._left_out |= set(found.left_out)
                 self._fold(found, now)
         server.hub.publish({*named, *(row.batch_id for row in rows.tasks)})
         picture.changed.call()

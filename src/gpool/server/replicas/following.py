@@ -11,8 +11,9 @@ late, or together with others.
     ended                      held         ended and released
     ended                      queued       withdrawn
 
-A row may be newer than the read of the feed that named it. A lease whose allocation is still taken in the state is
-therefore left out: the change that freed it is named by the next read, and so is the lease.
+Rows are in no order of time: all releases are found before the first lease. A row may be newer than the read of the
+feed that named it, so a lease whose allocation is still taken in the state is left out (`left_out`): the caller reads
+it again with the next changes, which contain the one that freed it.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Difference:
     withdrawn: list[TaskId] = field(default_factory=list)
     preempted: list[TaskId] = field(default_factory=list)
     leased: list[TasksLeased] = field(default_factory=list)
+    left_out: list[TaskId] = field(default_factory=list)
     _queued: dict[int, tuple[Shape, list[QueuedTask]]] = field(default_factory=dict)
 
     def queue(self, shape: Shape, task: QueuedTask) -> None:
@@ -83,6 +85,7 @@ def difference(
     """
     found = Difference()
     gangs = {gang.lease.task: gang for gang in rows.gangs}
+    leases: list[TasksLeased] = []
     for row in rows.tasks:
         if row.status == QUEUED:
             _queued(found, state, row, rows.attempts.get((row.id, row.epoch)), shape_of, paused)
@@ -90,12 +93,15 @@ def difference(
             _ended(found, state, row)
         elif row.node_id is None:
             gang = gangs.get(row.id)
-            if gang is not None and row.id not in state.held:
-                leased = gang.leased(_shape(row, shape_of), None)
-                if _is_free(state, leased, found.released):
-                    found.leased.append(leased)
+            if gang is not None:
+                leases += _changed(found, state, gang.leased(_shape(row, shape_of), None))
         else:
-            _held(found, state, row, row.node_id, shape_of)
+            leases += _held(found, state, row, row.node_id, shape_of)
+    for leased in leases:
+        if _is_free(state, leased, found.released):
+            found.leased.append(leased)
+        else:
+            found.left_out += leased.tasks
     return found
 
 
@@ -147,20 +153,28 @@ def _held(
     row: ChangedTask,
     node: NodeId,
     shape_of: Callable[[TaskId, SpecId], Shape | None],
-) -> None:
+) -> Iterator[TasksLeased]:
     line = state.held.get(row.id)
     if row.preempting and row.status != CANCELLED and (line is None or not line.stopping):
         found.preempted.append(row.id)
     if row.allocation_number is None or row.allocation is None:
         return
-    if line is not None and (line.node, line.allocation.number) == (node, row.allocation_number):
-        return
-    if line is not None:
-        found.released[row.id] = None
     allocation = allocation_from(row.allocation_number, row.allocation)
-    leased = TasksLeased(node, allocation, _shape(row, shape_of), (row.id,))
-    if _is_free(state, leased, found.released):
-        found.leased.append(leased)
+    if line is None or (line.node, line.allocation) != (node, allocation):
+        leased = TasksLeased(node, allocation, _shape(row, shape_of), (row.id,))
+        yield from _changed(found, state, leased)
+
+
+def _changed(found: Difference, state: State, leased: TasksLeased) -> Iterator[TasksLeased]:
+    """The lease, unless the state has it; another one of the task, on other allocations, is released first."""
+    [task] = leased.tasks
+    line = state.held.get(task)
+    if line is not None:
+        held = [(line.node, line.allocation), *((one.node, one.allocation) for one in line.members)]
+        if held == list(_allocations(leased)):
+            return
+        found.released[task] = None
+    yield leased
 
 
 def _is_free(state: State, leased: TasksLeased, released: Mapping[TaskId, None]) -> bool:

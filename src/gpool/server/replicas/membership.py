@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from gpool.core.errors import Unreachable
-from gpool.core.model import SECOND, Span
+from gpool.core.model import SECOND, Instant, Span
 from gpool.observability.logs import get_logger
-from gpool.server.store.drivers.opening import POSTGRES, open_store
+from gpool.server.replicas.leadership import LeaderLock
+from gpool.server.store.drivers.opening import POSTGRES
+from gpool.server.store.drivers.replica_sessions import (
+    FeedPage,
+    ReplicaDatabase,
+    ReplicaIdentity,
+    SeenReplica,
+)
 from gpool.server.store.protocol import Store
+from gpool.server.store.sealing import KeyHolder
 from gpool.server.wakeups import Wake
-
-if TYPE_CHECKING:  # asyncpg is in the extra `postgres`
-    from gpool.server.store.drivers.postgres_replica import FeedPage, LeaderLock, ReplicaLink
 
 log = get_logger(__name__)
 
@@ -52,17 +57,25 @@ class SoleServer:
 class Membership:
     """A server on PostgreSQL. `dead_after`: age of a replica's heartbeat, by the database's clock, that counts as death."""
 
-    def __init__(self, url: str, id_: int, address: str, version: str, dead_after: Span) -> None:
+    def __init__(
+        self,
+        database: ReplicaDatabase,
+        id_: int,
+        address: str,
+        version: str,
+        dead_after: Span,
+    ) -> None:
         self.id = id_
         self.slot = 0
         self.reign = 0
         self.wake = Wake()  # of the loop that reads the feed
-        self.others: Mapping[int, Span] = {}  # by replica: time since its last heartbeat
-        self._url, self._dead_after = url, dead_after
-        driver = import_module("gpool.server.store.drivers.postgres_replica")
-        self._link: ReplicaLink = driver.ReplicaLink(url, self.wake.call)
-        self._lock: LeaderLock = driver.LeaderLock(url, dead_after, self._turned, self._turned)
-        self._identity = driver.ReplicaIdentity(id_, address, version)
+        self.others: Mapping[int, SeenReplica] = {}
+        self._is_draining = False
+        self._caught_up_at: Instant | None = None  # by the time of leases
+        self._database, self._dead_after = database, dead_after
+        self._link = database.link(self.wake.call)
+        self._lock = LeaderLock(database, dead_after, self._turned, self._turned)
+        self._identity = ReplicaIdentity(id_, address, version)
         self._turn: Callable[[], None] = lambda: None
         self._unnotified = asyncio.Event()
         self._notifying: asyncio.Task[None] | None = None
@@ -71,9 +84,9 @@ class Membership:
     def leads(self) -> bool:
         return self._lock.is_held
 
-    async def open_store(self) -> Store:
+    async def open_store(self, readers: int | None = None, keys: KeyHolder | None = None) -> Store:
         """Open the store, whose commits notify the other replicas, and register."""
-        store = await open_store(self._url, self.id, self._unnotified.set)
+        store = await self._database.open_store(self.id, self._unnotified.set, readers, keys)
         self.slot = await self._link.register(self._identity)
         return store
 
@@ -85,8 +98,9 @@ class Membership:
         self._notifying = asyncio.create_task(self._notify(), name="gpool-notify")
 
     async def resign(self) -> None:
-        """Give up the leadership for good: another replica takes it within a second or two."""
+        """Give up the leadership for good, and let no node be sent here: another replica leads within a second or two."""
         was_leader = self.leads
+        self._is_draining = True
         await self._lock.resign()
         if was_leader:
             self._turned()
@@ -103,11 +117,13 @@ class Membership:
 
     async def heartbeat(self, term: int) -> bool:
         """Record that this replica lives, and its term; False if the leader had removed it, and it registered again."""
-        seen = await self._link.heartbeat(term if self.leads else 0, self._lock.pid)
+        seen = await self._link.heartbeat(
+            term if self.leads else 0, self._lock.pid, is_draining=self._is_draining
+        )
         if seen is None:
             self.slot = await self._link.register(self._identity)
             return False
-        self.others = {each.id: Span(each.silent_us) for each in seen if each.id != self.id}
+        self.others = {each.id: each for each in seen if each.id != self.id}
         return True
 
     async def others_running(self) -> bool:
@@ -115,13 +131,21 @@ class Membership:
 
     @property
     def dead(self) -> list[int]:
-        return [id_ for id_, silent in self.others.items() if silent > self._dead_after]
+        return [id_ for id_, each in self.others.items() if each.silent_us > self._dead_after]
 
     async def horizon(self) -> int:
         return await self._link.horizon()
 
     async def read(self, cursor: int) -> FeedPage:
         return await self._link.read(cursor)
+
+    def caught_up(self, at: Instant) -> None:
+        """Record that the changes of the others up to `at` were applied."""
+        self._caught_up_at = at
+
+    def feed_lag_s(self, now: Instant) -> float:
+        """Time since all changes of the others were known; 0 before the first read."""
+        return 0.0 if self._caught_up_at is None else max(0, now - self._caught_up_at) / SECOND
 
     async def prune_feed(self) -> None:
         await self._link.prune(KEEP_CHANGES)
@@ -146,3 +170,10 @@ class Membership:
 
 def is_replicated(url: str) -> bool:
     return url.startswith(POSTGRES)
+
+
+def database_of(url: str) -> ReplicaDatabase:
+    """Sessions on a PostgreSQL database; the driver is in the extra `postgres`."""
+    driver = import_module("gpool.server.store.drivers.postgres_replica")
+    database: ReplicaDatabase = driver.PostgresReplicas(url)
+    return database
