@@ -14,7 +14,7 @@ NOT_SLOW := $(if $(filter true,$(CI)),, and not slow)
 COMPILE = uv pip compile --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-annotate --custom-compile-command 'make lock' --quiet
 
-.PHONY: help setup up test alone pure check bench soak docs lock wheels system engines clean
+.PHONY: help setup up test alone pure check bench soak docs lock wheels system engines contracts clean
 .DELETE_ON_ERROR:
 
 help:                       ## this list
@@ -44,7 +44,7 @@ up: $(VENV)/.installed      ## start a pool on this machine: server, agent, embe
 
 # ---- checking
 
-test: system setup engines check  ## lint, types, contracts, then every test
+test: system setup engines contracts check  ## lint, types, contracts, then every test
 	$(RETRY) -n $(WORKERS) -m 'not alone$(NOT_SLOW)' --ignore tests/core --ignore tests/world
 	@echo 'the last part takes some five minutes, and is shown when it is done'
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target alone pure
@@ -66,6 +66,8 @@ check: setup                ## lint, types, import contracts, structure, generat
 		|| { echo 'a route has no row in the matrix of who gets what'; exit 1; }
 	$(BIN)/python -m gpool.core.lifecycle | diff -u docs/lifecycle.md - \
 		|| { echo 'docs/lifecycle.md is stale: run make docs'; exit 1; }
+	$(BIN)/python -m gpool.core.money.charging | diff -u docs/charges.md - \
+		|| { echo 'docs/charges.md is stale: run make docs'; exit 1; }
 	$(BIN)/python -m gpool.core.permissions | diff -u docs/permissions.md - \
 		|| { echo 'docs/permissions.md is stale: run make docs'; exit 1; }
 	$(BIN)/python -m gpool.agent.state_machine.transitions | diff -u docs/agent-lifecycle.md - \
@@ -101,6 +103,14 @@ ifneq ($(filter true,$(CI))$(filter engines,$(MAKECMDGOALS)),)
 	@$(BIN)/python -c 'import torch, ray' 2>/dev/null || $(PIP) install -r requirements/engines.txt
 endif
 
+# ... and the Solidity compiler and a local EVM, by name and version, into a folder that git ignores.
+contracts:                  ## tools that build and test the distributor contract; without them its tests are skipped
+ifneq ($(filter true,$(CI))$(filter contracts,$(MAKECMDGOALS)),)
+	@test -d contracts/node_modules/solc -a -d contracts/node_modules/@foundry-rs -a -d contracts/node_modules/@openzeppelin \
+		|| npm install --prefix contracts --no-save --no-package-lock --no-audit --no-fund --ignore-scripts --loglevel=error \
+		|| echo 'npm could not install the tools of contracts/; the tests of the contract say what is missing'
+endif
+
 soak: setup                 ## hours instead of minutes: more seeds, more kills
 	GPOOL_SOAK=1 $(PYTEST) -o faulthandler_timeout=0 tests/world tests/e2e tests/store
 	$(BIN)/python -m bench.run --full
@@ -112,6 +122,7 @@ bench: setup                ## every benchmark that needs nothing but gpool; tab
 
 docs: setup                 ## write the generated pages again
 	$(BIN)/python -m gpool.core.lifecycle > docs/lifecycle.md
+	$(BIN)/python -m gpool.core.money.charging > docs/charges.md
 	$(BIN)/python -m gpool.core.permissions > docs/permissions.md
 	$(BIN)/python -m gpool.agent.state_machine.transitions > docs/agent-lifecycle.md
 	$(BIN)/python -m gpool.client.options > docs/options.md

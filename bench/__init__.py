@@ -5,5 +5,5 @@ The modules lie in folders by subject; all of them are imported and run as `benc
 
 from pathlib import Path
 
-FOLDERS = ("planner", "server", "agent", "gangs", "peers")
+FOLDERS = ("planner", "server", "replicas", "agent", "gangs", "trust", "peers")
 __path__ += [str(Path(__file__).with_name(name)) for name in FOLDERS]

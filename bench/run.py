@@ -17,11 +17,22 @@ RUN_BY_HAND = {"run", "compare", "peers", "history", "plan_digests"}
 """`compare` and `plan_digests` need a second tree or data, `peers` and `history` the other systems."""
 
 
-def names() -> list[str]:
-    """Names of the modules that can be run, in all folders."""
+def modules() -> dict[str, str]:
+    """Texts of the modules that can be run, by name, in all folders."""
     files = [path for folder in ("", *FOLDERS) for path in (HERE / folder).glob("*.py")]
-    runnable = {path.stem for path in files if '__name__ == "__main__"' in path.read_text()}
-    return sorted(runnable - RUN_BY_HAND)
+    texts = {path.stem: path.read_text() for path in files}
+    return {name: text for name, text in texts.items() if '__name__ == "__main__"' in text}
+
+
+def names() -> list[str]:
+    return sorted(modules().keys() - RUN_BY_HAND)
+
+
+def size_options(name: str, *, is_full: bool) -> list[str]:
+    """Options for small or full sizes. Modules without `--full` have full sizes by default."""
+    if not is_full:
+        return ["--quick"]
+    return ["--full"] if '"--full"' in modules()[name] else []
 
 
 def main() -> int:
@@ -35,9 +46,8 @@ def main() -> int:
     for name in options.names:
         print(f"\n## {name}\n", flush=True)
         argv = [sys.executable, "-m", f"bench.{name}", "--json", str(results / f"{name}.json")]
-        done = subprocess.run(
-            argv + ([] if options.full else ["--quick"]), cwd=HERE.parent, check=False
-        )
+        argv += size_options(name, is_full=options.full)
+        done = subprocess.run(argv, cwd=HERE.parent, check=False)
         if done.returncode:
             failed.append(name)
     if failed:

@@ -11,9 +11,10 @@ import sys
 import time
 from random import SystemRandom
 
-from gpool.core.gpu_verification import MAKES, Path, keys_of, leads_to, terms_for
+from gpool.core.gpu_verification import Path, keys_of, leads_to, terms_for
 from gpool.core.model import GIB
 from gpool.server.nodes.gpu_checks import SomeRows, digest_of, is_product, kept, probe_from
+from gpool.server.nodes.gpu_models import packaged_models
 from tests.tools.gpu_prover import product_of
 
 GIGABYTES = {"H200": 141, "H100": 80, "A100": 80, "RTX4090": 24, "L4": 24, "T4": 16}
@@ -21,7 +22,7 @@ GIGABYTES = {"H200": 141, "H100": 80, "A100": 80, "RTX4090": 24, "L4": 24, "T4":
 
 def cost(model: str) -> dict[str, float | int | str]:
     """One tile's check, times as many as are opened; its paths lead nowhere, and are walked all the same."""
-    terms = terms_for(GIGABYTES[model] * GIB, MAKES[model])
+    terms = terms_for(GIGABYTES[model] * GIB, packaged_models()[model])
     size, keys = terms.size, keys_of(secrets.token_bytes(32), 1, "GPU-a", 1)
     path = Path(bytes(64), (bytes(32),) * size.depth)
     tiles = SystemRandom().sample(range(size.tiles), 24)

@@ -19,6 +19,7 @@ from gpool.server.nodes.connection import NodeChannel
 from gpool.server.nodes.registry import NodeRegistry
 from gpool.server.nodes.reports import ReportBatches
 from gpool.server.nodes.telemetry import Telemetry
+from gpool.server.read_only import ReadOnlyMode
 from gpool.server.replicas.membership import SoleServer
 from gpool.server.scheduling.picture import StatePicture
 from gpool.server.scheduling.policy import ActivePolicy
@@ -132,6 +133,7 @@ class Desk:
     examiner: None = None
     replica: SoleServer = field(default_factory=SoleServer)
     telemetry: Telemetry = field(default_factory=Telemetry)
+    read_only: ReadOnlyMode = field(default_factory=ReadOnlyMode)
 
     @property
     def now(self) -> Instant:

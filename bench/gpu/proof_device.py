@@ -17,7 +17,7 @@ import numpy as np
 
 from gpool.agent.gpu_verification.cuda import CudaFailed, Device, measure
 from gpool.agent.gpu_verification.prover import DeviceProver
-from gpool.core.gpu_verification import FILLED, GROUP, MAKES, Size, keys_of, terms_for
+from gpool.core.gpu_verification import FILLED, GROUP, Size, keys_of, terms_for
 from gpool.server.nodes.gpu_checks import (
     Claimed,
     check_openings,
@@ -26,6 +26,7 @@ from gpool.server.nodes.gpu_checks import (
     rows_of,
     tile_rows,
 )
+from gpool.server.nodes.gpu_models import packaged_models
 
 RESULTS: dict[str, object] = {}
 LACKED = 1 - 80 / 141 / FILLED
@@ -124,7 +125,7 @@ def speeds(ptx: bytes | None) -> object:
 def honest(held: list[object]) -> object:
     with Device() as device:
         free, total = device.free_and_total
-        terms = terms_for(total, MAKES["H200"])
+        terms = terms_for(total, packaged_models()["H200"])
         size, keys = terms.size, keys_of(secrets.token_bytes(32), 7, device.uuid, 1)
         began = clock()
         prover = DeviceProver(device, size, keys)

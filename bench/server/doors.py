@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ class Door(asyncio.Protocol):
 
     def __init__(self, address: str, key: str, *, keyed: bool = False) -> None:
         self._keyed, self._number = keyed, 0
+        self._name = secrets.token_hex(4).encode()  # an address in memory would be used again
         host, _, port = address.removeprefix("http://").partition(":")
         self._address = host, int(port)
         self._head = (
@@ -65,7 +67,7 @@ class Door(asyncio.Protocol):
         key = b""
         if self._keyed:
             self._number += 1
-            key = b"\r\nIdempotency-Key: %d-%d" % (id(self), self._number)
+            key = b"\r\nIdempotency-Key: %s-%d" % (self._name, self._number)
         request = b"%s%d%s\r\n\r\n%s" % (self._head, len(body), key, body)
         kept = self._transport is not None and not self._transport.is_closing()
         try:

@@ -18,7 +18,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from ctypes import c_double
 from dataclasses import asdict, dataclass
@@ -78,7 +78,8 @@ def machines_of(count: int) -> list[Machine]:
 
 def pods_of(path: Path) -> list[Pod]:
     if path.exists():
-        return [pod for pod in read_pods(path) if pod.shape.requirements.gpu]
+        machines = {*machines_of(len(read_machines(OPENB / "openb_node_list_gpu_node.csv.gz")))}
+        return [pod for pod in read_pods(path) if _fits_any(pod.shape.requirements, machines)]
     dice = Random(7)
     pods = []
     for number in range(300):
@@ -88,6 +89,16 @@ def pods_of(path: Path) -> list[Pod]:
         shape = Shape(UserId(1), needs, 0, TaskKind.COMMAND, "default", "pod")
         pods.append(Pod(number, shape, frozenset(), request.count, share))
     return pods
+
+
+def _fits_any(needs: Requirements, machines: Iterable[Machine]) -> bool:
+    """False for the pods of the trace that ask for a model and more than any of its machines has."""
+    return bool(needs.gpu) and any(
+        machine.cpu_milli >= (needs.cpu_milli or 0)
+        and machine.memory_bytes >= (needs.memory_bytes or 0)
+        and any(request.model in (None, machine.model) for request in needs.gpu)
+        for machine in machines
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,8 @@ from gpool.core.model import Instant, Permission, TaskKind, TaskSpec
 from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.passes.plan import plan
 from gpool.core.scheduler.place.index import PlacementIndex
-from gpool.server.app import OPERATOR
 from gpool.server.clock import SystemClock, system_ids
+from gpool.server.first_start import OPERATOR
 from gpool.server.store import open_store
 from gpool.server.store.operations.identity import users
 from gpool.server.store.operations.tasks import submissions, tasks

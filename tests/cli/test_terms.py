@@ -18,7 +18,7 @@ from gpool.agent.services import egress_policy
 from gpool.agent.settings import AgentSettings
 from gpool.cli.lending.join import EnrolledNode, agent_variables
 from gpool.cli.lending.terms import LendingTerms, lending
-from gpool.core.model import GIB, Offer, Tier
+from gpool.core.model import GIB, Gpu, Offer, Tier
 from gpool.transfer.requests import Address
 
 
@@ -85,16 +85,71 @@ def test_labels_and_a_price_of_the_command_line_come_before_those_of_the_policy(
     terms = said("--label", "zone=a", "--label", "ssd", "--price", "0.31/h")
     assert (terms.labels, terms.price) == (("ssd", "zone=a"), "0.31/h")
     told = settings(monkeypatch, tmp_path, terms)
-    own = Offer(1000, GIB, GIB, labels=told.own_labels, price_microcredits=told.price_microcredits)
-    lent = apply_policy(parse('labels = ["quiet"]\nprice = "2/h"'), own)
+    own = Offer(1000, GIB, GIB, labels=told.own_labels)
+    file = tmp_path / "policy.toml"
+    file.write_text('labels = ["quiet"]\nprice = "2/h"')
+    lent = apply_policy(PolicyFile(file, told.asked_terms).policy, own)
     assert lent.labels == {"ssd", "zone=a", "quiet"}
     assert lent.price_microcredits == 310_000
-    assert (
-        apply_policy(parse('price = "2/h"'), Offer(1000, GIB, GIB)).price_microcredits == 2_000_000
-    )
+    assert apply_policy(PolicyFile(file).policy, own).price_microcredits == 2_000_000
 
 
-@pytest.mark.parametrize("words", [("--label", "Fast Disk"), ("--price", "cheap")])
+PRICED = """
+price = "2/h,H100=5/h"
+min_charge = "0.05"
+free_for = ["team:lab"]
+notice = "10m"
+"""
+
+
+def test_a_price_of_nothing_on_the_command_line_wins_over_the_policy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """0, nobody and no notice are said, too: only what is not said comes from the file."""
+    file = tmp_path / "policy.toml"
+    file.write_text(PRICED)
+    own = Offer(1000, GIB, GIB, (Gpu(0, "g0", "NVIDIA H100", "nvidia", 80 * GIB),))
+    said_nothing = settings(monkeypatch, tmp_path, said("--policy", str(file)))
+    lent = apply_policy(PolicyFile(file, said_nothing.asked_terms).policy, own)
+    assert (lent.price_microcredits, lent.gpus[0].price_microcredits) == (2_000_000, 5_000_000)
+    assert (lent.min_charge_microcredits, lent.free_for) == (50_000, ("team:lab",))
+    assert lent.notice_s == 600
+    words = ("--price", "0/h", "--min-charge", "0", "--free-for", "", "--notice", "0")
+    told = settings(monkeypatch, tmp_path, said("--policy", str(file), *words))
+    rules = PolicyFile(file, told.asked_terms)
+    assert apply_policy(rules.policy, own) == own
+    file.write_text(PRICED + "floor = 'none'\nlabels = ['ssd']")
+    assert rules.refresh()
+    assert apply_policy(rules.policy, own).price_microcredits == 0
+
+
+def test_prices_of_models_and_gpus_are_said_on_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = ("--price", "0.31/h,RTX 4090=0.50/h,gpu2=0/h", "--free-for", "team:lab, user:ana")
+    told = settings(monkeypatch, tmp_path, said(*words, "--notice", "90s"))
+    names = ("NVIDIA GeForce RTX 4090", "NVIDIA H100", "NVIDIA GeForce RTX 4090")
+    gpus = tuple(Gpu(n, f"g{n}", name, "nvidia", GIB) for n, name in enumerate(names))
+    lent = apply_policy(PolicyFile(None, told.asked_terms).policy, Offer(1000, GIB, GIB, gpus))
+    assert [gpu.price_microcredits for gpu in lent.gpus] == [500_000, None, 0]
+    assert (lent.price_microcredits, lent.notice_s) == (310_000, 90)
+    assert lent.free_for == ("team:lab", "user:ana")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--label", "Fast Disk"),
+        ("--price", "cheap"),
+        ("--price", "1/h,2/h"),
+        ("--price", "H100=1/h,H100=2/h"),
+        ("--min-charge", "-1"),
+        ("--min-charge", "0.1/h"),
+        ("--free-for", "lab"),
+        ("--notice", "soon"),
+        ("--notice", "8d"),
+    ],
+)
 def test_a_label_or_price_that_cannot_be_is_refused_where_it_is_said(
     words: tuple[str, str],
 ) -> None:
@@ -105,4 +160,4 @@ def test_a_label_or_price_that_cannot_be_is_refused_where_it_is_said(
 
     result = CliRunner().invoke(verb, words)
     assert result.exit_code == 2
-    assert words[1] in result.output
+    assert words[1].rpartition(",")[2] in result.output

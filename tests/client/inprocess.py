@@ -24,7 +24,8 @@ from gpool.agent.runner import encoding
 from gpool.client.values import RESULTS_AS_DATA
 from gpool.core.ids import decode, encode
 from gpool.core.model import EndReason, Network, Offer, OutputFile, Phase, TaskSpec, Tier
-from gpool.server.app import ensure_operator, make_app, open_server
+from gpool.server.app import make_app, open_server
+from gpool.server.first_start import ensure_operator
 from gpool.server.nodes.connection import NodeChannel
 from gpool.server.server import Server
 from gpool.server.settings import Settings

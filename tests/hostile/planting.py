@@ -153,11 +153,14 @@ def plant_memory(plants: Plants) -> None:
 
 def answer(listening: socket.socket, word: bytes) -> None:
     def serve() -> None:
-        with contextlib.suppress(OSError):
-            while True:
+        while True:
+            try:
                 dialled, _ = listening.accept()
-                with dialled:
-                    dialled.sendall(word)
+            except OSError:
+                return
+            # A caller that leaves before it reads must not end the service for the callers after it.
+            with dialled, contextlib.suppress(OSError):
+                dialled.sendall(word)
 
     threading.Thread(target=serve, daemon=True).start()
 

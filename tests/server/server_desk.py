@@ -22,7 +22,8 @@ from fastapi import FastAPI
 from gpool.agent.channel import AgentCredentials, NodeIdentity
 from gpool.core.ids import NodeId, UserId, decode
 from gpool.core.model import EndReason, Gpu, Instant, Offer, Permission, Tier
-from gpool.server.app import ensure_operator, make_app, open_server
+from gpool.server.app import make_app, open_server
+from gpool.server.first_start import ensure_operator
 from gpool.server.http import LimitedServer
 from gpool.server.identity import authorization
 from gpool.server.main import configuration
@@ -180,6 +181,10 @@ class Desk:
     http: httpx2.AsyncClient
     bare: httpx2.AsyncClient  # without a key
 
+    def files_of(self, sha256: str) -> list[Path]:
+        """Files of the artifact in the folder."""
+        return list((self.server.settings.data / "artifacts" / sha256[:2]).rglob(f"{sha256}*"))
+
     async def get(self, path: str, **options: Any) -> httpx2.Response:
         return await self.http.get(path, **options)
 
@@ -251,8 +256,8 @@ class Desk:
         await agent.connect()
         return agent
 
-    async def command(self, **members: Any) -> str:
-        answer = await self.post("/v1/tasks", {"command": ["true"], **members})
+    async def command(self, headers: dict[str, str] | None = None, **members: Any) -> str:
+        answer = await self.post("/v1/tasks", {"command": ["true"], **members}, headers=headers)
         assert answer.status_code == 202, answer.text
         task: str = answer.json()["ids"][0]
         return task

@@ -38,6 +38,7 @@ from gpool.server.store.operations.tasks.submissions import (
     SubmittedTasks,
 )
 from gpool.server.store.protocol import Operation, Store
+from gpool.server.store.sealing import KeyHolder
 from gpool.server.store.values import AppliedPlan, Recording, TaskView, User
 from gpool.wire.frames import Finished, Hold, ReportItem, Started
 
@@ -59,10 +60,11 @@ def submit_one(submission: Submission) -> Operation[SubmittedTasks | MissingArti
 class Database:
     """A fresh database of one kind: an address, and a store opened on it inside a loop of the test's own."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, keys: KeyHolder | None = None) -> None:
         self.url = url
+        self.keys = keys
         self.loop = asyncio.new_event_loop()
-        self.store: Store = self.run(open_store(url))
+        self.store: Store = self.run(open_store(url, keys=keys))
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self.loop.run_until_complete(coroutine)
@@ -75,7 +77,7 @@ class Database:
 
     def reopen(self) -> None:
         self.run(self.store.close())
-        self.store = self.run(open_store(self.url))
+        self.store = self.run(open_store(self.url, keys=self.keys))
 
     def close(self) -> None:
         self.run(self.store.close())
@@ -84,12 +86,14 @@ class Database:
 
 
 @asynccontextmanager
-async def replicas(url: str, count: int) -> AsyncIterator[list[Store]]:
+async def replicas(
+    url: str, count: int, keys: KeyHolder | None = None
+) -> AsyncIterator[list[Store]]:
     """Several stores on one database, closed whatever happens."""
     async with AsyncExitStack() as closing:
         made = []
         for _ in range(count):
-            made.append(await open_store(url))
+            made.append(await open_store(url, keys=keys))
             closing.push_async_callback(made[-1].close)
         yield made
 
@@ -98,7 +102,7 @@ def race(database: Database, operations: Sequence[Operation[Any]], stores: int =
     """All at once, dealt out to several replicas; a refusal stands in its operation's place."""
 
     async def run() -> list[Any]:
-        async with replicas(database.url, stores) as made:
+        async with replicas(database.url, stores, database.keys) as made:
             answers = await asyncio.gather(
                 *(made[i % stores].write(each) for i, each in enumerate(operations)),
                 return_exceptions=True,

@@ -29,6 +29,7 @@ from gpool.server.store.operations.identity import teams
 from gpool.server.store.operations.leases import grants, leases
 from gpool.server.store.operations.tasks import artifacts, progress, tasks
 from gpool.server.store.protocol import Operation, again, operation
+from gpool.server.store.sealing import CIPHER
 from gpool.server.store.values import Recording
 from gpool.wire.frames import (
     Checkpointed,
@@ -554,7 +555,8 @@ def _asked(pool: Pool, done: Operation[Any]) -> list[str]:
         try:
             while True:
                 statement = steps.send(rows)
-                asked.append(statement.sql)
+                if statement is not CIPHER:  # the driver answers it itself
+                    asked.append(statement.sql)
                 rows = yield statement
         except StopIteration:
             return

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gpool.core.errors import Conflict, Forbidden, Invalid
+from gpool.core.gpu_verification import GpuVerdict
 from gpool.core.ids import GpuId, NodeId, UserId
 from gpool.core.model import Gpu, Health, Instant, Offer, Slice, TaskStatus
 from gpool.core.quotas import OwnerQuota
@@ -235,7 +236,12 @@ def test_a_sick_gpu_stays_in_quarantine_until_somebody_says_it_is_well(pool: Poo
 def remove(pool: Pool, node: NodeId) -> tuple[str, ...]:
     uuids = pool.read(gpu_bindings.uuids_of(node))
     pool.write(nodes.remove_node(node, None))
-    return pool.write(gpu_bindings.lapse(uuids, pool.now()))
+    return pool.write(gpu_bindings.lapse(uuids, pool.now(), everyone(pool)))
+
+
+def everyone(pool: Pool, *, proof: bool = False) -> gpu_bindings.Claimants:
+    connected = frozenset(row.node.id for row in pool.read(nodes.nodes()))
+    return gpu_bindings.Claimants(connected, proof)
 
 
 def test_a_flag_lapses_for_the_earliest_claimant_when_the_holder_is_gone(pool: Pool) -> None:
@@ -253,6 +259,77 @@ def test_a_flag_lapses_for_the_earliest_claimant_when_the_holder_is_gone(pool: P
     assert [withheld(pool, node) for node in (theirs, hers)] == [set(), {0}]
     bound = pool.read(gpu_bindings.binding("G1"))
     assert (bound.owner, bound.wallet) == (bob, "0xbb")
+
+
+def judged(pool: Pool, node: NodeId, *uuids: str) -> None:
+    for uuid in uuids:
+        pool.write(gpu_bindings.judge(node, uuid, GpuVerdict.PASSED, pool.now()))
+
+
+def proving(pool: Pool, node: NodeId, owner: UserId, *uuids: str) -> tuple[str, ...]:
+    return pool.write(gpu_bindings.bind(node, owner, None, uuids, pool.now(), proof=True))
+
+
+def test_where_gpus_are_verified_a_name_binds_nothing_and_a_verdict_does(pool: Pool) -> None:
+    bob = pool.account("bob", wallet="0xbb")
+    mine, theirs = joined(pool, "mine", pool.ann, "G1"), joined(pool, "theirs", bob, "G1")
+    assert proving(pool, mine, pool.ann, "G1") == ()
+    assert pool.read(gpu_bindings.binding("G1")) is None
+    judged(pool, theirs, "G1")
+    bound = pool.read(gpu_bindings.binding("G1"))
+    assert (bound.owner, bound.wallet) == (bob, "0xbb")
+    assert proving(pool, mine, pool.ann, "G1") == ("G1",)
+    judged(pool, mine, "G1")  # an equal card under the same name
+    assert [withheld(pool, node) for node in (mine, theirs)] == [{0}, set()]
+    assert pool.read(gpu_bindings.binding("G1")).owner == bob
+
+
+def test_a_binding_lapses_to_claimants_who_are_connected_and_proved(pool: Pool) -> None:
+    bob, eve = pool.user("bob"), pool.user("eve")
+    mine = joined(pool, "mine", pool.ann, "G1")
+    theirs, hers = joined(pool, "theirs", bob, "G1"), joined(pool, "hers", eve, "G1")
+    judged(pool, mine, "G1")
+    for node, owner in ((theirs, bob), (hers, eve)):
+        assert proving(pool, node, owner, "G1") == ("G1",)
+    judged(pool, hers, "G1")
+    pool.write(nodes.remove_node(mine, None))
+    away = gpu_bindings.Claimants(frozenset({theirs}), proof=True)
+    assert pool.write(gpu_bindings.lapse(["G1"], pool.now(), away)) == ("G1",)
+    assert pool.read(gpu_bindings.binding("G1")) is None, "nobody who may bind is connected"
+    assert [withheld(pool, node) for node in (theirs, hers)] == [set(), set()]
+    assert proving(pool, theirs, bob, "G1") == ()
+    assert proving(pool, hers, eve, "G1") == ()
+    assert pool.read(gpu_bindings.binding("G1")).owner == eve
+
+
+def test_of_claimants_at_once_on_two_servers_the_one_that_proved_binds(
+    pool: Pool, database: Database
+) -> None:
+    owners = [pool.user(f"u{i}") for i in range(6)]
+    box = [joined(pool, "box", owner, "G1") for owner in owners]
+
+    @operation
+    def claim(node: NodeId, owner: UserId) -> Operation[tuple[str, ...]]:
+        return (yield from gpu_bindings.bind(node, owner, None, ["G1"], Instant(1), proof=True))
+
+    claims = [claim(node, owner) for node, owner in zip(box, owners, strict=True)]
+    race(database, [*claims, gpu_bindings.judge(box[3], "G1", GpuVerdict.PASSED, Instant(1))])
+    assert pool.read(gpu_bindings.binding("G1")).owner == owners[3]
+    rows = {row.node: row for row in pool.read(gpu_bindings.gpu_rows())}
+    assert rows[box[3]].flagged is None
+
+
+def test_a_simulated_gpu_is_admitted_without_binding_its_name(pool: Pool) -> None:
+    bob = pool.user("bob")
+    mine, theirs = joined(pool, "mine", pool.ann, "SIM-1"), joined(pool, "theirs", bob, "SIM-1")
+    for node in (mine, theirs):
+        pool.write(gpu_bindings.judge(node, "SIM-1", GpuVerdict.SIMULATED, pool.now()))
+    assert pool.read(nodes.node(mine)).node.gpus_unproven == {0}
+    assert pool.write(gpu_bindings.unflag(gpu_on(pool, mine), pool.now())).unproven is None
+    assert pool.read(gpu_bindings.binding("SIM-1")) is None
+    found = [pool.read(nodes.node(node)).node for node in (mine, theirs)]
+    assert [node.gpus_unproven for node in found] == [set(), {0}]
+    assert [node.gpus_withheld for node in found] == [set(), set()]
 
 
 def test_an_abandoned_binding_is_taken_over_by_the_next_claim(pool: Pool) -> None:
@@ -283,7 +360,7 @@ def test_a_disabled_holder_gives_up_its_claim_and_a_disabled_claimant_gets_none(
         bind(pool, node, owner, "G1")
     for user in (bob, pool.ann):
         pool.write(accounts.set_disabled(user, True, pool.now()))
-    assert pool.write(gpu_bindings.lapse(["G1"], pool.now())) == ("G1",)
+    assert pool.write(gpu_bindings.lapse(["G1"], pool.now(), everyone(pool))) == ("G1",)
     assert pool.read(gpu_bindings.binding("G1")).owner == eve
     assert [withheld(pool, node) for node in (theirs, hers)] == [{0}, set()]
 

@@ -12,7 +12,7 @@ import pytest
 
 from gpool.core.errors import Unreachable
 from gpool.core.model import SECOND, Span
-from gpool.server.replicas.membership import Membership
+from gpool.server.replicas.membership import Membership, database_of
 from gpool.server.store import open_store
 from gpool.server.store.operations.identity import users
 from tests.tools.tls_postgres import PASSWORD, USER, Authority, authority, tls_postgres
@@ -37,7 +37,9 @@ def url(port: int, host: str, mode: str, root: Path | None = None) -> str:
 
 async def _used(address: str) -> list[bool]:
     """Open the store as a server does, use it, and return whether each of its connections is encrypted."""
-    membership = Membership(address, 1, "https://pool.example", "test", Span(8 * SECOND))
+    membership = Membership(
+        database_of(address), 1, "https://pool.example", "test", Span(8 * SECOND)
+    )
     store = await membership.open_store()
     try:
         await membership.start(lambda: None)

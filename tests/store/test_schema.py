@@ -26,10 +26,11 @@ from gpool.server.store.migrations import newest_migration
 from gpool.server.store.migrations.upgrade import config, postgres_script
 from gpool.server.store.operations.identity import teams
 from gpool.server.store.operations.leases import leases
-from gpool.server.store.operations.tasks import submissions, tasks
+from gpool.server.store.operations.tasks import storage, submissions, tasks
 from gpool.server.store.protocol import Operation, Statement
 from gpool.server.store.row_generator import generated
 from gpool.server.store.schema_columns import metadata
+from gpool.server.store.sealing import CIPHER, NoKeys
 from gpool.wire.frames import Started
 from tests.store.store_pool import Pool, returned
 
@@ -137,6 +138,9 @@ def statements_of(operation: Operation, *answers: list) -> list[Statement]:
     try:
         statement = next(operation)
         while True:
+            if statement is CIPHER:
+                statement = operation.send(NoKeys())
+                continue
             asked.append(statement)
             statement = operation.send(next(rows, []))
     except StopIteration:
@@ -150,6 +154,7 @@ def test_no_hot_statement_scans_the_tasks(tmp_path: Path, pool: Pool) -> None:
     held = (task.id, 1, 1, 1, 1, "leased", 1, None, 0, 0, None, node, None)
     hot = [
         *statements_of(submissions.submit([pool.submission()])),
+        *statements_of(storage.usage_of([("user", pool.ann)])),
         *statements_of(leases.apply_plan([place], 1, Instant(1)), [(1,)], [(node,)]),
         *statements_of(leases.record([(node, [Started(task.id, 1)])], Instant(1)), [held]),
         *statements_of(leases.record([(node, [returned(task.id)])], Instant(1)), [held], [(1, 1)]),

@@ -254,7 +254,8 @@ def test_a_direct_upload_whose_reservation_is_gone_records_nothing(pool: Pool) -
 
     def finish(key: str) -> object:
         limits = StorageLimits()
-        return pool.write(quotas.finish_upload(mine, one, 600, limits, pool.now(), key))
+        stored = artifacts.StoredBytes(key)
+        return pool.write(quotas.finish_upload(mine, one, 600, limits, pool.now(), stored))
 
     assert finish("aa/x") is False
     pool.write(storage.reserve(one, 600, StorageLimits(), pool.now()))
@@ -279,7 +280,8 @@ def test_what_takes_the_space_is_summed_by_use(pool: Pool) -> None:
 
 def test_an_artifact_stored_again_keeps_its_first_object(pool: Pool) -> None:
     for key in ("aa/first", "aa/second"):
-        add = artifacts.add_artifact(A, 100, pool.ann, None, None, pool.now(), None, key)
+        stored = artifacts.StoredBytes(key)
+        add = artifacts.add_artifact(A, 100, pool.ann, None, None, pool.now(), None, stored)
         assert pool.write(add)
     assert pool.read(artifacts.object_of(A)) == "aa/first"
 

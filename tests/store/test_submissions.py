@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from gpool.core.errors import Conflict, Invalid, NotFound
-from gpool.core.ids import BatchId, UserId
-from gpool.core.model import InputFile, Instant, TaskKind, TaskSpec
+from gpool.core.ids import BatchId, NodeId, UserId
+from gpool.core.model import InputFile, Instant, TaskKind, TaskSpec, TaskStatus
+from gpool.core.scheduler.state.events import LeaseGrant, Placement
 from gpool.server.store.identity_values import GivenQuota
 from gpool.server.store.operations.identity import sealed_fields, teams
+from gpool.server.store.operations.leases import grants, leases
 from gpool.server.store.operations.tasks import artifacts, idempotency, tasks
 from gpool.server.store.operations.tasks.submissions import (
     MissingArtifacts,
@@ -17,7 +21,9 @@ from gpool.server.store.operations.tasks.submissions import (
     SubmittedTasks,
     submit,
 )
-from tests.store.store_pool import COMMAND, Database, Pool, race, submit_one
+from gpool.server.store.protocol import Operation, operation
+from gpool.server.store.values import AppliedPlan
+from tests.store.store_pool import COMMAND, CPU, Database, Pool, race, submit_one
 
 FUNCTION = TaskSpec(TaskKind.FUNCTION, "f", function_sha256="a" * 64)
 NAMED = replace(COMMAND, name="größe \u2603 'quoted' \"twice\" \\ \n", priority=3, retries=2)
@@ -83,6 +89,72 @@ def test_together_they_leave_what_each_leaves_alone(pool: Pool) -> None:
         assert isinstance(other, SubmittedTasks)
         assert told(pool, one) == told(pool, other)
         assert one.spec_id == other.spec_id, "equal specs of one user are one"
+
+
+@operation
+def submitted_as_leased(
+    wanted: list[Submission], places: list[Placement], term: int, at: Instant
+) -> Operation[tuple[list[Any], AppliedPlan]]:
+    """Submit a task that was planned before its commit."""
+    found = yield from grants.startable(places, term)
+    allowed = [] if found is None else found.places
+    done = yield from submit(wanted, leases=grants.first_leases(allowed, at))
+    known = {task.id: (each.spec_id, task) for each in done for task in each.tasks}
+    return done, grants.DEPOSED if found is None else grants.inserted(allowed, known)
+
+
+def test_a_task_inserted_as_leased_is_as_one_that_is_leased_later(pool: Pool) -> None:
+    node, gone = pool.node("n1"), NodeId(4711)
+    wanted = [
+        pool.submission(2, payload=b"\x00\xffbytes"),
+        pool.submission(),
+        pool.submission(2),
+        pool.submission(),
+    ]
+    for group in (wanted[:1], wanted[1:]):  # one submission, and several
+        ids = [task.id for each in group for task in each.tasks]
+        *leased, kept = ids  # the last one is planned on a node that is not there
+        places = [
+            pool.place(node, [id_], allocation=replace(CPU, number=number))
+            for number, id_ in enumerate(leased)
+        ]
+        at = pool.now()
+        done, applied = pool.write(
+            submitted_as_leased(group, [*places, pool.place(gone, [kept])], pool.term, at)
+        )
+        assert applied.refused == ()
+        assert pool.read(tasks.task(kept, None)).row.status is TaskStatus.QUEUED
+        later = [pool.submission(len(each.tasks), payload=each.tasks[0].payload) for each in group]
+        others = [task.id for each in pool.write(submit(later)) for task in each.tasks]
+        again = [
+            replace(place, grants=(LeaseGrant(other, 1),))
+            for place, other in zip(places, others, strict=False)
+        ]
+        usual = pool.write(leases.apply_plan(again, pool.term, at))
+        for one, other in zip(applied.lines, usual.lines, strict=True):
+            ((_, mine),), ((_, theirs),) = one.leases, other.leases
+            assert msgspec.structs.replace(mine, task=0) == msgspec.structs.replace(theirs, task=0)
+        for one, other in zip(leased, others, strict=False):
+            mine, theirs = (pool.read(tasks.task(id_, None)).row for id_ in (one, other))
+            same = {"id": 0, "batch": 0, "created_at": 0, "queued_at": 0, "position": 0}
+            assert replace(mine, **same) == replace(theirs, **same)
+            assert mine.queued_at == mine.created_at
+        assert {each.task for each in pool.read(leases.held(node))} == {
+            *leased,
+            *others[: len(leased)],
+        }
+        assert [isinstance(each, SubmittedTasks) for each in done] == [True] * len(group)
+        pool.write(leases.expire(node, at))
+
+
+def test_no_task_is_inserted_as_leased_under_an_earlier_term(pool: Pool) -> None:
+    wanted, node, old = pool.submission(), pool.node("n1"), pool.term
+    pool.write(leases.take_term(pool.now()))
+    (id_,) = [task.id for task in wanted.tasks]
+    doing = submitted_as_leased([wanted], [pool.place(node, [id_])], old, pool.now())
+    _, applied = pool.write(doing)
+    assert applied.deposed
+    assert pool.read(tasks.task(id_, None)).row.status is TaskStatus.QUEUED
 
 
 def test_new_specs_are_kept_once_for_each_user_and_team(pool: Pool) -> None:

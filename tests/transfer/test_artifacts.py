@@ -18,6 +18,7 @@ from gpool.transfer.artifacts import download, upload
 from gpool.transfer.requests import (
     PART_BYTES,
     Address,
+    AskedPauses,
     Landing,
     LeaseRef,
     Patience,
@@ -31,6 +32,7 @@ from gpool.transfer.requests import (
 from gpool.transfer.senders import AsyncSender, Sender
 
 ADDRESS = Address("http://pool.test")
+NONE_ASKED = AskedPauses(0.0, Random(1))
 TRIES = 8
 
 
@@ -237,7 +239,7 @@ def broken(count: int, moved: bool) -> list[Request | Pause]:
     """What a download of which `count` tries break asks for, with one pause's worth of patience."""
     landing = Landing(io.BytesIO())
     sha256 = hashlib.sha256(b"x" * count).hexdigest()
-    steps = patiently(lambda: download(sha256, landing), lambda: iter([0.5]))
+    steps = patiently(lambda: download(sha256, landing), lambda: iter([0.5]), NONE_ASKED)
     asked = [next(steps)]
     for _ in range(count):
         if moved:
@@ -257,7 +259,7 @@ def test_patience_starts_over_when_bytes_have_moved_and_only_then() -> None:
 def waited(offsets: list[int]) -> list[Request | Pause]:
     """What an upload asks for while another of the same is at these offsets, with one pause's worth of patience."""
     sha256 = hashlib.sha256(b"x" * 99).hexdigest()
-    steps = patiently(lambda: upload(b"x" * 99, sha256, 99), lambda: iter([0.5]))
+    steps = patiently(lambda: upload(b"x" * 99, sha256, 99), lambda: iter([0.5]), NONE_ASKED)
     asked = [next(steps)]
     busy = Reply(409, {}, json.dumps({"code": "conflict", "detail": "busy"}).encode())
     for offset in offsets:

@@ -368,6 +368,8 @@ def _resources(task: dict[str, Any]) -> str:
 
 _UNTESTED = "only for its owner and the owner's teams: gpool was never run on its kind"
 
+_UNPROVEN = "only for its owner, the owner's teams and tasks with --on"
+
 
 def gpu_notes(gpu: dict[str, Any]) -> list[str]:
     """Sentences beneath the list of GPUs, without the GPU's id."""
@@ -375,6 +377,8 @@ def gpu_notes(gpu: dict[str, Any]) -> list[str]:
     notes = [f"takes no tasks: {why}"] if why else []
     if not why and gpu.get("ails"):
         notes.append(f"is {gpu['health']}: {gpu['ails']}")
+    if not why and gpu.get("unproven"):
+        notes.append(f"is {_UNPROVEN}: {gpu['unproven']}")
     return [*notes, *([f"is {_UNTESTED}"] if gpu.get("untested") else [])]
 
 

@@ -33,6 +33,10 @@ GPOOL_FAULT, INTERRUPTED = 125, 130
 SECTIONS = {
     "Tasks": {
         "run": ("gpool.cli.run", "Run a command on the pool."),
+        "quote": (
+            "gpool.cli.market.prices",
+            "Show what a command would cost and when it would start.",
+        ),
         "ps": ("gpool.cli.listings", "List tasks, newest first."),
         "queue": (
             "gpool.cli.listings",
@@ -48,6 +52,7 @@ SECTIONS = {
     },
     "Pool and nodes": {
         "gpus": ("gpool.cli.pool", "List GPUs with their state."),
+        "offers": ("gpool.cli.market.prices", "List what GPUs cost, by model and price."),
         "node": ("gpool.cli.pool", "List and manage nodes."),
         "up": ("gpool.cli.lending.up", "Start a server and an agent on this machine."),
         "server": ("gpool.cli.lending.up", "Start a server without an agent."),
@@ -66,6 +71,18 @@ SECTIONS = {
         "storage": ("gpool.cli.listings", "Show what takes your storage."),
         "account": ("gpool.cli.listings", "Export or delete your account."),
     },
+    "Market": {
+        "receipt": ("gpool.cli.market.receipts", "Verify receipts of charged attempts, offline."),
+        "payout": ("gpool.cli.market.payouts", "Build and verify payout files; claim payouts."),
+        "balance": (
+            "gpool.cli.market.ledger",
+            "Show your balance, pending funds and recent entries.",
+        ),
+        "budget": (
+            "gpool.cli.market.ledger",
+            "Show or set the monthly budget of your account or team.",
+        ),
+    },
     "Other": {
         "admin": ("gpool.cli.admin", "Manage users, quotas, policy and keys (operators)."),
         "completion": ("gpool.cli.main", "Print a shell completion script."),
@@ -83,6 +100,8 @@ EXTRA_OF = {
     "service": "agent",
     "login": "wallet",
     "wallet": "wallet",
+    "receipt": "wallet",
+    "payout": "wallet",
 }
 """Extra of gpool with the packages that a verb needs beyond the base install."""
 

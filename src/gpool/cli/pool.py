@@ -206,8 +206,11 @@ def node_show(ctx: click.Context, what: str | None, history: int, as_json: bool)
     document["cpus"] = f"{document['cpu_milli'] / 1000:g}"
     document["memory"] = gib(document["memory_bytes"])
     document["price"] = _price(document.get("price_microcredits") or 0)
+    document["min_charge"] = _price(document.get("min_charge_microcredits") or 0).removesuffix("/h")
+    notice = document.get("notice_s")
+    document["notice"] = f"{notice} s" if notice else "-"
     names = (
-        "id name owner site status availability closed cordoned problems audience tiers labels price networks pythons "
+        "id name owner site status availability closed cordoned problems audience tiers labels price min_charge free_for notice networks pythons "
         "environments builds cpus memory gpus running last_beat_at"
     )
     fields(document, names.split())

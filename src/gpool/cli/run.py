@@ -170,6 +170,7 @@ def _deadline(ctx: click.Context, option: click.Parameter, text: str | None) -> 
 @placement("--must-fit", is_flag=True, help="Cancel the task if no node of the pool could run it.")
 @click.option("--name", metavar="NAME", help="Name shown in listings.")
 @click.option("-d", "--detach", is_flag=True, help="Print the task id and exit.")
+@click.option("--dry-run", is_flag=True, help="Show the expected cost and start; submit nothing.")
 @as_json
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- CMD...")
 @click.pass_context
@@ -186,6 +187,7 @@ def run(
     must_fit: bool,
     into: Path,
     detach: bool,
+    dry_run: bool,
     as_json: bool,
     command: tuple[str, ...],
     **wanted: object,
@@ -209,6 +211,12 @@ def run(
     elif not (wanted["image"] or wanted["pip"] or wanted["requirements"]):
         _warn_missing_script(command[0])
     options = Options.of({**wanted, "env": variables(env), "secrets": secrets(secret)})
+    if dry_run:
+        from gpool.cli.market.prices import show_quote
+        from gpool.client.client import quote_command
+
+        show_quote(quote_command(client, command, options), as_json=as_json)
+        return
     with standard_input(stdin) as sent, progress_bar() as progress:
         if sent is not None:
             command, shipped = sent.redirected(command), [*shipped, sent.file]

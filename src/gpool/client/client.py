@@ -270,16 +270,8 @@ class Client:
 
         Inputs are relative to the current folder, unless they are `LocalFile`s; outputs to the task's work directory.
         """
-        if isinstance(command, str) or not command:
-            raise Invalid("a command is a list of words, e.g. ['python', 'train.py']")
-        options = options or Options()
-        if options.results is not None:
-            raise Invalid(
-                f"results is {options.results!r}, but a command has no pickled result; leave 'results' out: "
-                "a command's outputs are fetched as files"
-            )
         wanted = [checked_path(str(output), directory=True) for output in outputs]
-        document = self._requested(options)
+        document = _command_document(self, command, options or Options())
         files = gather(inputs)
         check_sent(command, files, wanted)
         sent = [
@@ -291,9 +283,6 @@ class Client:
             }
             for file in files
         ]
-        document["command"] = [str(word) for word in command]
-        if script := _script_in(command):
-            document.setdefault("name", script)
         if sent:
             document["inputs"] = sent
         if wanted:
@@ -427,6 +416,34 @@ class Client:
             if not page.get("next"):
                 return
             query["cursor"] = str(page["next"])
+
+
+def quote_command(
+    client: Client, command: Sequence[str], options: Options | None = None
+) -> dict[str, Any]:
+    """Expected cost and start of a command, without submitting it. Uploads nothing and sends no secret's value."""
+    document = _command_document(client, command, options or Options())
+    if options is not None and options.secrets:
+        document["secrets"] = dict.fromkeys(options.secrets, "")
+    found: dict[str, Any] = client.api.send_json("POST", "/v1/quotes", document)
+    return found
+
+
+def _command_document(
+    client: Client, command: Sequence[str], options: Options
+) -> dict[str, object]:
+    if isinstance(command, str) or not command:
+        raise Invalid("a command is a list of words, e.g. ['python', 'train.py']")
+    if options.results is not None:
+        raise Invalid(
+            f"results is {options.results!r}, but a command has no pickled result; leave 'results' out: "
+            "a command's outputs are fetched as files"
+        )
+    document = client._requested(options)
+    document["command"] = [str(word) for word in command]
+    if script := _script_in(command):
+        document.setdefault("name", script)
+    return document
 
 
 def _script_in(command: Sequence[str]) -> str | None:

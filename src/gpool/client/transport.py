@@ -1,6 +1,7 @@
 """Requests of the SDK and the command line, over `gpool.transfer`.
 
-`Unreachable` is retried, and a GET refused with Retry-After. POST, PATCH and DELETE carry an Idempotency-Key, so a repeated request takes effect once.
+`Unreachable` is retried, and a request refused with Retry-After. POST, PATCH and DELETE carry an Idempotency-Key, so a
+repeated request takes effect once.
 """
 
 from __future__ import annotations
@@ -30,7 +31,15 @@ from gpool.observability.tracing import (
     is_requested,
     open_tracing,
 )
-from gpool.transfer.requests import Address, Patience, Reply, Request, Steps, error_from
+from gpool.transfer.requests import (
+    Address,
+    AskedPauses,
+    Patience,
+    Reply,
+    Request,
+    Steps,
+    error_from,
+)
 from gpool.transfer.senders import READ_S, Sender
 
 log = logging.getLogger(__name__)
@@ -52,12 +61,12 @@ class ApiTransport:
         """Authenticate with an API key or a sign-in session (its tokens are refreshed); with neither, anonymously."""
         self.address = Address(address) if isinstance(address, str) else address
         self.url = self.address.url
-        self._transport, self._patience_s = transport, patience_s
+        self._transport, self._patience_s, self._random = transport, patience_s, SystemRandom()
         self._tracing = _client_tracing() if is_requested() else None
         patience = Patience(patience_s)
         if session is None:
             self._sender = Sender(
-                self.address, key, SystemRandom(), patience=patience, transport=transport
+                self.address, key, self._random, patience=patience, transport=transport
             )
         else:
             self._sender = _SignedSender(session, self.address, patience, transport)
@@ -96,24 +105,21 @@ class ApiTransport:
     ) -> Reply:
         """Retried while the server is unreachable; `path` starts with `/`.
 
-        A GET refused with Retry-After is repeated after that time, within the patience.
+        A request refused with Retry-After is repeated after that time, within the patience.
         """
         request = _keyed(Request(method, path, headers, body))
         pauses: Iterator[float] | None = None
-        left_s = self._patience_s
+        asked: AskedPauses | None = None
         while True:
             try:
                 return self._once(request, read_s)
-            except TooMany as error:
-                after_s = error.members.get("retry_after")
-                if method != "GET" or not isinstance(after_s, int) or not 0 < after_s <= left_s:
-                    raise
-                left_s -= after_s
-                if self.wait(after_s):
-                    raise
-            except Unreachable:
-                pauses = self.pauses() if pauses is None else pauses
-                pause = next(pauses, None)
+            except (TooMany, Unreachable) as error:
+                asked = asked or self._asked_pauses()
+                pause = asked.after(error)
+                if isinstance(error, Unreachable):
+                    pauses = self.pauses() if pauses is None else pauses
+                    own = next(pauses, None)
+                    pause = None if own is None else max(own, pause or 0.0)
                 if pause is None or self.wait(pause):
                     raise
 
@@ -141,14 +147,27 @@ class ApiTransport:
     def open(
         self, path: str, *, headers: Mapping[str, str] = _NO_HEADERS, read_s: float = READ_S
     ) -> Iterator[httpx2.Response]:
-        """No retries: the reader knows where to resume. A broken stream raises `Unreachable`."""
-        with self._sender.open(Request("GET", path, headers), read_s) as response:
-            if response.status_code >= 400:
-                raise error_from(Reply(response.status_code, response.headers, response.read()))
-            yield response
+        """No retries: the reader knows where to resume. A broken stream raises `Unreachable`.
+
+        Only a stream refused with Retry-After is opened again after that time, within the patience.
+        """
+        asked = self._asked_pauses()
+        while True:
+            with self._sender.open(Request("GET", path, headers), read_s) as response:
+                if response.status_code < 400:
+                    yield response
+                    return
+                reply = Reply(response.status_code, response.headers, response.read())
+            error = error_from(reply)
+            pause = asked.after(error) if isinstance(error, TooMany) else None
+            if pause is None or self.wait(pause):
+                raise error
 
     def pauses(self) -> Iterator[float]:
         return self._sender.pauses()
+
+    def _asked_pauses(self) -> AskedPauses:
+        return AskedPauses(self._patience_s, self._random)
 
     def wait(self, seconds: float) -> bool:
         """True if the transport was closed meanwhile."""

@@ -15,11 +15,13 @@ GpoolError
 ├── TooLarge           413  body, batch, artifact or log over its limit
 ├── Unprocessable      422  well-formed, but impossible on this server
 ├── TooMany            429  rate limit exceeded, or the queue is full
+│   └── Overloaded     429  the server has too much work; others of this class of requests are refused too
 ├── TaskFailed         -    the task ended without success (raised by the client)
 │   ├── TimedOut       -    it exceeded its time-out
 │   ├── Cancelled      -    it was cancelled
 │   └── LosesNodes     -    three different nodes were lost while it ran
 ├── Unreachable        503  no answer from the server; the only error that is retried
+│   └── ReadOnly       503  an operator has made the pool read-only; reads still work
 └── InternalFault      500  a bug in gpool; the detail names the log entry
 """
 
@@ -101,6 +103,10 @@ class TooMany(GpoolError):
     code, status, title = "too_many", 429, "Too many requests"
 
 
+class Overloaded(TooMany):
+    code, title = "overloaded", "The server is overloaded"
+
+
 class TaskFailed(GpoolError):
     code, title = "task_failed", "The task failed"
 
@@ -119,6 +125,10 @@ class LosesNodes(TaskFailed):
 
 class Unreachable(GpoolError):
     code, status, title = "unreachable", 503, "The server cannot be reached"
+
+
+class ReadOnly(Unreachable):
+    code, title = "read_only", "The pool is read-only for now"
 
 
 class InternalFault(GpoolError):

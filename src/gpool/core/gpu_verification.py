@@ -28,7 +28,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from gpool.core.model import Instant, Span
+from gpool.core.model import GIB, Instant, Span
+from gpool.core.specs.gpu import is_model
 
 TILE = 64
 TILE_BYTES = TILE * TILE // 2
@@ -59,41 +60,28 @@ MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Make:
-    """Peak rates of a model's data sheet."""
+    """Row of the reference table: peak rates of a model's data sheet, and the memory of its largest variant."""
 
     teraops: int  # dense int8 operations a second
     gigabytes_per_s: int  # of its memory
+    memory_gib: int
 
 
-MAKES: Mapping[str, Make] = {
-    "H200": Make(1979, 4800),
-    "H100": Make(1979, 3350),
-    "H100PCIE": Make(1513, 2000),
-    "B200": Make(4500, 8000),
-    "A100": Make(624, 2039),
-    "A10G": Make(140, 600),
-    "A10": Make(250, 600),
-    "A40": Make(299, 696),
-    "L4": Make(242, 300),
-    "L40": Make(362, 864),
-    "L40S": Make(733, 864),
-    "T4": Make(130, 320),
-    "RTX2080TI": Make(215, 616),
-    "RTX3060": Make(102, 360),
-    "RTX3070": Make(163, 448),
-    "RTX3080": Make(238, 760),
-    "RTX3090": Make(284, 936),
-    "RTX4060": Make(242, 272),
-    "RTX4070": Make(233, 504),
-    "RTX4080": Make(390, 717),
-    "RTX4090": Make(661, 1008),
-    "RTX5090": Make(838, 1792),
-    "RTXA4000": Make(153, 448),
-    "RTXA5000": Make(222, 768),
-    "RTXA6000": Make(310, 768),
-    "RTX6000ADA": Make(728, 960),
-}
-"""By normalised model (`core.specs.gpu`)."""
+GpuModels = Mapping[str, Make]
+"""Reference table, by normalised model (`core.specs.gpu`)."""
+
+
+def make_of(model: str, memory_bytes: int, models: GpuModels) -> Make | None:
+    """Row for a claimed model and memory; None: not in the table, or more memory than the model has.
+
+    Without the second condition a claim of very much memory would set a deadline of hours, and GPUs in the same
+    verification batch would wait for it.
+    """
+    names = [name for name in models if is_model(name, model)]
+    if not names:
+        return None
+    make = models[max(names, key=len)]  # H100PCIE before H100
+    return make if memory_bytes <= make.memory_gib * GIB else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +233,7 @@ class GpuVerdict(StrEnum):
     PASSED = "passed"
     SIMULATED = "simulated"
     UNABLE = "unable"
+    UNKNOWN_MODEL = "unknown_model"
     LATE_COMMIT = "late_commit"
     LATE_ANSWER = "late_answer"
     LATE_OPENING = "late_opening"
@@ -259,14 +248,22 @@ class GpuVerdict(StrEnum):
         return self in (GpuVerdict.LATE_COMMIT, GpuVerdict.LATE_ANSWER, GpuVerdict.LATE_OPENING)
 
     @property
+    def is_unproven(self) -> bool:
+        """Whether nothing was shown, neither that the claim is true nor that it is false."""
+        return self in UNPROVEN
+
+    @property
     def text(self) -> str:
         return VERDICT_TEXT[self]
 
+
+UNPROVEN = frozenset({GpuVerdict.SIMULATED, GpuVerdict.UNABLE, GpuVerdict.UNKNOWN_MODEL})
 
 VERDICT_TEXT: Mapping[GpuVerdict, str] = {
     GpuVerdict.PASSED: "it did what it claims",
     GpuVerdict.SIMULATED: "it is simulated, and proves nothing",
     GpuVerdict.UNABLE: "its agent could not run the proof; see the agent's log, free the GPU and let it join again",
+    GpuVerdict.UNKNOWN_MODEL: "the pool's table of GPU models has no row for this model and memory; an operator can add one",
     GpuVerdict.LATE_COMMIT: "it computes slower than its model; end what else runs on it and let it join again",
     GpuVerdict.LATE_ANSWER: "it did not hold its results in memory of its own: less memory than claimed, or a shared device",
     GpuVerdict.LATE_OPENING: "it did not show the results that were asked for in time",

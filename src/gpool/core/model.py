@@ -313,6 +313,7 @@ class Gpu:
     profiles: tuple[SliceProfile, ...] = ()  # with `mig`: smallest first
     untested: bool = False  # of a kind gpool never ran on: for its owner and the owner's teams only
     guest: bool = False  # passed through whole to a guest: for tasks of tier vm, which get no other
+    price_microcredits: int | None = None  # an hour of all of it; None: the node's price
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +348,9 @@ class Offer:
     labels: frozenset[str] = frozenset()  # what its owner says of it: "ssd", "zone=a"
     price_microcredits: int = 0  # an hour of a whole GPU, or of the node where it has none
     gang_links: frozenset[str] = frozenset()  # `gangs.GangLink`s besides the relay
+    min_charge_microcredits: int = 0  # of an allocation of which any time is charged
+    free_for: tuple[str, ...] = ()  # "user:NAME", "team:NAME": whose tasks cost nothing
+    notice_s: int = 0  # promised between closing by the owner's rules and reclaiming
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,6 +368,7 @@ class Merit:
     mtbf: Span = Span(64 * 3600 * 1_000_000)  # mean time between losses; this much of one not known
     is_proven: bool = False  # every GPU it lends passed its trial
     gigaflops: int = 0  # of its slowest GPU, as measured; 0: it was not
+    memory_gb_per_s: int = 0  # likewise
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,13 +382,19 @@ class Node:
     gpus_withheld: frozenset[int] = (
         frozenset()
     )  # indexes that take nothing: set unavailable, or ...
-    gpus_flagged: frozenset[int] = frozenset()  # ... bound to another owner, or unproven
+    gpus_flagged: frozenset[int] = frozenset()  # ... bound to another owner, or not verified
     audience: Audience | None = None  # None: anyone
     cordoned: bool = False  # an operator lets nothing new start here, whatever its owner allows
     reserved_for: Audience | None = None  # just now, by an operator: for them and the owner alone
     merit: Merit = Merit()
     resting: str = ""  # why it is left alone for a while, though it would take more
     owner_teams: frozenset[int] = frozenset()  # teams that its owner is a member of
+    gpus_unproven: frozenset[int] = (
+        frozenset()
+    )  # indexes that cannot be verified: not for strangers
+    free_for: Audience | None = (
+        None  # whose tasks cost nothing, besides the owner's; None: nobody's
+    )
 
 
 @dataclass(frozen=True, slots=True)

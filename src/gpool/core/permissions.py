@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from typing import NewType
 
 from gpool.core.ids import NodeId, UserId
@@ -102,6 +103,7 @@ class Thing:
 POOL = Thing(ObjectKind.SERVER)
 
 
+@cache
 def missing(kind: ObjectKind) -> Thing:
     """Stand-in for a missing object: answered like another user's."""
     return Thing(kind, exists=False)
@@ -166,6 +168,7 @@ class Action(StrEnum):
     TEAM_LEAVE = "membership.leave"
     # tasks
     TASK_SUBMIT = "task.submit"
+    TASK_QUOTE = "task.quote"
     TASKS_LIST = "task.list"
     TASKS_LIST_ALL = "task.list_all"
     TASK_READ = "task.read"
@@ -198,6 +201,12 @@ class Action(StrEnum):
     GPU_READ = "gpu.read"
     GPU_CHANGE = "gpu.change"
     GPU_UNFLAG = "gpu.unflag"
+    # money
+    LEDGER_READ = "ledger.read"
+    LEDGER_GRANT = "ledger.grant"
+    LEDGER_REFUND = "ledger.refund"
+    LEDGER_VERIFY = "ledger.verify"
+    BUDGET_SET = "budget.set"
     # the pool
     HEALTH_READ = "server.health"
     SCHEMA_READ = "server.schema"
@@ -214,6 +223,7 @@ class Action(StrEnum):
     KEYS_ROTATE = "server.rotate_keys"
     AUDIT_READ = "audit.read"
     REPLICAS_READ = "replicas.read"
+    READ_ONLY_SET = "server.read_only"
 
 
 class AuditRule(StrEnum):
@@ -298,6 +308,7 @@ RULES: Mapping[Action, PermissionRule] = {
     _A.TEAM_ROLE_SET: _changes(_K.TEAM, _OWN, _S.TEAMS_WRITE),
     _A.TEAM_LEAVE: _changes(_K.MEMBERSHIP, _SELF, _S.TEAMS_WRITE),
     _A.TASK_SUBMIT: _changes(_K.ACCOUNT, _WORK, _S.TASKS_WRITE, Permission.CONSUMER, audit=_NEVER),
+    _A.TASK_QUOTE: _reads(_K.ACCOUNT, _WORK, _S.TASKS_READ),
     _A.TASKS_LIST: _reads(_K.ACCOUNT, _VIEW | _OPERATOR, _S.TASKS_READ, audit=_OTHERS),
     _A.TASKS_LIST_ALL: _reads(_K.SERVER, _OPERATOR, _S.ADMIN, audit=_OTHERS),
     _A.TASK_READ: _reads(_K.TASK, _VIEW | _OPERATOR, _S.TASKS_READ, audit=_OTHERS),
@@ -329,6 +340,11 @@ RULES: Mapping[Action, PermissionRule] = {
     _A.GPU_READ: _reads(_K.GPU, _SIGNED_IN, _S.NODES_READ),
     _A.GPU_CHANGE: _changes(_K.GPU, _SELF | _OPERATOR, _S.NODES_WRITE),
     _A.GPU_UNFLAG: _changes(_K.GPU, _OPERATOR, _S.ADMIN),
+    _A.LEDGER_READ: _reads(_K.ACCOUNT, _VIEW | _OPERATOR, _S.MONEY_READ, audit=_OTHERS),
+    _A.LEDGER_GRANT: _changes(_K.SERVER, _OPERATOR, _S.ADMIN),
+    _A.LEDGER_REFUND: _changes(_K.SERVER, _OPERATOR, _S.ADMIN),
+    _A.LEDGER_VERIFY: _reads(_K.SERVER, _OPERATOR, _S.ADMIN),
+    _A.BUDGET_SET: _changes(_K.ACCOUNT, _OWN | _OPERATOR, _S.ADMIN),
     _A.HEALTH_READ: _reads(_K.SERVER, _ANYONE, None),
     _A.SCHEMA_READ: _reads(_K.SERVER, _ANYONE, None),
     _A.PUBLIC_KEYS_READ: _reads(_K.SERVER, _ANYONE, None),
@@ -344,6 +360,7 @@ RULES: Mapping[Action, PermissionRule] = {
     _A.KEYS_ROTATE: _changes(_K.SERVER, _OPERATOR, None),
     _A.AUDIT_READ: _reads(_K.SERVER, _OPERATOR, _S.ADMIN),
     _A.REPLICAS_READ: _reads(_K.SERVER, _OPERATOR, _S.ADMIN),
+    _A.READ_ONLY_SET: _changes(_K.SERVER, _OPERATOR, None),
 }
 
 

@@ -82,7 +82,7 @@ def backoff_for_fault(times: int) -> Span:
     return Span(min(LONGEST_BACKOFF, SHORTEST_BACKOFF << min(times - 1, 20)))
 
 
-def gigaflops_of(measured: Iterable[int]) -> int:
+def least_rate(measured: Iterable[int]) -> int:
     """The slowest GPU's rate, rounded down to half an octave; 0 if one was not measured."""
     slowest = min(measured, default=0)
     if slowest <= 0:

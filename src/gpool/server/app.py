@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib import import_module
@@ -13,8 +12,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from gpool.core.errors import Invalid
-from gpool.core.ids import UserId
-from gpool.core.model import Permission
+from gpool.core.model import Instant
 from gpool.core.scheduler.order.builtin import order_named
 from gpool.core.scheduler.order.orders import Policy
 from gpool.observability.tracing import Tracing
@@ -28,12 +26,12 @@ from gpool.server.api.readiness import Readiness
 from gpool.server.blobs import Blobs
 from gpool.server.blobs.multipart import MultipartUploads
 from gpool.server.clock import Clock, MonotonicClock, SystemClock, system_ids
-from gpool.server.identity import authorization
+from gpool.server.encryption.account_keys import AccountKeys
+from gpool.server.first_start import ROOT_KEY_FILE, ensure_operator, load_root_key
 from gpool.server.identity.access_tokens import TokenAudience
 from gpool.server.identity.authorization import Credentials
 from gpool.server.identity.certificates import certificate_of
-from gpool.server.identity.envelope import FieldLocation
-from gpool.server.identity.node_proofs import NodeAuthenticator
+from gpool.server.identity.node_proofs import NodeAuthenticator, pool_name
 from gpool.server.identity.passwords import PasswordCost
 from gpool.server.identity.refresh_tokens import RefreshTerms
 from gpool.server.identity.sealer import Sealer
@@ -48,7 +46,19 @@ from gpool.server.nodes.registry import NodeRegistry
 from gpool.server.nodes.reports import ReportBatches
 from gpool.server.nodes.telemetry import Telemetry
 from gpool.server.outbound import Outbound
-from gpool.server.replicas.membership import Membership, Replica, SoleServer, is_replicated
+from gpool.server.overload.admission import AdmissionController, AdmissionLimits
+from gpool.server.receipts.signer import ReceiptSigner
+from gpool.server.recovery.anchors import LogAuditAnchors
+from gpool.server.replicas.follow import leadership_changed
+from gpool.server.replicas.membership import (
+    Membership,
+    Replica,
+    SoleServer,
+    database_of,
+    is_replicated,
+)
+from gpool.server.replicas.moving import Departure
+from gpool.server.replicas.shared_secrets import ROOT, SharedSecrets
 from gpool.server.scheduling.loops import LoopRunner, all_loops
 from gpool.server.scheduling.picture import StatePicture
 from gpool.server.scheduling.policy import ActivePolicy, known_orders
@@ -56,19 +66,14 @@ from gpool.server.scheduling.scheduler import Scheduler
 from gpool.server.server import VERSION, Server, SignInServices
 from gpool.server.settings import Settings, span
 from gpool.server.store.drivers.opening import open_store
-from gpool.server.store.operations.identity import sealed_fields
-from gpool.server.store.operations.identity import users as people
+from gpool.server.store.operations import recovery
 from gpool.server.store.operations.tasks import storage
 from gpool.server.store.protocol import Store
-from gpool.server.store.values import User
+from gpool.server.store.read_cache import MOST_ROWS, ReadCache
 from gpool.server.wakeups import Hub
 
-OPERATOR = "operator"
-OPERATOR_KEY_FILE = "operator.key"
-ROOT_KEY_FILE = "server.key"
 OWN_FILES = (ROOT_KEY_FILE, "up.lock")  # besides the database
 DAY_S = 86_400
-_ROOT_KEY = FieldLocation("server_secrets", "root", "sealed")
 NO_TELEMETRY: Any = {
     "tracing": False,
     "metrics": False,
@@ -97,7 +102,10 @@ async def open_server(settings: Settings, clock: Clock | None = None) -> Server:
     if is_replicated(settings.store_url):
         server = await _open_replica(settings, clock)
     else:
-        server = wire(settings, await open_store(settings.store_url), clock)
+        keys = account_keys(settings)
+        store = await _open_store(settings, keys)
+        since = await store.read(recovery.restored_at())
+        server = wire(settings, store, clock, keys=keys, restored_at=since)
         await _remove_interrupted(server)
     if server.blobs.multipart is not None:
         await server.blobs.multipart.probe()
@@ -109,26 +117,43 @@ async def open_server(settings: Settings, clock: Clock | None = None) -> Server:
     return server
 
 
+async def _open_store(settings: Settings, keys: AccountKeys) -> Store:
+    return await open_store(settings.store_url, readers=settings.store_readers, keys=keys)
+
+
 async def _open_replica(settings: Settings, clock: Clock) -> Server:
     """Register this server beside others of its database, and try to lead."""
     membership = Membership(
-        settings.store_url,
+        database_of(settings.store_url),
         system_ids(clock).next(),
-        settings.origin,
+        settings.replica_address,
         VERSION,
         span(settings.replica_timeout_s),
     )
-    store = await membership.open_store()
-    root_key = await _shared_root_key(settings, store, clock)
-    server = wire(settings, store, clock, membership, root_key)
+    keys = account_keys(settings)
+    store = await membership.open_store(settings.store_readers, keys)
+    try:
+        return await _start_replica(settings, clock, membership, store, keys)
+    except BaseException:
+        await membership.stop()
+        await store.close()
+        raise
 
-    def turned() -> None:
-        server.nodes.elsewhere.forget_heartbeats()
-        server.picture.invalidate()
-        membership.wake.call()
 
-    await membership.start(turned)
-    if not await membership.others_running():
+async def _start_replica(
+    settings: Settings, clock: Clock, membership: Membership, store: Store, keys: AccountKeys
+) -> Server:
+    shared = SharedSecrets(store, Sealer(store, settings.master_source, clock.now))
+    root_key = await shared.keep(ROOT, lambda: load_root_key(settings.data))
+    await shared.place_certificate(settings, clock.now())
+    has_others = await membership.others_running()
+    await shared.claim_folder(settings, has_others=has_others)
+    since = await store.read(recovery.restored_at())
+    server = wire(settings, store, clock, membership, root_key, keys, since)
+    server.reads.confirmed_s = 0.0  # until the change feed is read
+    await membership.start(lambda: leadership_changed(server, membership))
+    await shared.check_folder(settings)
+    if not has_others:
         await _remove_interrupted(server)
     return server
 
@@ -139,15 +164,8 @@ async def _remove_interrupted(server: Server) -> None:
     await server.store.write(storage.forget_interrupted())
 
 
-async def _shared_root_key(settings: Settings, store: Store, clock: Clock) -> bytes:
-    """Root key of the pool, encrypted in the store. The first replica stores that of its data directory."""
-    sealer, place = Sealer(store, settings.master_source, clock.now), _ROOT_KEY
-    if await store.read(sealed_fields.server_secret(place.row)) is None:
-        sealed = await sealer.seal(place, _root_key(settings.data))
-        await store.write(sealed_fields.put_server_secret(place.row, sealed))
-    found = await store.read(sealed_fields.server_secret(place.row))
-    assert found is not None, "it has just been stored"
-    return await sealer.open(place, found)
+def account_keys(settings: Settings) -> AccountKeys:
+    return AccountKeys(settings.master_source.load, is_on=settings.encrypt_data)
 
 
 def wire(
@@ -156,15 +174,18 @@ def wire(
     clock: Clock,
     membership: Membership | None = None,
     root_key: bytes | None = None,
+    keys: AccountKeys | None = None,
+    restored_at: Instant | None = None,
 ) -> Server:
-    """Build the server. `root_key`: shared by replicas; without it the one of the data directory."""
+    """Build the server. `root_key`: shared by replicas; without it the one of the data directory. `keys`: the store's."""
     hub, metrics = Hub(), Metrics()
     if root_key is None:
-        root_key = _root_key(settings.data)
-    store = MeasuredStore(store, metrics.signals.store)
+        root_key = load_root_key(settings.data)
+    reads = ReadCache(MOST_ROWS)
+    store = MeasuredStore(store, metrics.signals.store, reads)
     remember = span(settings.key_cache_s)
-    sealer = Sealer(store, settings.master_source, clock.now)
-    sign_ins = _sign_ins(settings, store, sealer)
+    sealer = Sealer(store, settings.master_source, clock.now, keys)
+    sign_ins = _sign_ins(settings, store, sealer, ReceiptSigner(store, sealer, pool_name(root_key)))
     policy, orders = Policy(order=settings.order), known_orders()
     order_named(policy.order, orders)  # Invalid for an unknown order, before anything is served
     elapsed = clock.passed if isinstance(clock, MonotonicClock) else None
@@ -173,6 +194,11 @@ def wire(
 
     def leads() -> bool:
         return replica.leads
+
+    def feed_lag_s() -> float:
+        return (
+            0.0 if membership is None else membership.feed_lag_s(registry.lease_time(clock.now()))
+        )
 
     picture = StatePicture(
         store,
@@ -183,7 +209,8 @@ def wire(
         clock.now,
         leads,
     )
-    telemetry, monitor = Telemetry(), PoolMonitor()
+    telemetry = Telemetry(is_shared=membership is not None)
+    monitor = PoolMonitor()
     observed = Observed(
         picture,
         telemetry,
@@ -194,6 +221,8 @@ def wire(
         most_gpus=settings.metrics_gpus,
         data=settings.data,
         min_free_bytes=settings.min_free_bytes,
+        feed_lag_s=feed_lag_s,
+        uncleared=monitor.uncleared,
     )
     metrics.add(*collectors(observed))
     return Server(
@@ -209,7 +238,12 @@ def wire(
         blobs=_blobs(settings),
         credentials=Credentials(store, clock.now, remember, root_key, sign_ins.signing),
         gate=NodeAuthenticator(
-            store, clock.now, root_key, remember=remember, is_shared=membership is not None
+            store,
+            clock.now,
+            root_key,
+            remember=remember,
+            is_shared=membership is not None,
+            since=restored_at or Instant(0),
         ),
         metrics=metrics,
         sealer=sealer,
@@ -221,26 +255,37 @@ def wire(
         telemetry=telemetry,
         monitor=monitor,
         paces=FrameBudgets(settings.node_frames_per_s),
+        reads=reads,
+        admission=AdmissionController(
+            AdmissionLimits(settings.overload_delay_s, settings.overload_requests)
+        ),
         replica=replica,
     )
 
 
 def _blobs(settings: Settings) -> Blobs:
-    folder, bucket = settings.data / "artifacts", settings.bucket
+    folder, bucket = settings.folder, settings.bucket
     most, free = settings.max_artifact_bytes, settings.min_free_bytes
     if bucket is None:
-        return Blobs(folder, most, free)
+        return Blobs(folder, most, free, encrypts=settings.encrypt_data)
     try:
         s3 = import_module("gpool.server.blobs.s3")
     except ImportError as error:
         raise Invalid("artifacts in S3 need a package: pip install 'gpool[s3]'") from error
     # the store compares the signature's time with the time of day, not with a simulated clock
     return Blobs(
-        folder, most, free, s3.S3Blobs(bucket), MultipartUploads(bucket, SystemClock().now)
+        folder,
+        most,
+        free,
+        s3.S3Blobs(bucket),
+        MultipartUploads(bucket, SystemClock().now),
+        encrypts=settings.encrypt_data,
     )
 
 
-def _sign_ins(settings: Settings, store: Store, sealer: Sealer) -> SignInServices:
+def _sign_ins(
+    settings: Settings, store: Store, sealer: Sealer, receipts: ReceiptSigner
+) -> SignInServices:
     name = settings.public_url or "gpool"  # equal on every replica
     signing = TokenSigner(
         store,
@@ -251,6 +296,7 @@ def _sign_ins(settings: Settings, store: Store, sealer: Sealer) -> SignInService
     return SignInServices(
         sealer,
         signing,
+        receipts,
         Outbound(),
         RefreshTerms(
             grace=span(settings.grace_s),
@@ -263,7 +309,13 @@ def _sign_ins(settings: Settings, store: Store, sealer: Sealer) -> SignInService
 
 @asynccontextmanager
 async def running(server: Server) -> AsyncIterator[Server]:
-    runner = LoopRunner(server, *all_loops(server), MonitorPool(server), LagLoop(server))
+    runner = LoopRunner(
+        server,
+        *all_loops(server),
+        MonitorPool(server),
+        LagLoop(server),
+        LogAuditAnchors(server),
+    )
     runner.start()
     try:
         yield server
@@ -288,8 +340,8 @@ async def drain(app: FastAPI, server: Server) -> None:
     app.state.draining = True  # `/readyz` and the agents' channel answer 503
     if isinstance(server.replica, Membership):
         await server.replica.resign()
-    for connection in server.nodes.connections:
-        connection.refuse("unreachable", "the server is stopping; connect again", retry=True)
+    app.state.departure = Departure(server, server.settings.drain_s)
+    app.state.departure.begin()
 
 
 def make_app(server: Server, tracing: Tracing | None = None) -> FastAPI:
@@ -300,6 +352,8 @@ def make_app(server: Server, tracing: Tracing | None = None) -> FastAPI:
             app.state.ready = True
             yield
             app.state.ready = False
+            if app.state.departure is not None:
+                await app.state.departure.end()
             await app.state.readiness.close()
 
     app = FastAPI(
@@ -314,55 +368,7 @@ def make_app(server: Server, tracing: Tracing | None = None) -> FastAPI:
     )
     app.state.server = server
     app.state.readiness = Readiness(server.store)
-    routing.install(app, server.guard, VERSION, server.metrics.signals.http, tracing)
+    app.state.departure = None  # set by `drain`
+    signals = server.metrics.signals.http
+    routing.install(app, server.guard, server.admission, VERSION, signals, tracing)
     return app
-
-
-# ---- first start
-
-
-async def ensure_operator(server: Server) -> str:
-    """Return the operator's API key from its file (mode 0600); create account and key if missing."""
-    path = server.settings.data / OPERATOR_KEY_FILE
-    user = await server.store.read(people.user_by_name(OPERATOR))
-    if user is None:
-        user = User(UserId(server.ids.next()), OPERATOR, frozenset(Permission), server.now)
-        await server.store.write(people.create_user(user))
-    key = _secret_in(path)
-    if key is not None and await server.credentials.who(key) is not None:
-        return key
-    key = authorization.fresh(authorization.USER_PREFIX)
-    await server.store.write(
-        people.add_key(
-            server.ids.next(), user.id, "first start", authorization.hashed(key), server.now
-        )
-    )
-    _write_secret(path, key)
-    return key
-
-
-def _secret_in(path: Path) -> str | None:
-    try:
-        return path.read_text().strip() or None
-    except FileNotFoundError:
-        return None
-
-
-def _write_secret(path: Path, secret: str) -> None:
-    temporary = path.with_suffix(".new")
-    temporary.unlink(missing_ok=True)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(secret + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def _root_key(data: Path) -> bytes:
-    path = data / ROOT_KEY_FILE
-    found = _secret_in(path)
-    if found is None:
-        found = secrets.token_hex(32)
-        _write_secret(path, found)
-    return bytes.fromhex(found)

@@ -1,5 +1,5 @@
 """uvicorn's server, HTTP and WebSocket protocols with limits that apply before the application is called: connections
-and TLS handshakes per network, time for them and for heads and bodies, one small frame before a channel's proof. Input
+and TLS handshakes per network, time for them, heads, bodies and answers, one small frame before a channel's proof. Input
 must not fill memory or block the loop. One file because listener and protocols share connections, counts and buffers.
 """
 
@@ -7,26 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import islice
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import uvicorn
 from uvicorn.config import STARTUP_FAILURE
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
-from websockets.exceptions import InvalidState
 from websockets.frames import Frame
 from websockets.http11 import Request
+from websockets.protocol import State
 
 from gpool.observability.logs import get_logger
-from gpool.server.identity.throttle import network_of, site_of
 from gpool.server.joined_head import JoinedHead
+from gpool.server.overload.connections import ConnectionCounts, HttpLimits
 from gpool.wire.frames import MAX_PROOF_BYTES
 
 log = get_logger(__name__)
@@ -49,17 +46,13 @@ UNPROVEN_BYTES = MAX_PROOF_BYTES + 64
 """Bytes accepted before the proof: the one frame of the proof with its head."""
 PROVEN = "gpool.proven"
 """Extension of a channel's scope: called without arguments when its node has proved its key."""
-WRITE_FRAME = "gpool.write_frame"
-"""Extension of a channel's scope: called with a binary frame, writes it at once; False: send it the ordinary way."""
+WRITE_FRAMES = "gpool.write_frames"
+"""Extension of a channel's scope: called with binary frames, writes them at once; False: send them the ordinary way."""
 
-MOST_COMPARED = 64
-"""Connections that are looked at to make room for a new one: a flood of them must not cost the loop more each."""
 LATE_S = 1.0
 """A body that did not go on for this long may be given up for a new connection."""
-SITE_NETWORKS = 4
-"""Connections of an IPv6 /48, in times of the limit of a network."""
-LEAST_HANDSHAKES = 8
-"""TLS handshakes under way that a network may have, however low its limit of connections."""
+ACCEPTED_AT_ONCE = 64
+"""Most connections that are accepted in one turn of the event loop."""
 ACCEPT_AGAIN_S = 1.0
 """Pause after an accept that failed for lack of descriptors or memory."""
 
@@ -76,23 +69,10 @@ _TOO_SLOW = _refusal("408 Request Timeout")
 _TOO_MANY = _refusal("429 Too Many Requests", "retry-after: 5\r\n")
 
 
-@dataclass(frozen=True, slots=True)
-class HttpLimits:
-    per_network: int
-    total: int  # without channels of proven nodes; further descriptors are reserved for them
-    head_s: float
-    body_bytes_per_s: int
-    proxies: Sequence[str] = ()  # networks whose connections carry those of many clients
-
-    @property
-    def of_handshakes(self) -> HttpLimits:
-        """Handshakes under way, beyond the connections: they take a few round trips, so a part of the number suffices."""
-        most = max(LEAST_HANDSHAKES, self.per_network // 4)
-        return replace(self, per_network=most, total=max(LEAST_HANDSHAKES, self.total // 8))
-
-
 class TlsHandshake:
     """Accepted connection without TLS yet, to be counted like a connection."""
+
+    rank = 0
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -101,96 +81,6 @@ class TlsHandshake:
         """End the connection; the transport reads the end and closes it."""
         with suppress(OSError):  # closed already
             self._connection.shutdown(socket.SHUT_RDWR)
-
-
-Countable = asyncio.Transport | TlsHandshake
-
-
-class _Counted(NamedTuple):
-    network: str
-    site: str | None
-
-
-class ConnectionCounts:
-    """Open connections by network, without the channels of nodes that have proved their key.
-
-    A network at its limit gets a new connection in exchange for a spare one of its own: a client that holds idle
-    connections does not lock out its neighbours.
-    """
-
-    def __init__(self, limits: HttpLimits) -> None:
-        self._limits = limits
-        self._proxies = [ipaddress.ip_network(each) for each in limits.proxies]
-        self._of: dict[Countable, _Counted] = {}
-        self._networks: dict[str, dict[Countable, None]] = {}  # oldest connection first
-
-    def __len__(self) -> int:
-        return len(self._of)
-
-    def admit(self, connection: Countable, address: str) -> bool:
-        counted = _Counted(network_of(address), site_of(address))
-        if len(self._of) >= self._limits.total and not self._make_room(self._largest()):
-            return False
-        if not self._is_proxy(address):
-            for key, most in self._bounds(counted):
-                if len(self._networks.get(key, ())) >= most and not self._make_room(key):
-                    return False
-        self._of[connection] = counted
-        for key, _ in self._bounds(counted):
-            self._networks.setdefault(key, {})[connection] = None
-        return True
-
-    def release(self, connection: Countable) -> None:
-        """Stop counting a connection that was closed or belongs to a proven node; unknown ones are ignored."""
-        counted = self._of.pop(connection, None)
-        if counted is None:
-            return
-        for key, _ in self._bounds(counted):
-            del self._networks[key][connection]
-            if not self._networks[key]:
-                del self._networks[key]
-
-    def _make_room(self, key: str) -> bool:
-        """Abort the most dispensable of the network's connections, of some of the oldest; False: those are in use."""
-        members = self._networks.get(key, {})
-        spare: tuple[int, Countable] | None = None
-        for each in list(islice(members, MOST_COMPARED)):
-            rank = _rank_of(each)
-            if rank is None:  # compared last the next time
-                members[each] = members.pop(each)
-            elif spare is None or rank < spare[0]:
-                spare = (rank, each)
-                if rank == 0:
-                    break
-        if spare is None:
-            return False
-        self.release(spare[1])
-        spare[1].abort()
-        return True
-
-    def _largest(self) -> str:
-        return max(self._networks, key=lambda key: len(self._networks[key]), default="")
-
-    def _bounds(self, counted: _Counted) -> list[tuple[str, int]]:
-        most = self._limits.per_network
-        sites = [] if counted.site is None else [(counted.site, SITE_NETWORKS * most)]
-        return [(counted.network, most), *sites]
-
-    def _is_proxy(self, address: str) -> bool:
-        if not self._proxies:
-            return False
-        try:
-            parsed = ipaddress.ip_address(address)
-        except ValueError:
-            return False
-        return any(parsed in each for each in self._proxies)
-
-
-def _rank_of(connection: Countable) -> int | None:
-    if isinstance(connection, TlsHandshake):
-        return 0
-    protocol = connection.get_protocol()
-    return protocol.rank if isinstance(protocol, LimitedHttp | LimitedWebSocket) else None
 
 
 class LimitedConfig(uvicorn.Config):
@@ -204,7 +94,9 @@ class LimitedConfig(uvicorn.Config):
 
 
 class LimitedServer(uvicorn.Server):
-    """uvicorn's server which, with TLS, accepts connections itself: uvicorn learns of one after its handshake only."""
+    """uvicorn's server which, with TLS, accepts connections itself: uvicorn learns of one after its handshake only, and its
+    event loop accepts one in each turn, so that a busy server lets new clients wait for seconds.
+    """
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         config = cast("LimitedConfig", self.config)
@@ -220,11 +112,11 @@ class LimitedServer(uvicorn.Server):
             )
             await self.lifespan.shutdown()
             sys.exit(STARTUP_FAILURE)
-        acceptor = TlsAcceptor(listening, config, self._protocol)
+        acceptor = Acceptor(listening, config, self._protocol)
         self.servers = [cast("asyncio.Server", acceptor)]
         for each in listening:
             host, port = each.getsockname()[:2]
-            log.info("listening with TLS", host=host, port=port)
+            log.info("listening", host=host, port=port, tls=config.ssl is not None)
 
     def _protocol(self) -> asyncio.Protocol:
         return LimitedHttp(
@@ -248,8 +140,10 @@ async def listening_sockets(config: uvicorn.Config) -> list[socket.socket]:
     return made
 
 
-class TlsAcceptor:
-    """Counts a connection for its network from the accept on, and gives its handshake the time of a head."""
+class Acceptor:
+    """Accepts all connections that wait, in each turn of the loop. With TLS it counts one for its network from the accept
+    on, and gives its handshake the time of a head.
+    """
 
     def __init__(
         self,
@@ -285,13 +179,24 @@ class TlsAcceptor:
                     log.warning("cannot accept a connection", error=str(failure))
                     await asyncio.sleep(ACCEPT_AGAIN_S)
                 continue
-            handshake = TlsHandshake(connection)
-            if not self._config.handshakes.admit(handshake, address):
-                connection.close()
-                continue
-            task = loop.create_task(self._shake_hands(connection))
-            self._handshakes[task] = handshake
-            task.add_done_callback(self._end)
+            self._begin(connection, address)
+            for _ in range(ACCEPTED_AT_ONCE):
+                try:
+                    connection, (address, *_) = listening.accept()
+                except OSError:  # none waits, or the next `sock_accept` says why
+                    break
+                connection.setblocking(False)
+                self._begin(connection, address)
+
+    def _begin(self, connection: socket.socket, address: str) -> None:
+        handshake = TlsHandshake(connection)
+        is_tls = self._config.ssl is not None
+        if is_tls and not self._config.handshakes.admit(handshake, address):
+            connection.close()
+            return
+        task = asyncio.get_running_loop().create_task(self._shake_hands(connection))
+        self._handshakes[task] = handshake
+        task.add_done_callback(self._end)
 
     async def _shake_hands(self, connection: socket.socket) -> None:
         config = self._config
@@ -300,7 +205,7 @@ class TlsAcceptor:
                 self._protocol,
                 connection,
                 ssl=config.ssl,
-                ssl_handshake_timeout=config.limits.head_s,
+                ssl_handshake_timeout=None if config.ssl is None else config.limits.head_s,
             )
 
     def _end(self, task: asyncio.Task[None]) -> None:
@@ -316,6 +221,8 @@ class LimitedHttp(HttpToolsProtocol):
     _received_at = 0.0
     _head_timer: asyncio.TimerHandle | None = None
     _body_timer: asyncio.TimerHandle | None = None
+    _answer_timer: asyncio.TimerHandle | None = None
+    _unsent_bytes = 0  # when the timer was set
 
     @property
     def _config(self) -> LimitedConfig:
@@ -423,21 +330,56 @@ class LimitedHttp(HttpToolsProtocol):
         else:
             self._refuse(b"" if self.cycle.response_started else _TOO_SLOW)
 
+    def pause_writing(self) -> None:
+        """Called while the peer reads more slowly than the answer is written; else it would keep the answer in memory."""
+        super().pause_writing()
+        self._expect_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._answer_timer is not None:
+            self._answer_timer.cancel()
+            self._answer_timer = None
+
+    def _expect_reader(self) -> None:
+        if self._answer_timer is None:
+            self._unsent_bytes = self.transport.get_write_buffer_size()
+            seconds = self._config.limits.head_s * BODY_WINDOW
+            self._answer_timer = self.loop.call_later(seconds, self._check_reader)
+
+    def _check_reader(self) -> None:
+        self._answer_timer = None
+        limits = self._config.limits
+        least = limits.body_bytes_per_s * limits.head_s * BODY_WINDOW
+        if self._unsent_bytes - self.transport.get_write_buffer_size() >= least:
+            self._expect_reader()
+        else:
+            self.transport.abort()  # `close` would wait for the reader
+
     def _refuse(self, response: bytes) -> None:
         if response:
             self.transport.write(response)
         self.transport.close()
 
     def _stop_timers(self) -> None:
-        for timer in (self._head_timer, self._body_timer):
+        for timer in (self._head_timer, self._body_timer, self._answer_timer):
             if timer is not None:
                 timer.cancel()
-        self._head_timer = self._body_timer = None
+        self._head_timer = self._body_timer = self._answer_timer = None
 
     def _forget_request(self) -> None:
         """Break the reference cycles of a request, so that its body is freed at once, not at the next collection."""
         self.cycle = self.scope = self.headers = None  # type: ignore[assignment]
         self.pipeline.clear()
+
+
+def frame_head(length: int) -> bytes:
+    """Head of a whole binary frame of the server, which is not masked (RFC 6455, 5.2)."""
+    if length < 126:
+        return bytes((0x82, length))
+    if length < 1 << 16:
+        return b"\x82\x7e" + length.to_bytes(2, "big")
+    return b"\x82\x7f" + length.to_bytes(8, "big")
 
 
 class LimitedWebSocket(WebSocketsSansIOProtocol):
@@ -452,7 +394,7 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
         super().handle_connect(event)
         if self.response.status_code == 101:
             extensions = cast("Any", self.scope)["extensions"]
-            extensions[PROVEN], extensions[WRITE_FRAME] = self.prove, self.write_frame
+            extensions[PROVEN], extensions[WRITE_FRAMES] = self.prove, self.write_frames
 
     @property
     def rank(self) -> int | None:
@@ -465,18 +407,18 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
         self._is_proven = True
         cast("LimitedConfig", self.config).counts.release(self.transport)
 
-    def write_frame(self, data: bytes) -> bool:
-        """Write a binary frame, without the steps of an ASGI message; False if its send would wait or fail."""
+    def write_frames(self, *frames: bytes) -> bool:
+        """Write binary frames, without the steps of ASGI messages; False if their send would wait or fail."""
         is_open = (
             self.handshake_complete and not self.close_sent and not self.transport.is_closing()
         )
-        if not is_open or not self.writable.is_set():
+        if not is_open or not self.writable.is_set() or self.conn.state is not State.OPEN:
             return False
-        try:
-            self.conn.send_binary(data)
-        except InvalidState:  # closing
-            return False
-        self.transport.write(b"".join(self.conn.data_to_send()))
+        assert not self.conn.extensions, "frames are written as they are"
+        parts: list[bytes] = []
+        for data in frames:
+            parts += (frame_head(len(data)), data)
+        self.transport.write(b"".join(parts))
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -488,7 +430,7 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
         self.conn.parser.close()
         self.conn.events.clear()
         if self.handshake_initiated and self.response.status_code == 101:
-            for name in (PROVEN, WRITE_FRAME):
+            for name in (PROVEN, WRITE_FRAMES):
                 cast("Any", self.scope)["extensions"].pop(name, None)
         if not self._is_proven:
             while self.queue.qsize() > 1:  # the last message says that the peer is gone

@@ -23,8 +23,9 @@ from gpool.observability.logs import LogSource, configure, exported_traces, fail
 from gpool.observability.redaction import Redactor
 from gpool.observability.tracing import Tracing
 from gpool.server.app import drain, make_app, open_server, private_directory
-from gpool.server.http import HttpLimits, LimitedConfig, LimitedServer
+from gpool.server.http import LimitedConfig, LimitedServer
 from gpool.server.metrics.listener import metrics_listener
+from gpool.server.overload.connections import HttpLimits
 from gpool.server.server import VERSION, Server
 from gpool.server.settings import Settings
 from gpool.server.store.drivers.opening import lock_for_serving

@@ -26,10 +26,14 @@ from gpool.server.identity.throttle import Guard
 from gpool.server.metrics import Metrics
 from gpool.server.nodes.gpu_verifier import GpuVerifier
 from gpool.server.nodes.guards import FrameBudgets
+from gpool.server.nodes.reconciliation import OfferTerms
 from gpool.server.nodes.registry import NodeRegistry
 from gpool.server.nodes.reports import ReportBatches
 from gpool.server.nodes.telemetry import Telemetry
 from gpool.server.outbound import Outbound
+from gpool.server.overload.admission import AdmissionController
+from gpool.server.read_only import ReadOnlyMode
+from gpool.server.receipts.signer import ReceiptSigner
 from gpool.server.replicas.membership import Replica, SoleServer
 from gpool.server.scheduling.explanations import Explainer
 from gpool.server.scheduling.learning import TrainingRequests
@@ -39,6 +43,7 @@ from gpool.server.settings import Settings
 from gpool.server.store.batching import WriteBatcher
 from gpool.server.store.operations.tasks import idempotency
 from gpool.server.store.protocol import Operation, Store, brief, is_brief
+from gpool.server.store.read_cache import ReadCache
 from gpool.server.store.values import User
 from gpool.server.wakeups import Hub, Turns
 
@@ -68,6 +73,7 @@ class Answered(Generic[T]):
 class SignInServices:
     sealer: Sealer
     signing: TokenSigner
+    receipts: ReceiptSigner
     outbound: Outbound
     terms: RefreshTerms
     cost: PasswordCost = field(default_factory=PasswordCost)
@@ -111,13 +117,21 @@ class Server:
     learning: TrainingRequests = field(default_factory=TrainingRequests)
     explaining: Explainer = field(default_factory=Explainer)
     replica: Replica = field(default_factory=SoleServer)
+    read_only: ReadOnlyMode = field(default_factory=ReadOnlyMode)
     turns: Turns = field(default_factory=Turns)
     repeated: RepeatedRequests = field(default_factory=RepeatedRequests)
+    reads: ReadCache = field(default_factory=ReadCache)
+    admission: AdmissionController = field(default_factory=AdmissionController)
     paces: FrameBudgets = field(default_factory=lambda: FrameBudgets(0.0))  # frame budgets of nodes
 
     @property
     def now(self) -> Instant:
         return self.clock.now()
+
+    @property
+    def offer_terms(self) -> OfferTerms:
+        proof = self.examiner is not None and self.examiner.verifies
+        return OfferTerms(self.settings.owner_quota, proof)
 
     @property
     def pinned(self) -> str | None:

@@ -6,11 +6,9 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import platform
 from pathlib import Path
 from typing import Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -19,16 +17,14 @@ from gpool.core.errors import Invalid
 from gpool.core.model import GIB, MIB, Permission, Span
 from gpool.core.quotas import OwnerQuota, Quota
 from gpool.observability.logs import LogFormat, LogLevel
-from gpool.server.blobs.bucket import Bucket, bucket_of
+from gpool.server.blobs.bucket import Bucket, bucket_of, credentials_of_environment
 from gpool.server.blobs.signatures import S3Credentials
 from gpool.server.identity.sealer import MasterSource
 from gpool.server.nodes.reports import SITE
 from gpool.server.outbound import own_address
+from gpool.server.store.drivers.opening import default_readers
 from gpool.server.store.operations.tasks.storage import StorageLimits
-from gpool.transfer.requests import is_loopback, origin_of
-
-WILDCARDS = frozenset({"0.0.0.0", "::", ""})
-"""Listening addresses that mean every address of the machine."""
+from gpool.transfer.requests import WILDCARDS, is_loopback, origin_of, require_reachable_origin
 
 Registration = Literal["open", "invite", "closed"]
 DefaultOn = Literal["anyone", "team", "me"]
@@ -64,6 +60,10 @@ class Settings(BaseSettings):
         default=Path("gpool-data"),
         description="Directory for the database, artifacts, keys and the TLS certificate.",
     )
+    artifact_folder: Path | None = Field(
+        default=None,
+        description="Folder of artifacts and of uploads in progress, which the servers of one database share; unset: in the data directory.",
+    )
     artifacts: str | None = Field(
         default=None,
         description="`s3://BUCKET/PREFIX`: keep artifacts in an S3-compatible store (`gpool[s3]`); unset: in the data directory.",
@@ -91,9 +91,19 @@ class Settings(BaseSettings):
         default=None,
         description="`postgresql://…` or `sqlite:///…`; unset: SQLite in the data directory.",
     )
+    database_readers: int | None = Field(
+        default=None,
+        ge=1,
+        le=1000,
+        description="Connections for reads, of each server; unset: 4 with PostgreSQL, 2 with SQLite. PostgreSQL's `max_connections` must allow these and 3 more per server.",
+    )
     public_url: str | None = Field(
         default=None,
         description="URL under which clients and nodes reach the server, in links, invites and sign-in messages; unset: host and port, the address on the default route if the server listens on all.",
+    )
+    replica_url: str | None = Field(
+        default=None,
+        description="URL of this server alone among those of its database, as agents with several addresses name it; unset: host and port.",
     )
     tls: bool | None = Field(
         default=None, description="Serve TLS; unset: only if the server listens beyond loopback."
@@ -126,7 +136,17 @@ class Settings(BaseSettings):
     request_bytes_per_s: int = Field(
         default=1024,
         ge=0,
-        description="Lowest rate of a request's body, measured over three times `request_head_s`; slower requests are closed.",
+        description="Lowest rate of a request's body, and of an answer that is read more slowly than it is written, measured over three times `request_head_s`; slower connections are closed.",
+    )
+    overload_delay_s: float = Field(
+        default=0.4,
+        gt=0,
+        description="Delay of the event loop or the store at which submissions are refused for overload: listings from half of it, explanations from 0.7 of it, all other requests but the agents' from 1.5 times.",
+    )
+    overload_requests: int = Field(
+        default=512,
+        ge=4,
+        description="Requests being processed at once from which submissions are refused: listings and explanations from an eighth, all other requests but the agents' from twice as many.",
     )
     shared_sites: str = Field(
         default="",
@@ -153,6 +173,12 @@ class Settings(BaseSettings):
         ge=0,
         description="Time between SIGTERM and the end of the server, in which `/readyz` answers 503, its nodes are asked to connect elsewhere, and requests are still served.",
     )
+    rebalance_per_minute: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="Largest part of its nodes that a server asks in a minute to connect to another server of the same database, if it has more of them than the mean; 0: none.",
+    )
     beat_s: float = Field(default=8.0, gt=0, description="Interval of the agents' heartbeats.")
     tick_s: float = Field(
         default=1.0, gt=0, description="Longest time between two scheduling passes."
@@ -169,6 +195,11 @@ class Settings(BaseSettings):
     )
     prune_s: float = Field(
         default=60.0, gt=0, description="Interval of the loops that delete expired rows and files."
+    )
+    audit_anchor_s: float = Field(
+        default=600.0,
+        ge=1,
+        description="Interval at which number and hash of the newest audit entry are logged, if there is a new one, for the check of the record (`--anchor`).",
     )
     log_format: LogFormat = Field(
         default="text",
@@ -197,9 +228,11 @@ class Settings(BaseSettings):
         ge=0,
         description="Interval at which the placement pricing is trained on recent arrivals; 0: only on request.",
     )
-    examine_gpus: bool = Field(
-        default=False, description="Give a GPU no task before it has passed GPU verification."
+    examine_gpus: bool | None = Field(
+        default=None,
+        description="Verify GPUs: before it has passed, a GPU gets no task of strangers. Unset: except on loopback.",
     )
+    gpu_models: Path | None = Field(default=None, description="TOML file with more GPU models.")
     measure_gpus: bool = Field(
         default=True, description="Measure the speed of GPUs that no task is using."
     )
@@ -262,6 +295,16 @@ class Settings(BaseSettings):
         default=365.0,
         ge=0,
         description="Days after a task's end at which its summary is deleted too. 0: kept.",
+    )
+    keep_audit_days: float = Field(
+        default=730.0,
+        ge=0,
+        description="Days after which entries of the audit record are deleted; the hash chain goes on. 0: kept.",
+    )
+    keep_credentials_days: float = Field(
+        default=90.0,
+        ge=0,
+        description="Days after their end at which revoked or expired API keys and invitations are deleted. 0: kept.",
     )
     min_free_bytes: int = Field(
         default=GIB // 2,
@@ -355,6 +398,10 @@ class Settings(BaseSettings):
         description="Quota of a team: stored artifacts, logs, inline data, uploads in progress.",
     )
 
+    encrypt_data: bool = Field(
+        default=False,
+        description="Encrypt new arguments, results, logs and artifacts with a data key per account; what is stored already stays as it is.",
+    )
     master_key: SecretStr | None = Field(
         default=None,
         description="Master keys, 32 bytes in base64 or hexadecimal; the first one wraps new data keys.",
@@ -392,19 +439,11 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
-    def _public_url_is_an_origin(self) -> Self:
-        if self.public_url is None:
-            return self
-        try:
-            parts, _ = urlsplit(self.public_url), origin_of(self.public_url)
-        except (Invalid, ValueError) as error:
-            raise ValueError(f"public_url: {error}") from error
-        if parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None:
-            raise ValueError(f"public_url={self.public_url} must be SCHEME://HOST[:PORT] alone")
-        if parts.hostname in WILDCARDS:
-            raise ValueError(
-                f"public_url={self.public_url} names no machine; write the address that clients dial"
-            )
+    def _urls_are_origins(self) -> Self:
+        for name in ("public_url", "replica_url"):
+            value = getattr(self, name)
+            if value is not None:
+                require_reachable_origin(name, value)
         return self
 
     @model_validator(mode="after")
@@ -427,6 +466,11 @@ class Settings(BaseSettings):
         return self
 
     @property
+    def folder(self) -> Path:
+        """Folder of artifacts and of uploads in progress."""
+        return self.artifact_folder or self.data / "artifacts"
+
+    @property
     def bucket(self) -> Bucket | None:
         if self.artifacts is None:
             return None
@@ -440,15 +484,7 @@ class Settings(BaseSettings):
         if self.s3_access_key is not None and self.s3_secret_key is not None:
             secret = self.s3_secret_key.get_secret_value()
             return S3Credentials(self.s3_access_key, secret, self.s3_region)
-        access = os.environ.get("AWS_ACCESS_KEY_ID")
-        given = os.environ.get("AWS_SECRET_ACCESS_KEY")
-        if not access or not given:
-            raise Invalid(
-                "the bucket needs a key: set GPOOL_SERVER_S3_ACCESS_KEY and GPOOL_SERVER_S3_SECRET_KEY, "
-                "or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-            )
-        token = os.environ.get("AWS_SESSION_TOKEN", "")
-        return S3Credentials(access, given, self.s3_region, token)
+        return credentials_of_environment(self.s3_region)
 
     @property
     def storage_limits(self) -> StorageLimits:
@@ -479,11 +515,18 @@ class Settings(BaseSettings):
     @property
     def url(self) -> str:
         """Address for other machines: `public_url`, else of the listening socket; one machine, never a wildcard."""
-        if self.public_url is not None:
-            return self.public_url.rstrip("/")
+        return self._listening_url if self.public_url is None else self.public_url.rstrip("/")
+
+    @property
+    def _listening_url(self) -> str:
         host = self._reachable_host
         scheme = "https" if self.uses_tls else "http"
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    @property
+    def replica_address(self) -> str:
+        """Address of this server alone: `replica_url`, else of the listening socket."""
+        return origin_of(self.replica_url or self._listening_url)
 
     @property
     def _reachable_host(self) -> str:
@@ -494,6 +537,10 @@ class Settings(BaseSettings):
     @property
     def store_url(self) -> str:
         return self.database_url or f"sqlite:///{self.data / 'gpool.db'}"
+
+    @property
+    def store_readers(self) -> int:
+        return self.database_readers or default_readers(self.store_url)
 
     @property
     def is_shared(self) -> bool:

@@ -5,7 +5,7 @@ callers at expensive work.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Hashable, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -68,32 +68,46 @@ class Subscription:
         return changed
 
 
+class _Expected(Generic[T]):
+    __slots__ = ("count", "found", "wake")
+
+    def __init__(self, count: int, wake: Callable[[], object]) -> None:
+        self.found: dict[int, T] = {}
+        self.count, self.wake = count, wake
+
+
 class AwaitedResults(Generic[T]):
     """Results of tasks that requests wait for, each put where its request finds it. One request waits for a task."""
 
     def __init__(self) -> None:
-        self._found: dict[int, dict[int, T]] = {}
+        self._expected: dict[int, _Expected[T]] = {}
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._expected)
 
     def __contains__(self, task: int) -> bool:
-        return task in self._found
+        return task in self._expected
 
-    def put(self, task: int, result: T) -> None:
-        found = self._found.get(task)
-        if found is not None:
-            found[task] = result
+    def put(self, task: int, result: T) -> bool:
+        """Wake the request with its last result; whether that was the last."""
+        expected = self._expected.get(task)
+        if expected is None:
+            return False
+        expected.found[task] = result
+        if len(expected.found) < expected.count:
+            return False
+        expected.wake()
+        return True
 
-    def expect(self, tasks: Iterable[int]) -> dict[int, T]:
+    def expect(self, tasks: Collection[int], wake: Callable[[], object]) -> dict[int, T]:
         """Mapping that receives the results, until `forget` is called for the tasks."""
-        found: dict[int, T] = {}
-        self._found.update(dict.fromkeys(tasks, found))
-        return found
+        expected = _Expected[T](len(tasks), wake)
+        self._expected.update(dict.fromkeys(tasks, expected))
+        return expected.found
 
     def forget(self, tasks: Iterable[int]) -> None:
         for task in tasks:
-            self._found.pop(task, None)
+            self._expected.pop(task, None)
 
 
 class Hub:

@@ -32,6 +32,9 @@ from gpool.core.ids import encode
 from gpool.core.model import MIB
 from gpool.core.terminal import plain
 
+JITTER = 0.5
+"""Part of a pause that the server asks for by which it may be longer."""
+
 AWAY = frozenset({502, 503, 504})
 """Statuses of a stopping server, or of a proxy whose server is down."""
 
@@ -164,6 +167,24 @@ class Patience:
             pause = min(pause * 2, self.longest_s)
 
 
+class AskedPauses:
+    """Pauses that the server asks for (`Retry-After`): longer than asked, so that clients refused together do not come
+    back together, and all of them within `total_s`.
+    """
+
+    def __init__(self, total_s: float, random: Random) -> None:
+        self._left_s, self._random = total_s, random
+
+    def after(self, error: GpoolError) -> float | None:
+        """Seconds until the request may be repeated; None if the error names no time, or one beyond the total."""
+        asked_s = error.members.get("retry_after")
+        if not isinstance(asked_s, int) or not 0 < asked_s <= self._left_s:
+            return None
+        pause_s = asked_s * self._random.uniform(1.0, 1.0 + JITTER)
+        self._left_s -= pause_s
+        return pause_s
+
+
 def error_from(reply: Reply) -> GpoolError:
     try:
         document = json.loads(reply.body) if reply.body else {}
@@ -174,7 +195,8 @@ def error_from(reply: Reply) -> GpoolError:
     by_status = _BY_STATUS.get(reply.status, InternalFault)
     kind = BY_CODE.get(str(document.get("code")), by_status)
     if by_status is Unreachable and kind is not Unreachable:  # the text is a proxy's
-        return Unreachable(f"the answer was {reply.status}: the server is away, or starting")
+        away = f"the answer was {reply.status}: the server is away, or starting"
+        return Unreachable(away, **_asked(reply))
     # the text may hold names that other accounts chose, and ends in the caller's terminal
     detail = plain(str(document.get("detail") or f"the server answered {reply.status}"))
     if issubclass(kind, BadGpuSpec):
@@ -185,8 +207,15 @@ def error_from(reply: Reply) -> GpoolError:
             position=position if isinstance(position, int) else 0,
         )
     error = kind(detail)
-    error.members = {k: v for k, v in document.items() if k not in ("detail", "code", "title")}
+    members = {k: v for k, v in document.items() if k not in ("detail", "code", "title")}
+    error.members = {**_asked(reply), **members}
     return error
+
+
+def _asked(reply: Reply) -> dict[str, object]:
+    """Whole seconds of `Retry-After`, which a proxy or a refused connection sends without a document."""
+    text = reply.headers.get("retry-after", "")
+    return {"retry_after": int(text)} if text.isdecimal() and len(text) < 10 else {}
 
 
 class Landing:
@@ -254,8 +283,13 @@ def hash_of(file: Path) -> tuple[str, int]:
         return hashlib.file_digest(opened, "sha256").hexdigest(), opened.tell()
 
 
-def patiently(begin: Callable[[], Steps], pauses: Callable[[], Iterator[float]]) -> PatientSteps:
-    """Repeat the steps after `Unreachable`; patience restarts whenever bytes have moved, also by another sender."""
+def patiently(
+    begin: Callable[[], Steps], pauses: Callable[[], Iterator[float]], asked: AskedPauses
+) -> PatientSteps:
+    """Repeat the steps after `Unreachable`, and after a refusal that names a time.
+
+    Patience restarts whenever bytes have moved, also by another sender; `asked` does not.
+    """
     left = pauses()
     furthest = 0
     while True:
@@ -278,8 +312,13 @@ def patiently(begin: Callable[[], Steps], pauses: Callable[[], Iterator[float]])
                 request = steps.send(came)
         except StopIteration:
             return
-        except Unreachable:
+        except Unreachable as error:
             pause = next(left, None)
+            if pause is None:
+                raise
+            pause = max(pause, asked.after(error) or 0.0)
+        except TooMany as error:
+            pause = asked.after(error)
             if pause is None:
                 raise
         yield Pause(pause)
@@ -288,3 +327,19 @@ def patiently(begin: Callable[[], Steps], pauses: Callable[[], Iterator[float]])
 def upload_offset(reply: Reply) -> int:
     text = reply.headers.get("upload-offset", "0")
     return int(text) if text.isdigit() else 0
+
+
+WILDCARDS = frozenset({"0.0.0.0", "::", ""})
+"""Listening addresses that mean every address of the machine."""
+
+
+def require_reachable_origin(name: str, url: str) -> None:
+    """`ValueError` unless the setting is an origin with a host that others can dial."""
+    try:
+        parts, _ = urlsplit(url), origin_of(url)
+    except (Invalid, ValueError) as error:
+        raise ValueError(f"{name}: {error}") from error
+    if parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None:
+        raise ValueError(f"{name}={url} must be SCHEME://HOST[:PORT] alone")
+    if parts.hostname in WILDCARDS:
+        raise ValueError(f"{name}={url} names no machine; write the address that clients dial")

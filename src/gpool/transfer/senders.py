@@ -28,6 +28,7 @@ from gpool.transfer.object_stores import StoreAccess, request_to
 from gpool.transfer.requests import (
     AWAY,
     Address,
+    AskedPauses,
     Landing,
     LeaseRef,
     Patience,
@@ -43,6 +44,8 @@ CONNECT_S, READ_S = 10.0, 60.0
 STORE_TIMEOUT = {"connect": 5.0, "read": READ_S, "write": READ_S, "pool": READ_S}
 CHUNK_BYTES = MIB
 PATIENT = Patience(10.0, 0.1, 5.0)
+ASKED_S = 60.0
+"""Most time that a transfer waits because the server asks for it."""
 FIRST_CONTACT_S = 2.0
 """Patience before the first answer: the server is more likely off than restarting."""
 
@@ -214,7 +217,7 @@ class Sender:
         return self._closed.wait(seconds)
 
     def carry_out(self, begin: Callable[[], Steps]) -> None:
-        steps = patiently(begin, self.pauses)
+        steps = patiently(begin, self.pauses, AskedPauses(ASKED_S, self._random))
         came: Reply | Unreachable | None = None
         with suppress(StopIteration):
             while True:
@@ -309,13 +312,15 @@ class AsyncSender:
         patience: Patience = PATIENT,
         transport: httpx2.AsyncBaseTransport | None = None,
         stores: StoreAccess | None = None,
+        current: Callable[[], Address] | None = None,
     ) -> None:
-        self._address, self._random, self._patience = address, random, patience
+        """`current` returns the server to ask now, one with the certificate of `address`."""
+        self._current = current or (lambda: address)
+        self._random, self._patience = random, patience
         self._stores = stores or StoreAccess(address)
         self._to_stores: httpx2.AsyncHTTPTransport | None = None
         self._vouch = vouch
         self._http = httpx2.AsyncClient(
-            base_url=address.url,
             headers=_headers(token),
             timeout=httpx2.Timeout(READ_S, connect=CONNECT_S),
             transport=transport or httpx2.AsyncHTTPTransport(verify=_tls(address)),
@@ -329,19 +334,23 @@ class AsyncSender:
     async def send(self, request: Request) -> Reply:
         content = await _read_body(request)
         vouched = self._vouch(request) if self._vouch is not None else {}
+        address = self._current()
         built = self._http.build_request(
-            request.method, request.path, headers={**request.headers, **vouched}, content=content
+            request.method,
+            address.url.rstrip("/") + request.path,
+            headers={**request.headers, **vouched},
+            content=content,
         )
         try:
             answer = await self._http.send(built, stream=True)
             try:
                 if answer.status_code == 401 and self._vouch is not None:
-                    raise Unreachable(f"{self._address.url} rejected the node's proof")
+                    raise Unreachable(f"{address.url} rejected the node's proof")
                 return await _received(request, answer)
             finally:
                 await answer.aclose()
         except httpx2.TransportError as error:
-            raise _unreachable(self._address, error) from error
+            raise _unreachable(address, error) from error
 
     async def _send_to_store(self, request: Request) -> Reply:
         destination = await asyncio.to_thread(self._stores.destination, request.path)
@@ -358,7 +367,8 @@ class AsyncSender:
             raise _store_away(self._stores, request, error) from error
 
     async def carry_out(self, begin: Callable[[], Steps]) -> None:
-        steps = patiently(begin, lambda: self._patience.pauses(self._random))
+        asked = AskedPauses(ASKED_S, self._random)
+        steps = patiently(begin, lambda: self._patience.pauses(self._random), asked)
         came: Reply | Unreachable | None = None
         with suppress(StopIteration):
             while True:

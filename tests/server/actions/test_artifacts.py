@@ -14,9 +14,11 @@ import httpx2
 import pytest
 
 from gpool.core.ids import decode, encode
-from gpool.core.model import EndReason, OutputFile, Permission
+from gpool.core.model import EndReason, Instant, OutputFile, Permission
+from gpool.server.actions.tasks import direct_uploads
 from gpool.server.blobs import Blobs
 from gpool.server.scheduling.loops import ExpireNodes, PruneStore
+from gpool.server.store.operations.tasks import artifacts
 from gpool.wire.frames import Finished, Lease, Started
 from tests.server.server_desk import FUNCTION_SHA256, Agent, Desk, exited
 
@@ -226,11 +228,11 @@ async def test_bytes_under_an_old_lease_are_not_even_taken(desk: Desk) -> None:
     path = f"/v1/artifacts/{named(b'late')}"
     answer = await http.put(path, content=body())
     assert (answer.status_code, answer.json()["code"]) == (409, "stale_lease")
-    assert not desk.server.blobs.path(named(b"late")).exists()
+    assert not desk.files_of(named(b"late"))
     assert taken <= 1
 
 
-async def test_bytes_whose_lease_ends_on_the_way_are_removed_in_time(desk: Desk) -> None:
+async def test_bytes_whose_lease_ends_on_the_way_are_removed(desk: Desk) -> None:
     _, http, _, _ = await leased(desk)
 
     async def body() -> AsyncIterator[bytes]:
@@ -239,8 +241,7 @@ async def test_bytes_whose_lease_ends_on_the_way_are_removed_in_time(desk: Desk)
 
     answer = await http.put(f"/v1/artifacts/{named(b'late')}", content=body())
     assert (answer.status_code, answer.json()["code"]) == (409, "stale_lease")
-    await PruneStore(desk.server).run_once(desk.clock.advance(86_401))
-    assert not desk.server.blobs.path(named(b"late")).exists()
+    assert not desk.files_of(named(b"late"))
 
 
 async def test_what_nobody_refers_to_is_removed_in_time(desk: Desk) -> None:
@@ -249,16 +250,49 @@ async def test_what_nobody_refers_to_is_removed_in_time(desk: Desk) -> None:
     await desk.calls(1)
     await PruneStore(desk.server).run_once(desk.clock.advance(86_401))
     assert (await desk.get(path)).status_code == 404
-    assert not desk.server.blobs.path(named(b"orphan")).exists()
-    assert desk.server.blobs.path(FUNCTION_SHA256).exists()
+    assert not desk.files_of(named(b"orphan"))
+    assert desk.files_of(FUNCTION_SHA256)
 
 
-async def test_what_is_being_uploaded_again_is_not_removed(desk: Desk) -> None:
-    blobs = desk.server.blobs
-    await blobs.put_bytes(b"again")
-    with blobs.pinned(named(b"again")):
-        assert not await blobs.remove(named(b"again"))
-    assert await blobs.remove(named(b"again"))
+async def test_a_late_removal_spares_what_was_uploaded_again(desk: Desk) -> None:
+    """Two servers on one folder: one has forgotten the artifact and stands still before it removes the bytes."""
+    path = f"/v1/artifacts/{named(b'again')}"
+    assert (await desk.http.put(path, content=b"again")).status_code == 201
+    late = await desk.server.write(artifacts.forget_artifacts([named(b"again")]))
+    assert (await desk.http.put(path, content=b"again")).status_code == 201
+    for key in late:
+        assert await desk.server.blobs.remove(key)
+    assert (await desk.get(path)).content == b"again"
+
+
+async def test_an_artifact_deleted_while_it_is_sent_again_is_asked_for_once_more(
+    desk: Desk,
+) -> None:
+    """The account is charged for it, so its bytes are checked and not stored; meanwhile another server deletes it."""
+    path = f"/v1/artifacts/{named(b'again')}"
+    assert (await desk.http.put(path, content=b"again")).status_code == 201
+
+    async def body() -> AsyncIterator[bytes]:
+        for key in await desk.server.write(artifacts.forget_artifacts([named(b"again")])):
+            await desk.server.blobs.remove(key)
+        yield b"again"
+
+    answer = await desk.http.put(path, content=body())
+    assert (answer.status_code, answer.json()["code"]) == (503, "unreachable")
+    assert (await desk.get(path)).status_code == 404
+    assert (await desk.http.put(path, content=b"again")).status_code == 201
+    assert (await desk.get(path)).content == b"again"
+
+
+async def test_a_file_that_no_row_names_is_swept(desk: Desk) -> None:
+    """Left by a server that was killed between the folder and its database."""
+    lost = await desk.server.blobs.put_bytes(b"lost")
+    await desk.http.put(f"/v1/artifacts/{named(b'kept')}", content=b"kept")
+    now = desk.clock.now()
+    for before, left in ((0, 1), (now + 86_400_000_000 * 20_000, 0)):
+        for sha256 in (lost.sha256, named(b"kept")):
+            await direct_uploads.sweep(desk.server, sha256[:2], Instant(before))
+        assert (len(desk.files_of(lost.sha256)), len(desk.files_of(named(b"kept")))) == (left, 1)
 
 
 async def test_an_upload_over_the_limit_is_refused_on_the_way(desk: Desk) -> None:

@@ -24,8 +24,9 @@ pytestmark = pytest.mark.anyio
 
 
 def files(desk: Desk) -> set[str]:
+    """SHA-256 of the artifacts in the folder."""
     folder = desk.server.settings.data / "artifacts"
-    return {path.name for path in folder.rglob("*") if path.is_file()}
+    return {path.name.partition("-")[0] for path in folder.rglob("*") if path.is_file()}
 
 
 async def put(who: Somebody, content: bytes, **headers: str) -> str:

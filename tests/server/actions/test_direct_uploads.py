@@ -461,7 +461,7 @@ async def test_artifacts_in_the_folder_are_read_after_a_change_to_a_bucket(
     async with after.http:
         assert (await after.get(path)).content == content
         assert (await after.http.delete(path)).status_code == 204
-        assert not after.server.blobs.path(named(content)).exists()
+        assert not after.files_of(named(content))
     await after.server.blobs.close()
     await after.server.store.close()
 

@@ -76,7 +76,7 @@ async def test_nobody_stores_more_than_the_quota(desk: Desk) -> None:
     refused = await desk.http.put(f"/v1/artifacts/{sha256}", content=unmeasured())  # type: ignore[arg-type]
     assert refused.status_code == 403
     assert (await desk.http.head(f"/v1/artifacts/{sha256}")).status_code == 404
-    assert not desk.server.blobs.path(sha256).exists()
+    assert not desk.files_of(sha256)
     assert (await put(desk, b"d" * 400)).status_code == 201
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from gpool.core.ids import encode
 from gpool.core.model import EndReason, OutputFile
-from gpool.server.scheduling.loops import PruneStore, RetainTasks
+from gpool.server.scheduling.loops import PruneStore, RetainTasks, RotateKeys
 from gpool.server.store.operations.identity import teams
 from gpool.wire.frames import Checkpointed, Finished, LogChunk
 from tests.server.identity_routes.people_desk import Somebody, registered, signed_in
@@ -148,4 +148,47 @@ async def test_with_zero_days_everything_is_kept(data: Path) -> None:
     desk.clock.advance(300 * DAY_S)
     await maintain(desk)
     assert (count(data, "tasks"), files(data)) == (3, 9)
+    await desk.server.store.close()
+
+
+async def test_expired_audit_entries_leave_a_chain_that_verifies(data: Path) -> None:
+    """A log that was cut by hand does not verify: the control."""
+    desk = await open_desk(data, StoppedClock(), keep_audit_days=7)
+    async with desk.http, desk.bare:
+        for day in range(20):
+            await registered(desk, f"user{day}")
+            desk.clock.advance(DAY_S)
+            await RetainTasks(desk.server).run_once(desk.server.now)
+        listed = (await desk.get("/v1/audit?limit=200")).json()["items"]
+        assert 8 <= len([each for each in listed if each["action"] != "audit.expire"]) <= 36
+        assert any(each["action"] == "audit.expire" for each in listed)
+        checked = (await desk.get("/v1/audit?verify=true")).json()
+        assert checked["whole"], checked
+        head = checked["head"]
+        assert (await desk.get(f"/v1/audit?verify=true&anchor={head}")).json()["whole"]
+        with closing(sqlite3.connect(data / "gpool.db")) as raw:
+            [(number, hashed)] = raw.execute(
+                "SELECT number, hash FROM audit ORDER BY number LIMIT 1 OFFSET 2"
+            ).fetchall()
+            raw.execute("DELETE FROM audit WHERE number <= ?", (number,))
+            raw.commit()
+            assert not (await desk.get("/v1/audit?verify=true")).json()["whole"]
+            raw.execute("UPDATE audit_head SET number = ?, hash = ? WHERE id = 2", (number, hashed))
+            raw.commit()
+        broken = (await desk.get("/v1/audit?verify=true")).json()
+        assert not broken["whole"], broken
+    await desk.server.store.close()
+
+
+async def test_a_data_key_is_retired_when_no_process_seals_with_it_any_more(data: Path) -> None:
+    desk = await open_desk(data, StoppedClock())
+    async with desk.http, desk.bare:
+        await registered(desk, "ada")
+        for _ in range(4):
+            desk.clock.advance(32 * DAY_S)
+            await registered(desk, f"user{desk.clock.instant}")
+            for _ in range(2):
+                await RotateKeys(desk.server).run_once(desk.server.now)
+                desk.clock.advance(3600)
+        assert count(data, "data_keys") <= 2
     await desk.server.store.close()

@@ -18,8 +18,9 @@ from websockets.exceptions import ConnectionClosed
 from websockets.frames import Frame, Opcode
 
 from gpool.core.errors import TooMany
-from gpool.server.http import UNPROVEN_BYTES, ConnectionCounts, HttpLimits, LimitedWebSocket
+from gpool.server.http import UNPROVEN_BYTES, LimitedWebSocket
 from gpool.server.identity.throttle import CHANNELS
+from gpool.server.overload.connections import ConnectionCounts, HttpLimits
 from gpool.wire.frames import Beat, BeatSeen, Challenge, Refused, Welcome, encode
 from tests.server.api.test_socket import agent_socket, bare_socket, hello, joined, received
 from tests.server.server_desk import Desk, Live, serving

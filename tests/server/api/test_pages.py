@@ -161,9 +161,9 @@ async def test_a_key_that_may_only_write_tasks_cancels_without_reading_them(desk
 
 def test_the_rate_class_of_a_path_is_that_of_its_declaration() -> None:
     classes = RateClasses(endpoints())
-    assert classes.of("POST", "/v1/tasks") == (RouteClass.SUBMIT, False)
-    assert classes.of("GET", "/v1/tasks/t-1/logs") == (RouteClass.STREAM, False)
-    assert classes.of("DELETE", "/v1/tasks/t-1") == (RouteClass.CHANGE, False)
-    assert classes.of("GET", "/openapi.json") == (RouteClass.READ, True)
-    assert classes.of("PUT", "/v1/me/password") == (RouteClass.SIGN_IN, True)
-    assert classes.of("GET", "/nowhere") == (RouteClass.READ, True)
+    assert classes.of("POST", "/v1/tasks")[:2] == (RouteClass.SUBMIT, False)
+    assert classes.of("GET", "/v1/tasks/t-1/logs")[:2] == (RouteClass.STREAM, False)
+    assert classes.of("DELETE", "/v1/tasks/t-1")[:2] == (RouteClass.CHANGE, False)
+    assert classes.of("GET", "/openapi.json")[:2] == (RouteClass.READ, True)
+    assert classes.of("PUT", "/v1/me/password")[:2] == (RouteClass.SIGN_IN, True)
+    assert classes.of("GET", "/nowhere")[:2] == (RouteClass.READ, True)

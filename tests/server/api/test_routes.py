@@ -11,7 +11,7 @@ import pytest
 from gpool.core.ids import NodeId, decode, encode
 from gpool.core.model import Permission
 from gpool.server.actions.tasks.documents import ResultLine, encode_many
-from gpool.server.app import ensure_operator
+from gpool.server.first_start import ensure_operator
 from gpool.server.scheduling.loops import ExpireNodes, PruneStore
 from gpool.wire.documents import ResultDocument
 from gpool.wire.frames import Refused
@@ -40,6 +40,7 @@ OPEN = {
     ("post", "/v1/auth/oidc/finish"),
     ("post", "/v1/auth/refresh"),
     ("post", "/v1/nodes/challenges"),
+    ("get", "/v1/receipt-keys"),
 }
 NOBODY = {"task": "t-" + "0" * 13, "batch": "b-" + "0" * 13, "node": "n-" + "0" * 13}
 

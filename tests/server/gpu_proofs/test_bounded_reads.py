@@ -40,7 +40,7 @@ class CountingStore:
 async def test_a_round_reads_a_page_of_nodes_and_every_node_gets_its_turn(desk: Desk) -> None:
     store: Any = CountingStore(desk.server.store)
     wanted = VerificationSettings(
-        examine=True, measure=True, again_every=NEVER, terms=lambda _: TERMS
+        examine=True, measure=True, again_every=NEVER, terms=lambda *_: TERMS
     )
     picture, now = desk.server.picture, desk.clock.now
     verifier = GpuVerifier(store, picture, now, wanted, Random(1))

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from gpool.core.gpu_verification import (
     FILLED,
-    MAKES,
     TILE,
     TILE_BYTES,
     GpuVerdict,
@@ -37,12 +36,13 @@ from gpool.server.nodes.gpu_checks import (
     rows_of,
     tile_rows,
 )
+from gpool.server.nodes.gpu_models import packaged_models
 from tests.tools.gpu_prover import NumpyProver, all_kept
 
 TRIES = 100
 SMALL = Size(2, 256, 64)
 OPENED = 16
-TERMS = terms_for(141 * GIB, MAKES["H200"])
+TERMS = terms_for(141 * GIB, packaged_models()["H200"])
 
 PEAK_TERAOPS = 1979.0  # the maker's; cuBLAS reached 1002 on the device
 HONEST_TERAOPS = 641.0

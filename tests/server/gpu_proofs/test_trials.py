@@ -10,8 +10,9 @@ from random import Random
 import pytest
 
 from gpool.core.gpu_verification import GpuVerdict, MeasuredSpeed, Size, VerificationTerms, keys_of
-from gpool.core.model import Gpu, Offer, Span
+from gpool.core.model import Gpu, Offer, Permission, Span
 from gpool.server.app import make_app
+from gpool.server.nodes.gpu_models import packaged_models
 from gpool.server.nodes.gpu_verifier import (
     AGAIN_AFTER,
     TRIES,
@@ -49,7 +50,7 @@ async def strict(data: Path) -> AsyncIterator[Desk]:
     desk = await open_desk(data, StoppedClock())
     server = desk.server
     wanted = VerificationSettings(
-        examine=True, measure=False, again_every=NEVER, terms=lambda _: TERMS
+        examine=True, measure=False, again_every=NEVER, terms=lambda *_: TERMS
     )
     examiner = GpuVerifier(server.store, server.picture, desk.clock.now, wanted, Random(1))
     desk.server = replace(server, examiner=examiner)
@@ -270,20 +271,28 @@ async def test_frames_out_of_turn_or_out_of_nowhere_are_harmless(strict: Desk) -
     assert verdict(agent) is GpuVerdict.MALFORMED
 
 
-async def test_a_simulated_gpu_never_passes_and_says_so(strict: Desk) -> None:
+async def test_a_simulated_gpu_never_passes_and_serves_its_owner_only(strict: Desk) -> None:
     agent = await strict.agent(offer=with_gpu(simulated=True))
     await tick(strict)
     assert agent.frames(ExamineGpu) == []
-    assert "simulated" in str(await flag(strict))
-    await strict.command(gpu="1")
+    assert await flag(strict) is None
+    [shown] = (await strict.get("/v1/resources?kind=gpu")).json()["items"]
+    assert "simulated" in shown["unproven"]
+    stranger = await strict.person("stranger", Permission.CONSUMER)
+    task = await strict.command(gpu="1", headers=stranger)
     await strict.schedule()
     assert agent.leases() == []
+    told = (await strict.get(f"/v1/tasks/{task}/explain", headers=stranger)).json()
+    assert told["code"] == "unproven", told
+    await strict.command(gpu="1")
+    await strict.schedule()
+    assert len(agent.leases()) == 1
 
 
 async def test_what_a_gpu_measured_is_shown_with_it_and_its_trial_comes_after(strict: Desk) -> None:
     server = strict.server
     wanted = VerificationSettings(
-        examine=True, measure=True, again_every=NEVER, terms=lambda _: TERMS
+        examine=True, measure=True, again_every=NEVER, terms=lambda *_: TERMS
     )
     examiner = GpuVerifier(server.store, server.picture, strict.clock.now, wanted, Random(1))
     strict.server = replace(server, examiner=examiner)
@@ -311,13 +320,14 @@ async def test_without_examining_nothing_is_kept_back(desk: Desk) -> None:
 
 
 def test_models_are_known_by_the_names_that_drivers_give() -> None:
-    def terms(model: str, vendor: str = "nvidia") -> VerificationTerms | None:
-        return terms_of(Gpu(0, "GPU-a", model, vendor, 80 << 30))
+    def terms(model: str, gib: int = 80, vendor: str = "nvidia") -> VerificationTerms | None:
+        return terms_of(Gpu(0, "GPU-a", model, vendor, gib << 30), packaged_models())
 
     sxm, pcie = terms("NVIDIA H100 80GB HBM3"), terms("NVIDIA H100 PCIe")
     assert sxm is not None
     assert pcie is not None
     assert sxm.size.length > pcie.size.length
-    assert terms("NVIDIA GeForce RTX 4090") is not None
-    assert terms("Radeon RX 7900", "amd") is None
+    assert terms("NVIDIA GeForce RTX 4090", 24) is not None
+    assert terms("NVIDIA GeForce RTX 4090", 25) is None  # more memory than any of them has
+    assert terms("Radeon RX 7900", 24, "amd") is None
     assert terms("NVIDIA NeverHeardOf") is None

@@ -92,6 +92,14 @@ def test_an_end_cut_off_is_found_by_an_anchor_and_by_nothing_else() -> None:
     )
 
 
+def test_every_anchor_of_an_entry_must_fit() -> None:
+    """The stored head is one of them: a chain written anew to the same length has a head that fits."""
+    head, other = AuditAnchor(200, LONG[199].hash), AuditAnchor(200, LONG[0].hash)
+    assert isinstance(check(LONG, anchors=[head, head]), ChainIntact)  # control
+    for anchors in ([head, other], [other, head]):
+        assert check(LONG, anchors=anchors) == ChainBroken(200, "entry 200 differs from its anchor")
+
+
 def test_a_chain_written_anew_is_found_by_an_anchor_and_by_nothing_else() -> None:
     anew = chain([("u-2", "session.sign_in", "", "allowed", "::1", {}) for _ in range(200)])
     assert isinstance(check(anew), ChainIntact)  # the control

@@ -198,6 +198,7 @@ CASES: dict[tuple[str, str, str], Cell] = {
     # operators
     ("POST", "/v1/users/invites", ""): {"body": {}},
     ("POST", "/v1/admin/keys/rotate", ""): {"body": {}},
+    ("GET", "/v1/receipt-keys", ""): {"open": 404},  # no operator has created one
     ("PATCH", "/v1/admin/policy", ""): {"body": {"dry_run": True}},
     ("PUT", "/v1/admin/cordons/{id}", ""): {"objects": ("node:p",), "body": {}},
     ("PUT", "/v1/admin/certified/{id}", ""): {
@@ -209,6 +210,43 @@ CASES: dict[tuple[str, str, str], Cell] = {
     ("DELETE", "/v1/admin/reservations/{id}", ""): {"objects": ("reservation:p",)},
     ("GET", "/v1/users/{id}", ""): {**_USER, "may": words("self operator"), "own_account": False},
     ("PATCH", "/v1/users/{id}", ""): {**_USER, "sees": words("self"), "body": {"disabled": False}},
+    # money
+    ("GET", "/v1/ledger", "of a team"): {
+        **_TEAM,
+        "may": words("owner member viewer operator"),
+        "own_account": False,
+        "query": "?team={id}",
+    },
+    ("GET", "/v1/ledger", "of a user"): {
+        **_USER,
+        "may": words("self operator"),
+        "own_account": False,
+        "query": "?user={id}",
+    },
+    ("PUT", "/v1/budget", ""): {"body": {"cap_microcredits": 5}},
+    ("PUT", "/v1/budget", "of a team"): {
+        **_TEAM,
+        "may": words("owner operator"),
+        "sees": words("member viewer"),
+        "own_account": False,
+        "query": "?team={id}",
+        "body": {"cap_microcredits": 5},
+    },
+    ("PUT", "/v1/budget", "of a user"): {
+        **_USER,
+        "may": words("self operator"),
+        "own_account": False,
+        "query": "?user={id}",
+        "body": {"cap_microcredits": 5},
+    },
+    ("POST", "/v1/admin/ledger/grants", ""): {
+        "objects": ("user:p",),
+        "body": lambda ids: {"to": ids["id"], "amount_microcredits": 5},
+    },
+    ("POST", "/v1/admin/ledger/refunds", ""): {
+        "objects": ("charge:p",),
+        "body": lambda ids: {"charge": ids["id"], "amount_microcredits": 5},
+    },
     # tasks
     ("POST", "/v1/tasks", ""): {"body": _COMMAND},
     ("POST", "/v1/tasks", "for a team"): {
@@ -226,6 +264,14 @@ CASES: dict[tuple[str, str, str], Cell] = {
         "body": lambda ids: {**_COMMAND, "batch": ids["id"], "more": True},
     },
     ("POST", "/submit_task", ""): {"body": _COMMAND},
+    ("POST", "/v1/quotes", ""): {"body": _COMMAND},
+    ("POST", "/v1/quotes", "for a team"): {
+        **_TEAM,
+        "may": words("owner member"),
+        "sees": words("viewer operator"),
+        "own_account": False,
+        "body": lambda ids: {**_COMMAND, "team": ids["id"]},
+    },
     ("GET", "/v1/tasks", "of a team"): {
         **_TEAM,
         "may": words("owner member viewer operator"),

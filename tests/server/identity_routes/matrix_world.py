@@ -27,6 +27,7 @@ from tests.server.identity_routes.people_desk import (
     wallet,
 )
 from tests.server.server_desk import Desk, an_offer
+from tests.tools.ledger_charges import charged
 from tests.tools.nodes import a_key
 
 T = TypeVar("T")
@@ -176,6 +177,7 @@ async def _objects(pool: Pool, people: dict[str, Somebody]) -> None:
     ids["key:p"] = await _id(ada, "/v1/keys", {"name": "an old one"})
     ids["session:p"] = (await ada.ask("GET", "/v1/sessions")).json()["items"][0]["id"]
     ids["user:p"] = ada.id
+    ids["charge:p"] = await charged(desk.server, ada.id, 100)
     linking = {**await signed(pool.desk, wallet(7), "link", "ada"), "password": PASSWORD}
     assert (await ada.ask("POST", "/v1/wallets", linking)).status_code == 201
     ids["wallet:p"] = wallet(7).address

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from gpool.core.errors import InternalFault, Unreachable
-from gpool.core.ids import NodeId
-from gpool.core.model import KIB, EndReason, Instant
+from gpool.core.ids import NodeId, SpecId, TaskId, UserId
+from gpool.core.model import KIB, EndReason, Instant, Span, TaskStatus
 from gpool.server.nodes.reports import ReportBatches
 from gpool.server.store.protocol import is_brief
-from gpool.server.store.values import Recording
+from gpool.server.store.values import BatchResult, Recording, Requeued
 from gpool.wire.frames import Finished, Hold
 
 pytestmark = pytest.mark.anyio
@@ -72,6 +72,80 @@ async def test_those_that_come_meanwhile_are_one_write_and_each_gets_its_own_ans
     answers = await asyncio.gather(*asked)
     assert answers == [(), (), (), (Hold(4, 1),), ()]
     assert writer.folded[1:] == [done]
+
+
+def a_result(task: int) -> BatchResult:
+    return BatchResult(
+        1,
+        0,
+        TaskId(task),
+        TaskStatus.SUCCEEDED,
+        EndReason.RETURNED,
+        None,
+        b"",
+        "",
+        "",
+        None,
+        None,
+        None,
+        False,
+    )
+
+
+class Waiting:
+    """A request that waits for one task and looks, when it answers, at what was folded by then."""
+
+    def __init__(self, recorder: ReportBatches, folded: list[Recording], task: int) -> None:
+        self.folded_before: int | None = None
+        self._woken = asyncio.Event()
+        self._folded = folded
+        self._results = recorder.awaited.expect([task], self._woken.set)
+        self.answering = asyncio.create_task(self._answer())
+
+    async def _answer(self) -> None:
+        await self._woken.wait()
+        assert self._results
+        self.folded_before = len(self._folded)
+
+
+async def test_a_request_that_waits_for_a_result_is_answered_before_it_is_folded() -> None:
+    writer = Writer()
+    recorder = ReportBatches(writer.write, writer.folded.append)
+    request = Waiting(recorder, writer.folded, 7)
+    asked = asyncio.create_task(recorder.record(NodeId(1), an_end(7), NOW))
+    await soon()
+    assert request.folded_before is None, "nobody is answered before the commit"
+    writer.commit(0, Recording(released=(TaskId(7),), results=(a_result(7),)))
+    assert await asked == ()
+    assert request.folded_before == 0
+    assert len(writer.folded) == 1, "the node is answered after the fold"
+
+
+async def test_what_may_be_planned_again_is_folded_before_any_request_is_answered() -> None:
+    writer = Writer()
+    recorder = ReportBatches(writer.write, writer.folded.append)
+    request = Waiting(recorder, writer.folded, 7)
+    asked = asyncio.create_task(recorder.record(NodeId(1), an_end(7), NOW))
+    await soon()
+    again = Requeued(
+        TaskId(8), 1, SpecId(1), UserId(1), NOW, EndReason.LOST, Span(0), NodeId(1), None
+    )
+    writer.commit(0, Recording(requeued=(again,), results=(a_result(7),)))
+    await asked
+    await request.answering
+    assert request.folded_before == 1
+
+
+async def test_a_report_whose_channel_ends_after_its_commit_is_folded_once() -> None:
+    writer = Writer()
+    recorder = ReportBatches(writer.write, writer.folded.append)
+    asked = asyncio.create_task(recorder.record(NodeId(1), an_end(7), NOW))
+    recorder.awaited.expect([7], asked.cancel)
+    await soon()
+    writer.commit(0, Recording(released=(TaskId(7),), results=(a_result(7),)))
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert len(writer.folded) == 1
 
 
 async def test_a_failed_commit_is_told_to_all_of_them_and_the_next_goes_on() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from time import thread_time
 from typing import Any
 
@@ -24,7 +25,7 @@ from gpool.server.scheduling.explanations import (
     Explainer,
     try_all,
 )
-from tests.server.server_desk import Desk, an_offer
+from tests.server.server_desk import Desk, StoppedClock, an_offer, open_desk
 
 pytestmark = pytest.mark.anyio
 
@@ -119,8 +120,18 @@ async def test_those_who_ask_for_the_same_at_once_are_told_what_was_worked_out_o
     assert desk.server.explaining.batches <= 3
 
 
-async def test_what_was_not_tried_is_said_and_not_taken_for_nothing(desk: Desk) -> None:
+@pytest.fixture
+async def wide_desk(data: Path) -> AsyncIterator[Desk]:
+    """Admits more explanations at once than one batch has."""
+    desk = await open_desk(data, StoppedClock(), overload_requests=16 * MAX_TASKS)
+    async with desk.http:
+        yield desk
+    await desk.server.store.close()
+
+
+async def test_what_was_not_tried_is_said_and_not_taken_for_nothing(wide_desk: Desk) -> None:
     """Of more tasks than are tried at once: those told nothing are told so."""
+    desk = wide_desk
     await desk.agent(offer=an_offer(cpus=2))
     await desk.command()
     await desk.schedule()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from gpool.cli.admin import alerts, keys_and_audit, policy, users
+from gpool.cli.admin import alerts, gpus, keys_and_audit, ledger, policy, recovery, users
 
 
 @click.group()
@@ -17,15 +17,23 @@ for _verb in (
     users.invite,
     users.teams,
     keys_and_audit.keys,
+    keys_and_audit.receipt_keys,
     keys_and_audit.audit,
     alerts.alerts,
     keys_and_audit.replicas,
+    recovery.backup,
+    recovery.restore,
+    recovery.check,
+    recovery.read_only,
     policy.policy,
     policy.cordon,
     policy.uncordon,
     policy.drain,
     policy.certify,
+    gpus.admit,
+    gpus.gpu_models,
     policy.preempt,
     policy.reservations,
+    ledger.ledger,
 ):
     admin.add_command(_verb)

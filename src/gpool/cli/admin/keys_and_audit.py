@@ -1,4 +1,4 @@
-"""`gpool admin keys` (encryption keys of the server), `gpool admin audit` and `gpool admin replicas`."""
+"""`gpool admin keys` (encryption keys of the server), `receipt-keys`, `audit` and `replicas`."""
 
 from __future__ import annotations
 
@@ -44,6 +44,26 @@ def keys_rotate(ctx: click.Context, master: bool, detach: bool, as_json: bool) -
         pause.wait(LOOK_EVERY_S)
         progress = api.get_json("/v1/admin/keys")
     _show(progress, as_json)
+
+
+@click.group("receipt-keys")
+def receipt_keys() -> None:
+    """Replace the key that signs receipts."""
+
+
+@receipt_keys.command("rotate")
+@as_json
+@click.pass_context
+def receipt_keys_rotate(ctx: click.Context, as_json: bool) -> None:
+    """Replace the receipt key, or create the first one; older receipts stay valid."""
+    history = client_of(ctx).api.send_json("POST", "/v1/admin/receipt-keys/rotate", {})
+    if as_json:
+        emit_json(history)
+        return
+    click.echo(
+        f"The pool {history['pool']} has a new receipt key; its history has {len(history['keys'])}."
+    )
+    click.echo("Users fetch the history with: gpool receipt fetch-keys")
 
 
 @click.command()

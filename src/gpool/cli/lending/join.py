@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import platform
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -22,7 +23,7 @@ from gpool.client.transport import ApiTransport
 from gpool.core.errors import AlreadyJoined, Conflict, Forbidden, Invalid, Unreachable
 from gpool.transfer.keys import parse_fingerprint
 from gpool.transfer.node_proofs import ChallengeStatement, NodeKey, Purpose, public_text
-from gpool.transfer.requests import Address, is_loopback
+from gpool.transfer.requests import Address, is_loopback, origin_of
 
 _MOST_NAMESAKES = 100
 _EXAMPLE = "gpool://HOST:PORT/join/TOKEN/POOL#sha256=FINGERPRINT"
@@ -205,10 +206,12 @@ def _another_pool(url: str, linked: str, found: str) -> Forbidden:
     )
 
 
-def agent_variables(identity: EnrolledNode, data: Path, terms: LendingTerms) -> dict[str, str]:
-    """Environment of the agent; not arguments, which process lists show."""
+def agent_variables(
+    identity: EnrolledNode, data: Path, terms: LendingTerms, servers: Sequence[str] = ()
+) -> dict[str, str]:
+    """Environment of the agent; not arguments, which process lists show. `servers`: further addresses of the pool."""
     named = {
-        "SERVER_URL": identity.address.url,
+        "SERVER_URL": ",".join((identity.address.url, *servers)),
         "PLAIN_HTTP": str(int(identity.address.plain)),
         "FINGERPRINT": identity.address.fingerprint,
         "NODE": identity.id,
@@ -221,12 +224,24 @@ def agent_variables(identity: EnrolledNode, data: Path, terms: LendingTerms) -> 
         "POLICY": terms.policy and str(terms.policy.absolute()),
         "LABELS": ",".join(terms.labels),
         "PRICE": terms.price,
+        "MIN_CHARGE": terms.min_charge,
+        "NOTICE": terms.notice,
         "SITE": terms.site,
         "GANG_ADDRESS": terms.address,
         "GANG_PORT": terms.gang_port and str(terms.gang_port),
         "GANG_TRUSTED_LINK": "1" if terms.trusted_link else None,
     }
-    return {f"GPOOL_AGENT_{name}": value for name, value in named.items() if value}
+    given = {f"GPOOL_AGENT_{name}": value for name, value in named.items() if value}
+    if terms.free_for is not None:  # empty: nobody, whatever the policy says
+        given["GPOOL_AGENT_FREE_FOR"] = terms.free_for
+    return given
+
+
+def _addresses(_: click.Context, __: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
+    try:
+        return tuple(origin_of(url) for url in value)
+    except Invalid as error:
+        raise click.BadParameter(error.detail) from error
 
 
 @click.command(
@@ -234,6 +249,7 @@ def agent_variables(identity: EnrolledNode, data: Path, terms: LendingTerms) -> 
     epilog=examples(
         "gpool join gpool://pool.example:8642/join/TOKEN/POOL#sha256=FINGERPRINT",
         "gpool join LINK --policy rules.toml --label ssd --price 0.31/h",
+        "gpool join LINK --server https://b.pool.example:8642 --server https://c.pool.example:8642",
         "gpool join",
     ),
 )
@@ -246,15 +262,29 @@ def agent_variables(identity: EnrolledNode, data: Path, terms: LendingTerms) -> 
     envvar="GPOOL_PLAIN_HTTP",
     help="Join without encryption; the network can read and change everything.",
 )
+@click.option(
+    "--server",
+    "servers",
+    multiple=True,
+    callback=_addresses,
+    metavar="URL",
+    help="Another server of this pool (replica), used when the link's is away (repeatable).",
+)
 @lending
-def join(link: str | None, name: str | None, plain_http: bool, terms: LendingTerms) -> None:
+def join(
+    link: str | None,
+    name: str | None,
+    plain_http: bool,
+    servers: Sequence[str],
+    terms: LendingTerms,
+) -> None:
     """Join this machine to a pool and run its agent.
 
     Without a link it runs the agent of the pool joined before; with several, name one by its URL.
     """
     require_extra("agent", "gpool join")
     if link is None or re.fullmatch(r"https?://[^/]+/?", link):
-        _run_again(*saved_identity(home(), link), terms)
+        _run_again(*saved_identity(home(), link), terms, servers)
         return
     wanted = parse_link(link, plain=plain_http)
     url = wanted.address.url
@@ -270,13 +300,15 @@ def join(link: str | None, name: str | None, plain_http: bool, terms: LendingTer
     finally:
         api.close()
     announce("The agent runs until Ctrl-C.")
-    exec_module(AGENT_MODULE, agent_variables(identity, agent_folder(file), terms))
+    exec_module(AGENT_MODULE, agent_variables(identity, agent_folder(file), terms, servers))
 
 
-def _run_again(file: Path, identity: EnrolledNode, terms: LendingTerms) -> None:
+def _run_again(
+    file: Path, identity: EnrolledNode, terms: LendingTerms, servers: Sequence[str]
+) -> None:
     about = f"Node {identity.name} ({identity.id}) of {identity.address.url}."
     announce(f"{about} The agent runs until Ctrl-C.")
-    exec_module(AGENT_MODULE, agent_variables(identity, agent_folder(file), terms))
+    exec_module(AGENT_MODULE, agent_variables(identity, agent_folder(file), terms, servers))
 
 
 def rejoin(

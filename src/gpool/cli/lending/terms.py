@@ -11,9 +11,11 @@ from typing import Any
 import click
 
 from gpool.agent.machine.policy import GANG_PORT, MOST_GANG_PORT, site_address, site_name
+from gpool.agent.machine.policy_file import parse_free_for, parse_notice
 from gpool.cli.command import option_section
 from gpool.core.errors import Invalid
-from gpool.core.specs.fields import normal_labels, parse_price
+from gpool.core.money.prices import parse_credits, parse_prices
+from gpool.core.specs.fields import normal_labels
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,9 @@ class LendingTerms:
     policy: Path | None = None
     labels: tuple[str, ...] = ()
     price: str = ""
+    min_charge: str = ""
+    free_for: str | None = None
+    notice: str = ""
     site: str = ""
     address: str = ""
     gang_port: int | None = None
@@ -47,10 +52,22 @@ def _labels(_: click.Context, __: click.Parameter, value: tuple[str, ...]) -> tu
         raise click.BadParameter(error.detail) from error
 
 
-def _a_price(text: str) -> str:
-    if text:
-        parse_price(text)
-    return text
+def _unchanged(parse: Callable[[str], object]) -> Callable[[str], str]:
+    """Check a text here that the agent parses again."""
+
+    def read(text: str) -> str:
+        if text:
+            parse(text)
+        return text
+
+    return read
+
+
+def _free_for(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
+    try:
+        return None if value is None else ",".join(parse_free_for(value))
+    except Invalid as error:
+        raise click.BadParameter(error.detail) from error
 
 
 _lent = option_section("Lending")
@@ -123,10 +140,33 @@ _OPTIONS = (
     _lent(
         "--price",
         envvar="GPOOL_AGENT_PRICE",
-        callback=_checked(_a_price),
+        callback=_checked(_unchanged(parse_prices)),
         default="",
-        metavar="CREDITS/h",
-        help="Price per hour of a GPU, or of a machine without GPUs, e.g. 0.31/h (default: 0).",
+        metavar="PRICE",
+        help="Price per hour of a GPU, or of a machine without GPUs: 0.31/h, or 0.31/h,H100=2.00/h,gpu0=0/h.",
+    ),
+    _lent(
+        "--min-charge",
+        envvar="GPOOL_AGENT_MIN_CHARGE",
+        callback=_checked(_unchanged(parse_credits)),
+        default="",
+        metavar="CREDITS",
+        help="Least charge of an allocation, e.g. 0.05 (default: none).",
+    ),
+    _lent(
+        "--free-for",
+        envvar="GPOOL_AGENT_FREE_FOR",
+        callback=_free_for,
+        metavar="NAMES",
+        help="Users and teams that pay nothing, e.g. team:lab,user:ana; your own tasks never cost anything.",
+    ),
+    _lent(
+        "--notice",
+        envvar="GPOOL_AGENT_NOTICE",
+        callback=_checked(_unchanged(parse_notice)),
+        default="",
+        metavar="TIME",
+        help="Promised time before rules of the policy reclaim running tasks, e.g. 10m (default: none).",
     ),
 )
 

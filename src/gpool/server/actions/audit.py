@@ -6,12 +6,13 @@ An entry names actor, action, object, address and outcome: names, ids and scopes
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from gpool.core.ids import UserId, encode
 from gpool.core.model import SECOND, Instant
 from gpool.core.permissions import Action, Thing
 from gpool.server.identity.audit import (
+    EXPIRED,
     OK,
     AuditAnchor,
     AuditEntry,
@@ -26,7 +27,7 @@ from gpool.server.server import Server
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operations.identity import audit as operations
 from gpool.server.store.operations.identity import users
-from gpool.server.store.protocol import Operation, Store, again, operation
+from gpool.server.store.protocol import Operation, again, operation
 from gpool.server.store.rows import of_ids, select
 from gpool.server.store.values import NodeCredentials, User
 
@@ -147,11 +148,26 @@ async def page(server: Server, before: int | None, limit: int) -> tuple[AuditLin
     return await server.store.read(operations.newest(before, limit))
 
 
-async def verify(server: Server, anchors: Iterable[AuditAnchor] = ()) -> ChainIntact | ChainBroken:
-    head = await server.store.read(operations.head())
+class AuditReader(Protocol):
+    """Store, or snapshot of one."""
+
+    async def read(self, operation: Operation[T]) -> T: ...
+
+
+async def verify(
+    store: AuditReader, anchors: Iterable[AuditAnchor] = ()
+) -> ChainIntact | ChainBroken:
+    """Verify the chain from the last expired entry on. Anchors of expired entries but the last cannot be compared."""
+    head = await store.read(operations.head())
+    begun = start = await store.read(operations.start())
     pinned = [*anchors, *([head] if head else [])]
-    start: AuditAnchor | None = None
-    async for links in _pages(server.store, head.sequence if head else 0):
+    named: AuditAnchor | None = None
+    if start is not None:
+        differing = [a for a in pinned if a.sequence == start.sequence and a.hash != start.hash]
+        if differing:
+            return ChainBroken(start.sequence, f"entry {start.sequence} differs from its anchor")
+    first = 0 if start is None else start.sequence
+    async for links in _pages(store, first, head.sequence if head else 0):
         last = links[-1].entry.sequence
         here = [anchor for anchor in pinned if anchor.sequence <= last]
         found = check(
@@ -160,11 +176,27 @@ async def verify(server: Server, anchors: Iterable[AuditAnchor] = ()) -> ChainIn
         if isinstance(found, ChainBroken):
             return found
         start = found.head
+        named = _named_start(links) or named
+    if named != begun:
+        return ChainBroken(
+            first + 1,
+            f"the log begins after entry {first}, but no entry says that those before expired",
+        )
     return check((), start, [a for a in pinned if start is None or a.sequence > start.sequence])
 
 
-async def _pages(store: Store, until: int) -> AsyncIterator[tuple[AuditLink, ...]]:
-    after = 0
+def _named_start(links: Sequence[AuditLink]) -> AuditAnchor | None:
+    """Start of the chain as the last entry about expiry names it."""
+    for link in reversed(links):
+        if link.entry.action == EXPIRED:
+            told = dict(link.entry.facts)
+            return AuditAnchor(int(told["through"]), bytes.fromhex(told["hash"]))
+    return None
+
+
+async def _pages(
+    store: AuditReader, after: int, until: int
+) -> AsyncIterator[tuple[AuditLink, ...]]:
     while after < until:
         links = await store.read(operations.entries(after, min(PAGE, until - after)))
         if not links:

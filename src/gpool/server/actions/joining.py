@@ -91,8 +91,11 @@ async def join(
 async def register(server: Server, who: NodeCredentials, request: NodeRequest) -> NodeJoined:
     permit(who, Action.NODE_OFFER, Thing(ObjectKind.NODE, owner=who.owner, holder=who.node))
     offer = _offer(request, server.settings.max_gpus_per_node)
-    gpu_ids, quota = server.ids.take(len(offer.gpus)), server.settings.owner_quota
-    row = await server.write(reconciliation.take(who.node, offer, gpu_ids, server.now, quota))
+    gpu_ids, terms = server.ids.take(len(offer.gpus)), server.offer_terms
+    keep = reconciliation.take if server.nodes.is_connected(who.node) else reconciliation.store
+    row = await server.write(keep(who.node, offer, gpu_ids, server.now, terms))
+    if server.examiner is not None:
+        row = await server.examiner.admit(row)
     server.picture.node_changed(row.node)
     return NodeJoined(id=encode("node", who.node), name=who.name, server=server.gate.name)
 
@@ -187,7 +190,8 @@ def _create(
     whose = UserId(owner) if owner is not None else None
     known = yield from _existing(request.name, whose, invite_hash, public_key)
     if known is not None and public_key is None:
-        return (yield from reconciliation.take(known, offer, gpu_ids, at, quota))
+        terms = reconciliation.OfferTerms(quota)
+        return (yield from reconciliation.store(known, offer, gpu_ids, at, terms))
     if known is not None:
         row = yield from nodes.node(known)
         assert row is not None
@@ -205,7 +209,9 @@ def _create(
         public_key,
         quota,
     )
-    return (yield from reconciliation.bind(id_, offer, at))
+    row = yield from nodes.node(id_)
+    assert row is not None
+    return row
 
 
 def _existing(

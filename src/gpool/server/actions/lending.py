@@ -92,7 +92,7 @@ async def remove(
     """`Conflict` while it holds leases, unless `force`: then they end at once as lost."""
     facts = {"force": "true"} if force else {}
     removal = entry(server.now, who, "node.remove", encode("node", id_), **facts)
-    removing = audited(_remove(id_, who, force, server.now), [removal])
+    removing = audited(_remove(id_, who, force, server.now, _claimants(server)), [removal])
     answered = await server.write_once(who.user, once, removing, lambda _: b"")
     if answered.value is not None:
         _apply_removal(server, id_, answered.value)
@@ -100,7 +100,7 @@ async def remove(
 
 async def remove_of_deleted_account(server: Server, id_: NodeId) -> None:
     """End the node's leases, whose tasks are queued again, and delete it."""
-    withdrawn = await server.write(_delete_node(id_, server.now, force=True))
+    withdrawn = await server.write(_delete_node(id_, server.now, _claimants(server), force=True))
     if withdrawn is not None:
         _apply_removal(server, id_, withdrawn)
 
@@ -123,7 +123,7 @@ async def suspend(server: Server, owner: UserId, why: str = nodes.MAY_NOT_LEND) 
     for id_ in owned:
         server.nodes.disconnect(id_, why)
     for id_ in owned:
-        withdrawn = await server.write(_withdraw(id_, server.now))
+        withdrawn = await server.write(_withdraw(id_, server.now, _claimants(server)))
         server.picture.absorb(withdrawn.recording)
         server.nodes.forget(id_)
         for row in withdrawn.unflagged:
@@ -131,9 +131,9 @@ async def suspend(server: Server, owner: UserId, why: str = nodes.MAY_NOT_LEND) 
 
 
 @operation
-def _withdraw(id_: NodeId, at: Instant) -> Operation[_Withdrawn]:
+def _withdraw(id_: NodeId, at: Instant, claimants: gpus.Claimants) -> Operation[_Withdrawn]:
     recording = yield from leases.expire(id_, at)
-    uuids = yield from gpus.lapse((yield from gpus.uuids_of(id_)), at)
+    uuids = yield from gpus.lapse((yield from gpus.uuids_of(id_)), at, claimants)
     return _Withdrawn(recording, (yield from reconciliation.rows_with(uuids)))
 
 
@@ -176,23 +176,33 @@ def _unflag(id_: GpuId, who: Caller, at: Instant) -> Operation[tuple[NodeRow, ..
 
 
 @operation
-def _remove(id_: NodeId, who: Caller, force: bool, at: Instant) -> Operation[_Withdrawn]:
+def _remove(
+    id_: NodeId, who: Caller, force: bool, at: Instant, claimants: gpus.Claimants
+) -> Operation[_Withdrawn]:
     found = yield from nodes.node(id_)
     permit(who, Action.NODE_REMOVE, node_thing(found), _named(id_))
-    withdrawn = yield from _delete_node(id_, at, force=force)
+    withdrawn = yield from _delete_node(id_, at, claimants, force=force)
     if withdrawn is None:
         raise no_node(id_)
     return withdrawn
 
 
 @operation
-def _delete_node(id_: NodeId, at: Instant, *, force: bool) -> Operation[_Withdrawn | None]:
+def _delete_node(
+    id_: NodeId, at: Instant, claimants: gpus.Claimants, *, force: bool
+) -> Operation[_Withdrawn | None]:
     recording = (yield from leases.expire(id_, at)) if force else Recording()
     uuids = yield from gpus.uuids_of(id_)
     if not (yield from nodes.remove_node(id_, None)):
         return None
-    freed = yield from gpus.lapse(uuids, at)
+    freed = yield from gpus.lapse(uuids, at, claimants)
     return _Withdrawn(recording, (yield from reconciliation.rows_with(freed)))
+
+
+def _claimants(server: Server) -> gpus.Claimants:
+    nodes_here = server.picture.state.nodes.items()
+    connected = frozenset(id_ for id_, each in nodes_here if each.node and each.node.connected)
+    return gpus.Claimants(connected, server.offer_terms.proof)
 
 
 def _named(id_: NodeId) -> str:

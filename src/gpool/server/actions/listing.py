@@ -11,6 +11,7 @@ from typing import Literal
 from gpool.core.errors import Invalid, NotFound
 from gpool.core.ids import GpuId, NodeId, decode, encode
 from gpool.core.model import Availability, Gpu, GpuDetails, Health, Node, Permission, Tier
+from gpool.core.money.prices import gpu_hour
 from gpool.core.scheduler.place.fit import cpu_price
 from gpool.core.scheduler.state.waiting import NodeState
 from gpool.core.specs import fields
@@ -76,6 +77,9 @@ def node_document(server: Server, who: Caller, gpus: GpuRows, row: NodeRow) -> N
         else [],
         labels=_labels(server, here),
         price_microcredits=here.offer.price_microcredits,
+        min_charge_microcredits=here.offer.min_charge_microcredits,
+        free_for=list(here.offer.free_for) if inside or not here.offer.free_for else None,
+        notice_s=here.offer.notice_s,
         site=reconciliation.site_name(here.offer.site),
         cordoned=server.picture.policy.rules.cordons.get(here.id),
     )
@@ -95,7 +99,7 @@ def gpu_documents(
 ) -> Iterator[tuple[int, GpuDocument]]:
     """Documents of a node's GPUs by index, one at a time: a node may have a thousand.
 
-    The hardware uuid is shown to the owner and operators only: it can be claimed.
+    The hardware uuid and the PCI address are shown to the owner and operators only: they identify one card.
     """
     here = row.node
     inside = _is_inside(who, here)
@@ -108,6 +112,7 @@ def gpu_documents(
         free_share = max(0, room.free_share) if room else 1000
         free_memory = max(0, room.free_memory) if room else device.memory_bytes
         allowed = device.index not in here.gpus_withheld
+        is_unproven = device.index in here.gpus_unproven
         yield (
             device.index,
             GpuDocument(
@@ -128,7 +133,8 @@ def gpu_documents(
                 tiers=_tiers(
                     {tier for tier in here.offer.tiers if device.guest == (tier is Tier.VM)}
                 ),
-                flagged=stored.flagged or stored.unproven,
+                flagged=stored.flagged or (None if is_unproven else stored.unproven),
+                unproven=stored.unproven if is_unproven else None,
                 verified=stored.verified,
                 untested=device.untested,
                 measured=measured_document(stored.measured),
@@ -136,9 +142,9 @@ def gpu_documents(
                 health=device.health.value,
                 ails=device.ails or None,
                 quarantined=stored.quarantined,
-                details=None if device.details is None else gpu_details(device.details),
+                details=None if device.details is None else gpu_details(device.details, inside),
                 reading=reading(server.telemetry.now_of(here.id, device.index, server.now)),
-                price_microcredits=here.offer.price_microcredits,
+                price_microcredits=gpu_hour(here, device),
                 labels=_labels(server, here),
             ),
         )
@@ -218,6 +224,8 @@ def gpu_problems(here: Node, gpus: GpuRows) -> list[str]:
         if stored is not None and stored.quarantined is not None:
             cure = f"when it is well: gpool node resume gpu{device.index}"
             found.append(f"{name} is in quarantine: {stored.quarantined}; {cure}")
+        elif stored is not None and not stored.flagged and device.index in here.gpus_unproven:
+            found.append(f"{name} serves you, your teams and --on tasks only: {stored.unproven}")
         elif stored is not None and (stored.flagged or stored.unproven):
             found.append(f"{name} gets no tasks: {stored.flagged or stored.unproven}")
         elif device.ails:
@@ -228,12 +236,13 @@ def gpu_problems(here: Node, gpus: GpuRows) -> list[str]:
 _PATHS = frozenset(PciePath)
 
 
-def gpu_details(details: GpuDetails) -> GpuDetailsDocument:
+def gpu_details(details: GpuDetails, inside: bool) -> GpuDetailsDocument:
+    """`inside`: for the owner or an operator, who also see the PCI address."""
     return GpuDetailsDocument(
         source=details.source,
         driver=details.driver,
         capability=details.capability,
-        bus=details.bus,
+        bus=details.bus if inside else "",
         pcie=details.pcie,
         power_limit_watts=details.power_limit_mw / 1000 or None,
         clock_mhz=details.clock_mhz or None,
@@ -328,7 +337,12 @@ async def _resource_page(
     before = None
     if after is not None:  # a node with resources behind the cursor is read again
         before = after.node if after.index == CPU_INDEX else NodeId(after.node - 1)
-    found, gpus = await server.store.read(_page(wanted, before, limit))
+    found, gpus = await server.reads.read(
+        server.store,
+        ("resources", wanted, before, limit),
+        _page(wanted, before, limit),
+        rows=lambda page: 1 + len(page[0].rows) + len(page[1]),
+    )
     items: list[GpuDocument] = []
     last: ResourceCursor | None = None
     for row in found.rows:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gpool.core.errors import Invalid, NotFound
+from gpool.core.gpu_verification import make_of
 from gpool.core.ids import NodeId, TaskId, UserId, encode
 from gpool.core.model import Audience, Instant
 from gpool.core.permissions import TeamId
@@ -25,16 +26,34 @@ from gpool.server.identity.sealer import KeyStatus
 from gpool.server.scheduling.delivery import lines_on
 from gpool.server.server import Once, Server
 from gpool.server.store.identity_values import Caller
-from gpool.server.store.operations import nodes
+from gpool.server.store.operations import nodes, recovery
 from gpool.server.store.operations import rules as operations
 from gpool.server.store.operations.identity import accounts, teams
 from gpool.server.store.protocol import Operation, operation
+from gpool.wire.admin import GpuModelDocument, GpuModelPage
 
 MAX_RESERVATIONS = 1000
+MAX_UNKNOWN = 100
+"""Models of lent GPUs shown that the table lacks."""
 
 
 async def refresh(server: Server) -> None:
-    server.picture.use_rules(await server.store.read(operations.rules()), server.now)
+    rules = await server.store.read(operations.rules())
+    server.picture.use_rules(rules, server.now)
+    if server.read_only.set(rules.read_only):
+        for connection in server.nodes.connections:
+            if connection.is_behind:
+                why = "the pool can be changed again; connect again"
+                connection.refuse("conflict", why, retry=True)
+
+
+async def set_read_only(server: Server, who: Caller, reason: str, once: Once | None) -> str:
+    """Begin the read-only mode, or end it with an empty reason."""
+    facts = {"reason": reason} if reason else {}
+    audit_entry = entry(server.now, who, "server.read_only", "on" if reason else "off", **facts)
+    change = recovery.set_read_only(reason, server.now)
+    await _write(server, who, once, audited(change, [audit_entry]))
+    return server.read_only.reason
 
 
 async def _write(
@@ -212,6 +231,32 @@ class NewReservation:
     first: Instant
     last: Instant
     why: str = ""
+
+
+def gpu_models(server: Server) -> GpuModelPage:
+    """Return the reference table of GPU verification, and lent models that it lacks (the first hundred)."""
+    verifier = server.examiner
+    models = {} if verifier is None else verifier.models
+    nodes_here = [each.node for each in server.picture.state.nodes.values() if each.node]
+    unknown = {
+        gpu.model
+        for node in nodes_here
+        for gpu in node.offer.gpus
+        if not gpu.simulated and make_of(gpu.model, gpu.memory_bytes, models) is None
+    }
+    return GpuModelPage(
+        items=[
+            GpuModelDocument(
+                name=name,
+                int8_teraops=make.teraops,
+                memory_gb_per_s=make.gigabytes_per_s,
+                memory_gib=make.memory_gib,
+            )
+            for name, make in sorted(models.items())
+        ],
+        verifies=verifier is not None and verifier.verifies,
+        unknown=sorted(unknown)[:MAX_UNKNOWN],
+    )
 
 
 def reservations(server: Server) -> tuple[Reservation, ...]:

@@ -4,7 +4,7 @@ and storage (`store.operations.tasks.storage`) are compared with the stored amou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gpool.core.errors import Invalid, NotFound, StorageFull, TooMany
@@ -18,10 +18,15 @@ from gpool.server.server import Server
 from gpool.server.settings import Settings
 from gpool.server.store.identity_values import GivenQuota
 from gpool.server.store.operations.identity import accounts, teams
-from gpool.server.store.operations.tasks import artifacts, storage
-from gpool.server.store.operations.tasks.storage import StorageLimits, UploadReservation
+from gpool.server.store.operations.tasks import artifacts, storage, tasks
+from gpool.server.store.operations.tasks.artifacts import StoredBytes
+from gpool.server.store.operations.tasks.storage import (
+    AccountUsage,
+    StorageLimits,
+    UploadReservation,
+)
 from gpool.server.store.operations.tasks.submissions import Submission
-from gpool.server.store.protocol import Operation, operation
+from gpool.server.store.protocol import Operation, Statement, operation
 from gpool.wire.frames import Hold
 
 
@@ -130,26 +135,31 @@ def most_queued(server: Server) -> int | None:
     return picture.waiting + len(picture.state.held) + picture.arriving
 
 
+def holders_of(submissions: Iterable[Submission]) -> set[Holder]:
+    return {holder for each in submissions for holder in _holders(each.user, each.team)}
+
+
 def queue_quota_errors(
-    server: Server, submissions: Sequence[Submission], most: int | None
+    server: Server,
+    submissions: Sequence[Submission],
+    most: int | None,
+    usage: Iterable[AccountUsage],
 ) -> Operation[list[TooMany | None]]:
     """For each submission, the error if it exceeds the queue quota of its user or team, as if they came in turn.
 
-    Part of their transaction. Counting costs time in proportion to the queue, so it is skipped if `most` (of
-    `most_queued`) is within the quota.
+    Part of their transaction, which has read the `usage` of `holders_of`. Counting costs time in proportion to the
+    queue, so it is skipped if `most` (of `most_queued`) is within the quota.
     """
-    holders_of_each = [_holders(each.user, each.team) for each in submissions]
-    asked = {holder for holders in holders_of_each for holder in holders}
-    given = yield from teams.quotas_of(asked)
     limits: dict[Holder, int] = {}
-    for holder in asked:
-        limit = effective(server.settings, holder, given.get(holder, GivenQuota())).queued_tasks
+    for row in usage:
+        usual = _usual(server.settings, row.account).queued_tasks
+        limit = row.queued_tasks if row.queued_tasks is not None else usual
         if limit is not None and (most is None or most > limit):
-            limits[holder] = limit
+            limits[row.account] = limit
     used = (yield from teams.queued_of(limits)) if limits else {}
     return [
-        _charge(holders, len(each.tasks), limits, used)
-        for holders, each in zip(holders_of_each, submissions, strict=True)
+        _charge(_holders(each.user, each.team), len(each.tasks), limits, used)
+        for each in submissions
     ]
 
 
@@ -166,6 +176,47 @@ def _charge(
         if holder in limits:
             used[holder] += count
     return None
+
+
+# ---- the pool's queue
+
+QUEUE_LOCK = 0x6770717565  # "gpque"
+LEAST_HEADROOM = 1000
+
+
+@dataclass(slots=True)
+class QueueRoom:
+    """Tasks that the pool's queue still takes in one transaction; None: it is far from full."""
+
+    limit: int
+    waiting: int | None = None
+
+    def refusal(self, count: int) -> TooMany | None:
+        """Take room for so many tasks, or return the error."""
+        if self.waiting is None:
+            return None
+        if self.waiting + count > self.limit:
+            return queue_is_full(self.waiting)
+        self.waiting += count
+        return None
+
+
+def queue_room(server: Server) -> Operation[QueueRoom]:
+    """Count the queue, if it is nearly full and has several servers; their submissions then wait for this commit.
+
+    A replica sees submissions of the others up to a second late: fewer than a tenth of the queue, or `LEAST_HEADROOM`.
+    """
+    limit, picture = server.settings.max_queued, server.picture
+    waiting = picture.waiting + picture.arriving
+    is_far = waiting + max(LEAST_HEADROOM, limit // 10) <= limit and not picture.is_stale
+    if not server.settings.is_shared or is_far:
+        return QueueRoom(limit)
+    yield Statement(f"SELECT 1 /*postgresql FROM pg_advisory_xact_lock({QUEUE_LOCK})*/")  # noqa: S608
+    return QueueRoom(limit, (yield from tasks.queued_count(None, None, limit)))
+
+
+def queue_is_full(waiting: int) -> TooMany:
+    return TooMany(f"the queue is full with {waiting} waiting tasks; try again later")
 
 
 # ---- storage
@@ -187,31 +238,26 @@ def finish_upload(
     size: int,
     limits: StorageLimits,
     at: Instant,
-    object_: str = "",
+    stored: StoredBytes,
 ) -> Operation[bool | StorageFull]:
-    """Replace the upload's reservation by the artifact. Refused bytes get no reference and are pruned.
+    """Replace the upload's reservation by the artifact. Refused bytes are not recorded; the caller removes them.
 
     False: the node does not hold the lease any more, or a direct upload lost its reservation, whose bytes are discarded.
-    `object_`: its key in the object store.
     """
-    if room.number == storage.DIRECT and not (yield from storage.holds_object(room, object_)):
+    if room.number == storage.DIRECT and not (yield from storage.holds_object(room, stored.object)):
         return False
     yield from storage.take_reservation(room)
     is_new = not (yield from storage.is_stored(room.account, upload.sha256))
     left = (yield from storage.rooms([room.account], limits)).get(room.account, size)
     if is_new and size > left:
-        yield from artifacts.leave_to_prune(upload.sha256, size, object_)
         return storage.storage_full(room.account, "this artifact", size, left)
     fence = None
     if upload.lease is not None and upload.node is not None:
         fence = (TaskId(upload.lease.task), upload.lease.epoch)
     add = artifacts.add_artifact(
-        upload.sha256, size, upload.user, upload.node, fence, at, upload.team_key, object_
+        upload.sha256, size, upload.user, upload.node, fence, at, upload.team_key, stored
     )
-    if not (yield from add):
-        yield from artifacts.leave_to_prune(upload.sha256, size, object_)
-        return False
-    return True
+    return (yield from add)
 
 
 # ---- accounts

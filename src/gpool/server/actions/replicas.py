@@ -24,7 +24,7 @@ async def listed(server: Server) -> list[ListedReplica]:
     here = server.replica
     if not isinstance(here, Membership):
         never, term = Instant(0), server.picture.term
-        sole = ReplicasRecord(0, 0, server.settings.origin, VERSION, never, never, None, term)
+        sole = ReplicasRecord(0, 0, server.settings.origin, VERSION, never, never, None, term, 0)
         nodes_here = len(server.nodes.connections)
         return [ListedReplica(sole, leads=True, is_alive=True, nodes=nodes_here)]
     rows = await server.store.read(operations.replicas())

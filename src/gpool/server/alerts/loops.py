@@ -1,16 +1,16 @@
-"""Loops of the monitoring: the queue survey with the alert rules, and the lag of the event loop."""
+"""Loops of the monitoring: the queue survey with the alert rules, and the delays of the event loop and the store."""
 
 from __future__ import annotations
 
 import asyncio
+from time import monotonic
 
 from gpool.core.model import Instant
 from gpool.server.alerts.monitor import survey_ages, survey_reasons
 from gpool.server.alerts.rules import EVERY_S
+from gpool.server.overload.admission import TICK_S, LoadSample
 from gpool.server.server import Server
 from gpool.server.wakeups import Wake
-
-LAG_EVERY_S = 0.5
 
 
 class MonitorPool:
@@ -34,18 +34,26 @@ class MonitorPool:
 
 
 class LagLoop:
-    """Measures how late a timer is called: the time for which other work blocked the event loop."""
+    """Measures how late a timer is called: the time for which other work blocked the event loop; tells the admission
+    of requests this and the delays of the store.
+    """
 
     name = "lag"
 
     def __init__(self, server: Server) -> None:
         self.wake = Wake()
-        self.every_s = LAG_EVERY_S
-        self._lag = server.metrics.signals.loop_lag
+        self.every_s = TICK_S
+        self._signals, self._admission = server.metrics.signals, server.admission
+        self._readers = server.settings.store_readers
         self._due_s: float | None = None
 
     async def run_once(self, now: Instant) -> None:  # noqa: ARG002 - a loop's signature
-        at_s = asyncio.get_running_loop().time()
+        signals, at_s = self._signals, monotonic()  # not the loop's time, which stands in a turn
+        lag_s = 0.0 if self._due_s is None else max(0.0, at_s - self._due_s)
         if self._due_s is not None:
-            self._lag.observe(max(0.0, at_s - self._due_s))
-        self._due_s = at_s + LAG_EVERY_S
+            signals.loop_lag.observe(lag_s)
+        store = signals.store
+        sample = LoadSample(lag_s, store.write_age_s, store.read_wait_s(self._readers))
+        self._admission.tick(sample, at_s)
+        signals.http.pressure.set(self._admission.pressure)
+        self._due_s = at_s + TICK_S

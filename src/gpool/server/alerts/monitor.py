@@ -35,8 +35,20 @@ class QueueSurvey:
 
 
 @dataclass(slots=True)
+class UnclearedFunds:
+    """Micro-credits of open pending transfers, and when the oldest one was reserved; measured by the loop `ledger`."""
+
+    amount: int = 0
+    oldest_at: Instant | None = None
+
+    def set(self, amount: int, oldest_at: Instant | None) -> None:
+        self.amount, self.oldest_at = amount, oldest_at
+
+
+@dataclass(slots=True)
 class PoolMonitor:
     survey: QueueSurvey = field(default_factory=QueueSurvey)
+    uncleared: UnclearedFunds = field(default_factory=UnclearedFunds)
     alerts: AlertEvaluator = field(default_factory=lambda: AlertEvaluator(RULES))
     evaluated_at: Instant | None = None
 

@@ -146,6 +146,13 @@ RULES: Sequence[AlertRule] = (
         "More than 10 % of the requests are refused by limits or overload.",
     ),
     AlertRule(
+        "GpoolOverloaded",
+        _WARNING,
+        _above(_increase(catalogue.SHED, 5 * _MINUTES), 0),
+        2 * _MINUTES,
+        "A server refuses requests because it has more work than it can do in time.",
+    ),
+    AlertRule(
         "GpoolSchedulerStalled",
         _CRITICAL,
         While(
@@ -265,6 +272,13 @@ RULES: Sequence[AlertRule] = (
         _above(_p99(catalogue.COMMIT_TIME, 5 * _MINUTES), 0.5),
         5 * _MINUTES,
         "Commits take longer than 0.5 s: everything that is stored is slow.",
+    ),
+    AlertRule(
+        "GpoolFeedLag",
+        _WARNING,
+        _above(Value(_series(catalogue.FEED_LAG)), 10),
+        _MINUTES,
+        "A server is more than 10 s behind the others: it shows old states, and its nodes get tasks late.",
     ),
     AlertRule(
         "GpoolLoopBlocked",

@@ -22,11 +22,15 @@ from gpool.server.api.problems import problem
 from gpool.server.http import MAX_HEAD_BYTES
 from gpool.server.identity.authorization import SIGN_IN, USER_PREFIX, gate
 from gpool.server.identity.throttle import Guard, RouteClass
+from gpool.server.overload.admission import LoadClass
 from gpool.server.server import Server
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.values import NodeCredentials
 from gpool.transfer.node_proofs import PROOF_HEADER
 from gpool.transfer.requests import LEASE_HEADER
+
+RATE = "gpool.route_rate"
+"""Key of the request scope under which the `RouteRate` is kept."""
 
 CLASS = "gpool.route_class"
 """Key of the request scope under which the rate class is kept."""
@@ -44,8 +48,10 @@ FREE = frozenset({"/healthz", "/readyz"})
 class RouteRate(NamedTuple):
     route_class: RouteClass
     counts_address: bool  # whatever the headers say
+    load: LoadClass = LoadClass.OTHER
 
 
+_PROOF = PROOF_HEADER.lower().encode()
 _ADDRESS_CLASSES = frozenset({RouteClass.SIGN_IN, RouteClass.REGISTER, RouteClass.REFRESH})
 _UNKNOWN_ROUTE = RouteRate(RouteClass.READ, counts_address=True)
 
@@ -55,7 +61,8 @@ class RateClasses:
         self._plain: dict[tuple[str, str], RouteRate] = {}
         self._patterns: dict[tuple[str, int], list[tuple[list[str | None], RouteRate]]] = {}
         for each in endpoints:
-            rate = RouteRate(each.rate, each.is_open or each.rate in _ADDRESS_CLASSES)
+            counts_address = each.is_open or each.rate in _ADDRESS_CLASSES
+            rate = RouteRate(each.rate, counts_address, each.load)
             if "{" in each.path:
                 parts = [None if part.startswith("{") else part for part in each.path.split("/")]
                 key = (each.method, len(parts))
@@ -75,15 +82,16 @@ class RateClasses:
 
 
 class RateLimiter:
-    def __init__(self, app: ASGIApp, guard: Guard, endpoints: Iterable[Endpoint]) -> None:
+    """Runs within `shedding.LoadShedder`, which looks the route up."""
+
+    def __init__(self, app: ASGIApp, guard: Guard) -> None:
         self._app = app
         self._guard = guard
-        self._classes = RateClasses(endpoints)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in FREE:
             try:
-                self._check(scope, self._classes.of(scope["method"], scope["path"]))
+                self._check(scope, scope[RATE])
             except GpoolError as error:
                 await problem(error, scope["path"])(scope, receive, send)
                 return
@@ -118,6 +126,15 @@ def credential_was_valid(connection: HTTPConnection) -> None:
 def address_in(scope: Scope) -> str:
     client = scope.get("client")
     return str(client[0]) if client else ""
+
+
+def header_in(scope: Scope, name: bytes) -> str | None:
+    """First header of that lower-case name. Starlette's mapping takes five times as long for one that is absent."""
+    for key, value in scope["headers"]:
+        if key == name:
+            text: str = value.decode("latin-1")
+            return text
+    return None
 
 
 def server_of(connection: HTTPConnection) -> Server:
@@ -166,12 +183,12 @@ async def caller(connection: HTTPConnection) -> Caller | NodeCredentials:
 
 
 async def caller_if_any(connection: HTTPConnection) -> Caller | NodeCredentials | None:
-    header = connection.headers.get("authorization")
+    header = header_in(connection.scope, b"authorization")
     if header is None:
         return None
     scheme, _, secret = header.partition(" ")
     found: Caller | None = None
-    proof = connection.headers.get(PROOF_HEADER)
+    proof = header_in(connection.scope, _PROOF)
     if proof is not None:
         node = await _node_of(connection, secret.strip(), proof)
         _authenticated(connection, encode("node", node.node))

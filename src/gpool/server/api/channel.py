@@ -20,7 +20,7 @@ from gpool.observability.logs import get_logger
 from gpool.server.api.callers import KNOWN, address_of, is_draining, server_of
 from gpool.server.api.endpoints import EndpointRouter
 from gpool.server.api.problems import problem
-from gpool.server.http import PROVEN, WRITE_FRAME
+from gpool.server.http import PROVEN, WRITE_FRAMES
 from gpool.server.identity.node_proofs import JOIN_AGAIN
 from gpool.server.identity.throttle import RouteClass
 from gpool.server.nodes.connection import NodeChannel
@@ -32,6 +32,7 @@ from gpool.server.nodes.guards import (
     Handshake,
     cost_of,
 )
+from gpool.server.server import Server
 from gpool.wire.frames import (
     CHANNEL_PATH,
     MAX_FRAME_BYTES,
@@ -40,10 +41,11 @@ from gpool.wire.frames import (
     FromServer,
     Grants,
     Malformed,
+    Recorded,
     Refused,
-    decode_any_from_agent,
     encode,
 )
+from gpool.wire.tolerance import read_from_agent
 
 log = get_logger(__name__)
 routes = EndpointRouter("channel")
@@ -54,36 +56,85 @@ MAX_WAITING_BYTES = 64 * 1024 * 1024
 ORDERLY = (1000, 1001)
 """Close codes of an agent that ended its connection itself (RFC 6455); others: it crashed or the network broke."""
 
-STOPPING_S = 1
-"""Retry-After of a server that drains: behind a load balancer the next attempt meets another one."""
+RETRY_S = 1
+"""Retry-After of a server that drains or has no database: behind a load balancer the next attempt meets another one."""
 
 PROVE_WITHIN_S = 10.0
 """Time limit for the proof of a new connection."""
 
 
-class _Outbox:
+ACK_WAITS_S = 0.02
+"""How long the acknowledgement of an idle node's reports waits for grants to travel with."""
+
+
+class ChannelOutbox:
     """Sends frames in order. Grants are written at once if no other frame waits: a task's start must not wait for the
     work of the loop's current iteration.
+
+    An idle node (`is_idle`: it holds no lease) has nothing else to report, so nothing waits for the acknowledgement of
+    its last report. Where leases follow acknowledgements closely, as with calls one after another, it travels with the
+    next lease, which spares both sides a wake-up.
     """
 
-    def __init__(self, socket: WebSocket) -> None:
-        self._socket = socket
-        self._write: Callable[[bytes], bool] = socket.scope.get("extensions", {}).get(
-            WRITE_FRAME, lambda _: False
+    def __init__(
+        self, socket: WebSocket, is_idle: Callable[[], bool], time: Callable[[], float]
+    ) -> None:
+        self._socket, self._is_idle, self._time = socket, is_idle, time
+        self._write: Callable[..., bool] = socket.scope.get("extensions", {}).get(
+            WRITE_FRAMES, lambda *_: False
         )
         self._waiting: deque[bytes | None] = deque()
         self._more = asyncio.Event()
         self._bytes = 0
+        self._ack: bytes | None = None
+        self._ack_timer: asyncio.TimerHandle | None = None
+        self._acked_at = float("-inf")
+        self._leases_follow = False  # the last lease came soon after an acknowledgement
 
     def put(self, frame: FromServer) -> None:
         data = encode(frame)
-        if type(frame) is Grants and not self._waiting and self._write(data):
+        if type(frame) is Grants:
+            self._leases_follow = self._time() - self._acked_at < ACK_WAITS_S
+        elif type(frame) is Recorded:
+            self._acked_at = self._time()
+            if not frame.refused:
+                if self._leases_follow and not self._waiting and self._is_idle():
+                    self._hold(data)
+                    return
+                self._take_ack()  # this frame acknowledges as much, and more
+        ack = self._take_ack()
+        frames = (data,) if ack is None else (ack, data)
+        if type(frame) is Grants and not self._waiting and self._write(*frames):
             return
-        self._bytes += len(data)
-        self._waiting.append(data)
+        for each in frames:
+            self._add(each)
         if isinstance(frame, Refused) or self._bytes > MAX_WAITING_BYTES:
             self._waiting.append(None)
+
+    def _add(self, data: bytes) -> None:
+        self._bytes += len(data)
+        self._waiting.append(data)
         self._more.set()
+
+    def _hold(self, ack: bytes) -> None:
+        self._ack = ack
+        if self._ack_timer is None:
+            loop = asyncio.get_running_loop()
+            self._ack_timer = loop.call_later(ACK_WAITS_S, self._send_ack)
+
+    def _take_ack(self) -> bytes | None:
+        ack, self._ack = self._ack, None
+        return ack
+
+    def _send_ack(self) -> None:
+        self._ack_timer = None
+        ack = self._take_ack()
+        if ack is not None:
+            self._add(ack)
+
+    def close(self) -> None:
+        if self._ack_timer is not None:
+            self._ack_timer.cancel()
 
     async def send_all(self) -> None:
         while True:
@@ -140,6 +191,12 @@ class _Inbox:
         return True
 
 
+def _is_idle(server: Server, node: NodeId) -> bool:
+    """True if the node holds no lease."""
+    entry = server.picture.state.nodes.get(node)
+    return not server.picture.is_stale and (entry is None or not entry.lines)
+
+
 def _size(message: Message) -> int:
     return len(message.get("bytes") or message.get("text") or b"")
 
@@ -149,7 +206,9 @@ async def agent_channel(socket: WebSocket) -> None:
     server = server_of(socket)
     try:
         if is_draining(socket):
-            raise Unreachable("this server is stopping; connect again", retry_after=STOPPING_S)
+            raise Unreachable("this server is stopping; connect again", retry_after=RETRY_S)
+        if problem_of_database := await socket.app.state.readiness.problem():
+            raise Unreachable(problem_of_database, retry_after=RETRY_S)
         server.guard.count_channel(address_of(socket))
         who = await server.gate.node(_claimed_node(socket))
         if who is None:
@@ -160,7 +219,8 @@ async def agent_channel(socket: WebSocket) -> None:
         await socket.send_denial_response(problem(error, socket.scope["path"]))
         return
     await socket.accept()
-    outbox = _Outbox(socket)
+    time = asyncio.get_running_loop().time
+    outbox = ChannelOutbox(socket, lambda: _is_idle(server, who.node), time)
     handshake = Handshake(server.gate, who, server.clock.now, outbox.put)
     channel = NodeChannel(server, who, outbox.put)
     sender = asyncio.create_task(outbox.send_all(), name=f"gpool-channel-{who.node}")
@@ -172,8 +232,12 @@ async def agent_channel(socket: WebSocket) -> None:
             await sender  # the remaining frames, a refusal last
     except WebSocketDisconnect as gone:
         is_orderly = gone.code in ORDERLY
+    except Unreachable as error:  # the database: another replica may reach it
+        channel.refuse(error.code, error.detail, retry=True)
+        await asyncio.wait([sender], timeout=RETRY_S)
     finally:
         await channel.close(is_orderly=is_orderly)
+        outbox.close()
         sender.cancel()
         await asyncio.gather(sender, return_exceptions=True)
 
@@ -235,17 +299,25 @@ async def _receive(
         channel.refuse("invalid", f"frames are binary and at most {most} bytes", retry=False)
         return
     try:
-        frame = decode_any_from_agent(data)
+        frame = read_from_agent(data)
     except Malformed as error:
         channel.refuse("invalid", f"not a frame: {error}", retry=False)
         return
     was_proven = handshake.is_proven
+    if frame is None and not was_proven:
+        channel.refuse("invalid", "the first frame is not known here", retry=False)
+        return
     # Before the proof the node is only claimed, so its budget is not charged; one frame is allowed.
-    cost = cost_of(frame, channel.changed_gpus(frame)) if was_proven else cost_of(frame)
+    cost = 1.0
+    if frame is not None:
+        cost = cost_of(frame, channel.changed_gpus(frame)) if was_proven else cost_of(frame)
     wait_s = inbox.wait_s(cost, len(data)) if was_proven else 0.0
     if wait_s > 0 and not await inbox.throttle(wait_s):
         log.warning("node floods the server with frames; closing its connection", node=channel.node)
         channel.refuse("too_many", FLOODING, retry=True)
+        return
+    if frame is None:
+        log.debug("a frame of another release was left out", node=channel.node)
         return
     passed = await handshake.take(frame)
     if handshake.is_proven and not was_proven:

@@ -23,6 +23,9 @@ from gpool.core.errors import BY_CODE
 from gpool.core.permissions import RULES, AccessRelation, Action, ObjectKind
 from gpool.server.api.problems import MEDIA_TYPE
 from gpool.server.identity.throttle import RouteClass
+from gpool.server.overload.admission import LoadClass
+from gpool.server.read_only import ReadOnlyMode
+from gpool.transfer.node_proofs import PROOF_HEADER
 from gpool.wire.documents import Problem
 
 H = TypeVar("H", bound=Callable[..., Awaitable[Any]])
@@ -75,6 +78,7 @@ class Endpoint:
     body: type[BaseModel] | type[bytes] | None = None
     is_body_required: bool = True
     problems: tuple[int, ...] = ()  # statuses beyond those that `problem_statuses` derives
+    load: LoadClass = LoadClass.OTHER  # when it is refused in an overload
 
     @property
     def is_open(self) -> bool:
@@ -138,7 +142,8 @@ class EndpointRouter:
 
     def websocket(self, path: str, *actions: Action, rate: RouteClass) -> Callable[[H], H]:
         def declare(handler: H) -> H:
-            self.endpoints.append(Endpoint(WEBSOCKET, path, handler.__name__, actions, rate))
+            vital = Endpoint(WEBSOCKET, path, handler.__name__, actions, rate, load=LoadClass.VITAL)
+            self.endpoints.append(vital)
             self.router.add_api_websocket_route(path, handler)
             return handler
 
@@ -155,11 +160,14 @@ class EndpointRouter:
         body: type[BaseModel] | type[bytes] | None = None,
         is_body_required: bool = True,
         problems: tuple[int, ...] = (),
+        load: LoadClass | None = None,
         include_in_schema: bool = True,
     ) -> Callable[[H], H]:
         if isinstance(returns, type):
             returns = SuccessReply(returns)
         replies = (returns,) if isinstance(returns, SuccessReply) else tuple(returns)
+
+        counted = rate or _RATES.get(method, RouteClass.CHANGE)
 
         def declare(handler: H) -> H:
             endpoint = Endpoint(
@@ -167,15 +175,19 @@ class EndpointRouter:
                 path,
                 handler.__name__,
                 actions,
-                rate or _RATES.get(method, RouteClass.CHANGE),
+                counted,
                 body,
                 is_body_required,
                 problems,
+                load or _load_class(counted, replies[0].document),
             )
 
             @wraps(handler)
             async def declared(request: Request, **parameters: Any) -> Any:
                 request.scope[DECLARED] = endpoint
+                mode: ReadOnlyMode = request.app.state.server.read_only
+                if mode.is_on:
+                    mode.check(endpoint.actions, by_node=PROOF_HEADER in request.headers)
                 return await handler(request, **parameters)
 
             self.endpoints.append(endpoint)
@@ -192,6 +204,13 @@ class EndpointRouter:
             return cast("H", declared)
 
         return declare
+
+
+def _load_class(rate: RouteClass, document: Any) -> LoadClass:
+    if rate is RouteClass.SUBMIT:
+        return LoadClass.SUBMISSION
+    is_page = rate is RouteClass.READ and "items" in getattr(document, "model_fields", ())
+    return LoadClass.LISTING if is_page else LoadClass.OTHER
 
 
 def action_of(connection: HTTPConnection, action: Action | None = None) -> Action:

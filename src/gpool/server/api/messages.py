@@ -20,7 +20,7 @@ from starlette.responses import Response, StreamingResponse
 from gpool.core.errors import Invalid, TooLarge
 from gpool.core.ids import decode
 from gpool.server.api.bodies import parsed
-from gpool.server.api.callers import KNOWN, server_of
+from gpool.server.api.callers import KNOWN, header_in, server_of
 from gpool.server.api.endpoints import JSON
 from gpool.server.blobs import UploadPart
 from gpool.server.server import Once
@@ -70,7 +70,7 @@ async def body_of(request: Request, limit: int, held: AsyncExitStack) -> bytes:
     who = request.scope.get(KNOWN)
     if who is None:
         limit = min(limit, MAX_ANONYMOUS_BODY_BYTES)
-    declared = request.headers.get("content-length", "")
+    declared = header_in(request.scope, b"content-length") or ""
     if declared.isdigit() and int(declared) > limit:
         raise TooLarge(f"the body has {declared[:20]} bytes; at most {limit} are accepted here")
     body = b""
@@ -107,7 +107,7 @@ async def parsed_body(request: Request, model: type[M], content: bytes, held: As
 
 
 def once_of(request: Request, raw: bytes = b"") -> Once | None:
-    key = request.headers.get("idempotency-key")
+    key = header_in(request.scope, b"idempotency-key")
     if key is None:
         return None
     if not key or len(key) > MAX_KEY_LENGTH or not key.isprintable():

@@ -11,7 +11,13 @@ from gpool.server.api.endpoints import DECLARED, Endpoint
 from gpool.server.metrics.registry import RequestSignals
 
 _WAITS = re.compile(rb"(?:^|&)wait=(?!0*(?:\.0*)?(?:&|$))")
-"""Query of a request that is answered when an event happens; its duration says nothing about the server."""
+"""Query of a request that waits for an event; its duration says nothing about the server."""
+
+
+def waits(scope: Scope) -> bool:
+    """Whether the request is answered when an event happens."""
+    query = scope["query_string"]
+    return bool(query) and _WAITS.search(query) is not None
 
 
 class RequestMetrics:
@@ -39,10 +45,9 @@ class RequestMetrics:
         finally:
             signals.in_flight.dec()
             declared: Endpoint | None = scope.get(DECLARED)
-            waits = scope["query_string"] and _WAITS.search(scope["query_string"])
             signals.count(
                 None if declared is None else declared.path,
                 scope["method"],
                 status,
-                None if waits else seconds or perf_counter() - began,
+                None if waits(scope) else seconds or perf_counter() - began,
             )

@@ -18,15 +18,27 @@ from gpool.core.errors import GpoolError
 from gpool.observability.logs import get_logger
 from gpool.observability.tracing import Tracing
 from gpool.server.api import channel, problems
-from gpool.server.api.callers import RateLimiter
+from gpool.server.api.callers import RateClasses, RateLimiter
 from gpool.server.api.channel import agent_channel
 from gpool.server.api.endpoints import Endpoint, describe
 from gpool.server.api.request_context import RequestContext
 from gpool.server.api.request_metrics import RequestMetrics
-from gpool.server.api.routes import accounts, artifacts, nodes, operators, server, tasks, teams
+from gpool.server.api.routes import (
+    accounts,
+    artifacts,
+    ledger,
+    market,
+    nodes,
+    operators,
+    server,
+    tasks,
+    teams,
+)
 from gpool.server.api.routes.tasks import submit_tasks
+from gpool.server.api.shedding import LoadShedder
 from gpool.server.identity.throttle import Guard
 from gpool.server.metrics.registry import RequestSignals
+from gpool.server.overload.admission import AdmissionController
 from gpool.wire.frames import CHANNEL_PATH
 
 log = get_logger(__name__)
@@ -81,11 +93,13 @@ ROUTERS = (
     tasks.routes,
     nodes.routes,
     nodes.resource_routes,
+    market.routes,
     artifacts.routes,
     accounts.routes,
     teams.routes,
     teams.user_routes,
     operators.routes,
+    ledger.routes,
     server.routes,
     server.alias_routes,
     channel.routes,
@@ -99,6 +113,7 @@ def endpoints() -> tuple[Endpoint, ...]:
 def install(
     app: FastAPI,
     guard: Guard,
+    admission: AdmissionController,
     version: str,
     signals: RequestSignals,
     tracing: Tracing | None = None,
@@ -108,7 +123,10 @@ def install(
         app.include_router(each.router)
     describe(app, version, endpoints())
     app.add_middleware(FastPaths)
-    app.add_middleware(RateLimiter, guard=guard, endpoints=endpoints())  # runs before FastPaths
-    app.add_middleware(RequestMetrics, signals=signals)  # runs before both
+    app.add_middleware(RateLimiter, guard=guard)  # runs before FastPaths
+    app.add_middleware(  # runs before both
+        LoadShedder, admission=admission, rates=RateClasses(endpoints()), signals=signals
+    )
+    app.add_middleware(RequestMetrics, signals=signals)  # runs before these
     # The first to run: its id is in every answer and log line.
     app.add_middleware(RequestContext, tracing=tracing)

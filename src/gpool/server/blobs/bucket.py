@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 from dataclasses import dataclass
@@ -34,6 +35,16 @@ def bucket_of(place: str) -> tuple[str, str]:
     if parts.scheme != "s3" or not _BUCKET.fullmatch(parts.netloc) or parts.query or parts.fragment:
         raise Invalid(f"{place[:200]!r} is not s3://BUCKET/PREFIX")
     return parts.netloc, f"{prefix}/" if prefix else ""
+
+
+def credentials_of_environment(region: str) -> S3Credentials:
+    access, secret = os.environ.get("AWS_ACCESS_KEY_ID"), os.environ.get("AWS_SECRET_ACCESS_KEY")
+    if not access or not secret:
+        raise Invalid(
+            "the bucket needs a key: set GPOOL_SERVER_S3_ACCESS_KEY and GPOOL_SERVER_S3_SECRET_KEY, "
+            "or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
+    return S3Credentials(access, secret, region, os.environ.get("AWS_SESSION_TOKEN", ""))
 
 
 def new_key(sha256: str) -> str:

@@ -1,12 +1,14 @@
 """`BlobStore`: the interface of a folder and of an S3 bucket, and the folder. A key is named by the store that made it.
 
-Keys of a bucket contain `/`, keys of a folder are the SHA-256, so that a pool that changes to a bucket reads both.
+A key is new for every stored object: removing an object, however late, cannot hit bytes stored since. Keys of a bucket
+contain `/`, keys of a folder do not; those of earlier versions are the SHA-256.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +17,10 @@ from typing import NamedTuple, Protocol
 from gpool.core.errors import NotFound
 
 CHUNK_BYTES = 1024 * 1024
+
+
+def is_in_folder(key: str) -> bool:
+    return "/" not in key
 
 
 class StoredObject(NamedTuple):
@@ -49,8 +55,9 @@ class FolderStore:
         return self._root / key[:2] / key[2:4] / key
 
     async def put(self, file: Path, sha256: str) -> str:
-        await asyncio.to_thread(self._publish, file, sha256)
-        return sha256
+        key = f"{sha256}-{secrets.token_hex(8)}"
+        await asyncio.to_thread(self.publish, file, key)
+        return key
 
     async def read(self, key: str, first: int, length: int) -> AsyncIterator[bytes]:
         try:
@@ -74,18 +81,23 @@ class FolderStore:
         self.path(key).unlink(missing_ok=True)
 
     async def listed(self, shard: str) -> Sequence[StoredObject]:
+        if not (self._root / shard).exists():
+            return []
         return await asyncio.to_thread(self._listed, shard)
 
     def _listed(self, shard: str) -> list[StoredObject]:
         found = []
         for path in (self._root / shard).glob("*/*"):
-            about = path.stat()
+            try:
+                about = path.stat()
+            except FileNotFoundError:  # removed meanwhile
+                continue
             modified = datetime.fromtimestamp(about.st_mtime, UTC)
             found.append(StoredObject(path.name, about.st_size, modified))
         return found
 
-    def _publish(self, temporary: Path, sha256: str) -> None:
-        final = self.path(sha256)
+    def publish(self, temporary: Path, key: str) -> None:
+        final = self.path(key)
         final.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         temporary.replace(final)
         for folder in (final.parent, final.parent.parent, self._root):

@@ -114,7 +114,9 @@ def check(
     start: AuditAnchor | None = None,
     anchors: Iterable[AuditAnchor] = (),
 ) -> ChainIntact | ChainBroken:
-    pinned = {anchor.sequence: anchor.hash for anchor in anchors}
+    pinned: dict[int, set[bytes]] = {}  # several anchors of one entry must all fit
+    for anchor in anchors:
+        pinned.setdefault(anchor.sequence, set()).add(anchor.hash)
     sequence, previous = (start.sequence, start.hash) if start else (0, GENESIS)
     for found in links:
         entry = found.entry
@@ -124,7 +126,7 @@ def check(
             )
         if found.hash != link(previous, entry):
             return ChainBroken(entry.sequence, f"entry {entry.sequence} was changed")
-        if pinned.get(entry.sequence, found.hash) != found.hash:
+        if pinned.get(entry.sequence, {found.hash}) != {found.hash}:
             return ChainBroken(entry.sequence, f"entry {entry.sequence} differs from its anchor")
         sequence, previous = entry.sequence, found.hash
     beyond = [number for number in pinned if number > sequence]
@@ -138,6 +140,8 @@ def check(
 # ---- refused sign-ins
 
 OK, REFUSED = "ok", "refused"
+EXPIRED = "audit.expire"
+"""Action of the entry that names the last expired entry before it (`through`, `hash`)."""
 SINGLE_ENTRIES = 3
 """Refused sign-ins of one address and minute that are recorded one by one."""
 MOST_NETWORKS = 64

@@ -23,8 +23,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from gpool.core.errors import Invalid
 from gpool.core.model import SECOND, Instant
-from gpool.server.settings import WILDCARDS, Settings
+from gpool.server.settings import Settings
 from gpool.transfer.keys import fingerprint_of, read_private, write_private
+from gpool.transfer.requests import WILDCARDS
 
 LIFE_DAYS = 3650
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
@@ -97,9 +98,13 @@ def make(names: Sequence[str], now: Instant) -> CertificatePem:
     )
 
 
+def own_file(folder: Path) -> Path:
+    return folder / "server.pem"
+
+
 def own(folder: Path, names: Sequence[str], now: Instant) -> Certificate:
     """Certificate in the folder, created if missing. Key and certificate share one file, so a crash leaves no half pair."""
-    both = folder / "server.pem"
+    both = own_file(folder)
     if not both.exists():
         made = make(names, now)
         write_private(both, made.key_pem + made.certificate_pem, replace=False)

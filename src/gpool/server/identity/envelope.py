@@ -44,6 +44,8 @@ HEAD_BYTES = 1 + ID_BYTES
 OVERHEAD_BYTES = HEAD_BYTES + NONCE_BYTES + TAG_BYTES
 MAX_SEALS = 1 << 28
 COMMAND_TIMEOUT_S = 30.0
+NEVER = Instant(0)
+"""Creation of a key whose age does not matter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +159,7 @@ class Envelope:
     def adopt(self, keys: Iterable[WrappedKey]) -> None:
         for key in keys:
             if key.id not in self._ciphers:
-                self._ciphers[key.id] = AESGCM(_unwrapped(self._masters, key))
+                self._ciphers[key.id] = AESGCM(unwrapped(self._masters, key))
 
     def use_masters(self, masters: Sequence[MasterKey]) -> None:
         self._masters = tuple(masters)
@@ -165,10 +167,10 @@ class Envelope:
     def begin_key(self, now: Instant) -> WrappedKey:
         """Create this process's data key; the caller commits it before the first `seal`."""
         raw, id_ = secrets.token_bytes(KEY_BYTES), secrets.token_bytes(ID_BYTES)
-        wrapped = _wrapped(self._masters[0], id_, raw)
+        sealed = wrapped(self._masters[0], id_, raw)
         self._ciphers[id_] = AESGCM(raw)
         self._own, self._own_since, self._seals = id_, now, 0
-        return WrappedKey(id_, wrapped, now)
+        return WrappedKey(id_, sealed, now)
 
     def is_worn(self, now: Instant, oldest: Span) -> bool:
         """Whether a new data key is due: none yet, too old, or half of `MAX_SEALS` used."""
@@ -205,18 +207,18 @@ class Envelope:
 def rewrapped(masters: Sequence[MasterKey], keys: Iterable[WrappedKey]) -> list[WrappedKey]:
     first = masters[0]
     return [
-        WrappedKey(key.id, _wrapped(first, key.id, _unwrapped(masters, key)), key.made_at)
+        WrappedKey(key.id, wrapped(first, key.id, unwrapped(masters, key)), key.made_at)
         for key in keys
         if key.wrapped[1:HEAD_BYTES] != first.id
     ]
 
 
-def _wrapped(by: MasterKey, id_: bytes, raw: bytes) -> bytes:
+def wrapped(by: MasterKey, id_: bytes, raw: bytes) -> bytes:
     head, nonce = bytes([VERSION]) + by.id, secrets.token_bytes(NONCE_BYTES)
     return head + nonce + AESGCM(by.key).encrypt(nonce, raw, b"gpool data key\0" + head + id_)
 
 
-def _unwrapped(masters: Sequence[MasterKey], key: WrappedKey) -> bytes:
+def unwrapped(masters: Sequence[MasterKey], key: WrappedKey) -> bytes:
     head = key.wrapped[:HEAD_BYTES]
     for each in masters:
         if head == bytes([VERSION]) + each.id:

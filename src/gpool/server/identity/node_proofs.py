@@ -123,9 +123,18 @@ class UsedNonces:
 
 
 class Proofs:
-    def __init__(self, secret: bytes, server: str, memory: UsedNonces | None = None) -> None:
+    """`since`: proofs made earlier are stale, because the nonces used until then were lost with an earlier store."""
+
+    def __init__(
+        self,
+        secret: bytes,
+        server: str,
+        memory: UsedNonces | None = None,
+        since: Instant = Instant(0),  # noqa: B008 - a number
+    ) -> None:
         self._secret, self._server = secret, server
         self._memory = memory if memory is not None else UsedNonces()
+        self._since = since
 
     def challenge(self, purpose: str, node: str, entropy: bytes, now: Instant) -> str:
         """Nonce for one node and purpose, valid for `CHALLENGE_LIFE`; `entropy`: 16 random bytes."""
@@ -153,7 +162,7 @@ class Proofs:
         if statement.server != self._server or not hmac.compare_digest(tag, ours):
             return NotProven.FOREIGN
         expires = Instant(int.from_bytes(body[_RANDOM_BYTES:], "big"))
-        if now >= expires:
+        if now >= expires or expires - CHALLENGE_LIFE < self._since:
             return NotProven.STALE
         if not _signed(statement.public, raw, statement.message()):
             return NotProven.SIGNATURE
@@ -171,7 +180,7 @@ class Proofs:
         if claims.key is None or not hmac.compare_digest(claims.key, thumbprint(public)):
             return NotProven.KEY
         at = proof.at_s * SECOND
-        if abs(now - at) > REQUEST_LIFE:
+        if abs(now - at) > REQUEST_LIFE or at < self._since:
             return NotProven.STALE
         signed = replace(statement, at_s=proof.at_s, nonce=proof.nonce)
         if statement.server != self._server:
@@ -241,7 +250,8 @@ class _CachedNode:
 class NodeAuthenticator:
     """`root_key`: shared by all replicas; `remember`: how long a removed node may still be accepted.
 
-    `is_shared`: other servers accept proofs too, so each accepted one is recorded in the store.
+    `is_shared`: other servers accept proofs too, so each accepted one is recorded in the store. `since`: time of the
+    store's restore from a backup, which has no proofs that were used before.
     """
 
     def __init__(
@@ -252,6 +262,7 @@ class NodeAuthenticator:
         *,
         remember: Span,
         is_shared: bool = False,
+        since: Instant = Instant(0),  # noqa: B008 - a number
     ) -> None:
         self._is_shared = is_shared
         self.name = pool_name(root_key)
@@ -260,7 +271,7 @@ class NodeAuthenticator:
         self._keys = pool_keys(root_key)
         self._reader = TokenReader(self._keys, self._place)
         challenges = hmac.new(root_key, b"gpool challenges", hashlib.sha256).digest()
-        self._proofs = Proofs(challenges, self.name)
+        self._proofs = Proofs(challenges, self.name, since=since)
         self._known: dict[NodeId, _CachedNode] = {}
 
     def forget(self) -> None:

@@ -20,10 +20,13 @@ from gpool.core.errors import Conflict, InternalFault
 from gpool.core.ids import SpecId
 from gpool.core.model import SECOND, Instant, Span
 from gpool.observability.logs import get_logger
+from gpool.server.encryption.account_keys import AccountKeys
+from gpool.server.encryption.ciphers import AccountKey
 from gpool.server.identity import envelope
 from gpool.server.identity.envelope import Envelope, FieldLocation, MasterKey, WrappedKey
 from gpool.server.store.operations.identity import sealed_fields
 from gpool.server.store.protocol import Operation, Store
+from gpool.server.store.sealing import Account, account_keys, ensure_keys
 from gpool.server.store.values import DataKey, SealedField, SealedSecrets
 from gpool.server.wakeups import Wake
 from gpool.wire.frames import Secret
@@ -64,11 +67,19 @@ class KeyStatus:
 
 
 class Sealer:
-    def __init__(self, store: Store, source: MasterSource, now: Callable[[], Instant]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        source: MasterSource,
+        now: Callable[[], Instant],
+        accounts: AccountKeys | None = None,
+    ) -> None:
+        """`accounts`: the keys of accounts that the store's operations use."""
         self._store = store
         self._source = source
         self._now = now
         self._masters = source.load()
+        self._accounts = accounts or AccountKeys(source.load, is_on=False)
         self._marking = _marking(self._masters)
         self._envelope = Envelope(self._masters)
         self._own: bytes | None = None  # id of our data key: committed, not known to be retired
@@ -95,6 +106,22 @@ class Sealer:
         if not self._envelope.knows(field):
             self._adopt(await self._store.read(sealed_fields.data_keys()))
         return self._envelope.open(place, field)
+
+    async def account_key(self, account: Account) -> AccountKey | None:
+        """Data key of the account, stored at its first use; None while data is not encrypted."""
+        accounts = self._accounts
+        if not accounts.is_on:
+            return None
+        found = accounts.of(account)
+        if found is None:
+            await self._store.write(ensure_keys([account]))
+            accounts.settle(await self._store.read(account_keys([account])))
+            found = accounts.of(account)
+        return found
+
+    def forget_account(self, account: Account) -> None:
+        """Forget the key of a deleted account."""
+        self._accounts.forget(account)
 
     def opened(self, found: SealedSecrets) -> tuple[Mapping[int, tuple[Secret, ...]], set[SpecId]]:
         """Secrets by spec, and the specs with a secret that does not decrypt."""
@@ -161,6 +188,12 @@ class Sealer:
     def rotation(at: Instant) -> Operation[int]:
         """Operation that retires all data keys and returns their number; call `look_again` after its commit."""
         return sealed_fields.retire_data_keys(at)
+
+    async def retire_worn(self) -> int:
+        """Retire data keys that no process seals with any more: each uses its own for at most `OLDEST`."""
+        now = self._now()
+        before = Instant(now - OLDEST - GRACE)
+        return await self._store.write(sealed_fields.retire_data_keys(now, before))
 
     async def look_again(self) -> tuple[DataKey, ...]:
         keys = await self._store.read(sealed_fields.data_keys())
@@ -235,12 +268,29 @@ class Sealer:
             done += await self._store.write(
                 sealed_fields.rewrap_data_key(key.id, old[key.id], key.wrapped)
             )
+        done += await self._rewrap_accounts()
         if self._source.is_ours and len(self._masters) > 1:
             first = self._masters[0].id
             left = await self._store.read(sealed_fields.data_keys())
             if all(key.wrapped[1 : envelope.HEAD_BYTES] == first for key in left):
                 await asyncio.to_thread(envelope.drop_old_masters_from_file, self._source.file)
                 self._use(await asyncio.to_thread(self._source.load))
+        return done
+
+    async def _rewrap_accounts(self) -> int:
+        """Wrap the keys of accounts by the first master key; their data is not touched."""
+        done, after = 0, ""
+        while rows := await self._store.read(sealed_fields.account_key_page(after, PAGE)):
+            after = rows[-1].key_id
+            old = {row.key_id: row.wrapped for row in rows}
+            keys = [
+                WrappedKey(bytes.fromhex(row.key_id), row.wrapped, envelope.NEVER) for row in rows
+            ]
+            for key in envelope.rewrapped(self._masters, keys):
+                name = key.id.hex()
+                done += await self._store.write(
+                    sealed_fields.rewrap_account_key(name, old[name], key.wrapped)
+                )
         return done
 
     def _has_master_of(self, key: WrappedKey) -> bool:

@@ -90,6 +90,15 @@ REQUEST_TIME = _histogram(
     buckets=REQUEST,
 )
 IN_FLIGHT = _gauge("gpool_http_requests_in_flight", "Requests without a complete response")
+SHED = _counter(
+    "gpool_requests_shed",
+    "Requests refused for overload, by class: `listing`, `explain`, `submission`, `other`, in the order of refusal",
+    "class",
+)
+PRESSURE = _gauge(
+    "gpool_overload_pressure",
+    "Overload from 0 to 4: each class of `gpool_requests_shed` is refused within one unit",
+)
 
 # ---- tasks
 
@@ -111,7 +120,8 @@ PLANNING = _counter(
 )
 DECISIONS = _counter(
     "gpool_scheduler_decisions",
-    "Decisions by outcome: `granted`, `rejected` (overtaken by another commit), `preempted`",
+    "Decisions by outcome: `granted`, `rejected` (overtaken by another commit), `preempted`; "
+    "`deposed`: plans and expiries refused because another server has taken the term",
     "outcome",
 )
 REBUILT = _counter("gpool_scheduler_rebuilt", "Times the state was built from the store")
@@ -186,6 +196,16 @@ GPU_OMITTED = _of_pool(
     "gpool_gpus_omitted", "GPUs beyond the setting `metrics_gpus`: without series of their own"
 )
 
+# ---- money
+
+UNCLEARED = _of_pool(
+    "gpool_ledger_uncleared_microcredits",
+    "Funds set aside by pending transfers that are not resolved",
+)
+UNCLEARED_AGE = _of_pool(
+    "gpool_ledger_uncleared_oldest_seconds", "Age of the oldest pending transfer; 0 without any"
+)
+
 # ---- nodes
 
 NODE_CPU = _of_pool("gpool_node_cpu_ratio", "Part of the offered CPUs that tasks hold", "node")
@@ -194,7 +214,7 @@ NODE_MEMORY = _of_pool(
 )
 NODE_ALLOCATIONS = _of_pool("gpool_node_allocations", "Allocations on the node", "node")
 
-# ---- store. The lag of the change feed belongs here once servers share a database (gpool_store_feed_lag_seconds).
+# ---- store
 
 COMMIT_TIME = _histogram(
     "gpool_store_commit_seconds", "Time of a write from its request until its commit is durable"
@@ -204,6 +224,11 @@ STORE_FAULTS = _counter(
     "gpool_store_faults",
     "Writes and reads that failed for the database's sake: `unreachable` or `internal`",
     "kind",
+)
+
+FEED_LAG = _gauge(
+    "gpool_store_feed_lag_seconds",
+    "Time since this server last knew all changes of the other servers of its database; 0 on SQLite",
 )
 
 # ---- process

@@ -9,7 +9,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from gpool.core.ids import NodeId, encode
 from gpool.core.model import SECOND, Availability, Gpu, Instant, Node
 from gpool.core.scheduler.state.capacity import GpuRoom
 from gpool.core.scheduler.state.waiting import NodeState
-from gpool.server.alerts.monitor import QueueSurvey
+from gpool.server.alerts.monitor import QueueSurvey, UnclearedFunds
 from gpool.server.metrics import catalogue
 from gpool.server.metrics.catalogue import MetricSpec
 from gpool.server.metrics.registry import OTHER
@@ -52,6 +52,8 @@ class Observed:
     most_gpus: int
     data: Path
     min_free_bytes: int
+    feed_lag_s: Callable[[], float] = lambda: 0.0
+    uncleared: UnclearedFunds = field(default_factory=UnclearedFunds)
 
 
 _OF_NODES = (
@@ -67,6 +69,7 @@ _COLLECTED = (
     catalogue.BUILD,
     catalogue.LEADER,
     catalogue.HEARTBEAT_AGE,
+    catalogue.FEED_LAG,
     catalogue.MEMORY_LIMIT,
     catalogue.DISK_FREE,
     catalogue.DISK_RESERVED,
@@ -104,9 +107,11 @@ class ServerCollector(Collector):
         families.add(catalogue.BUILD, 1, observed.version)
         families.add(catalogue.LEADER, int(is_leader))
         families.add(catalogue.HEARTBEAT_AGE, _oldest_heartbeat_s(observed))
+        families.add(catalogue.FEED_LAG, observed.feed_lag_s())
         _add_host(families, observed)
         if is_leader:
             _add_queue(families, observed)
+            _add_money(families, observed)
             _add_leases(families, observed)
             _add_nodes(families, observed)
         yield from families
@@ -183,6 +188,13 @@ def _add_queue(families: _Families, observed: Observed) -> None:
         families.add(catalogue.QUEUE_OLDER, count, str(seconds))
     families.add(catalogue.QUEUE_OLDEST, survey.oldest_s)
     families.add(catalogue.ALERTS, survey.firing)
+
+
+def _add_money(families: _Families, observed: Observed) -> None:
+    funds = observed.uncleared
+    families.add(catalogue.UNCLEARED, funds.amount)
+    age = 0 if funds.oldest_at is None else max(0, observed.now() - funds.oldest_at)
+    families.add(catalogue.UNCLEARED_AGE, age / SECOND)
 
 
 def _add_leases(families: _Families, observed: Observed) -> None:

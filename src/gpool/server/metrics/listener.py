@@ -11,8 +11,9 @@ from contextlib import asynccontextmanager, contextmanager
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gpool.core.errors import Invalid
-from gpool.server.http import HttpLimits, LimitedConfig, LimitedServer, listening_sockets
+from gpool.server.http import LimitedConfig, LimitedServer, listening_sockets
 from gpool.server.metrics.registry import Metrics
+from gpool.server.overload.connections import HttpLimits
 from gpool.server.server import Server
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -6,7 +6,7 @@ import asyncio
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from time import perf_counter
 from typing import TypeVar
 
@@ -22,7 +22,9 @@ from gpool.core.model import SECOND, EndReason, Fault, Instant, TaskStatus
 from gpool.core.scheduler.state.events import Placement
 from gpool.server.metrics import catalogue
 from gpool.server.metrics.catalogue import MetricSpec
+from gpool.server.overload.admission import SHED
 from gpool.server.store.protocol import Operation, Store
+from gpool.server.store.read_cache import ReadCache, observed
 
 T = TypeVar("T")
 OTHER = "other"
@@ -80,6 +82,9 @@ class RequestSignals:
         self._requests = catalogue.REQUESTS.counter(registry)
         self._time = LoopHistogram(catalogue.REQUEST_TIME, registry)
         self._counters: dict[tuple[str, str, int], Counter] = {}
+        shed = catalogue.SHED.counter(registry)
+        self.shed = {kind: shed.labels(kind.value) for kind in SHED}
+        self.pressure = catalogue.PRESSURE.gauge(registry)
 
     def count(self, route: str | None, method: str, status: int, seconds: float | None) -> None:
         """`route` None: the path is unknown. `seconds` None: the duration says nothing."""
@@ -103,6 +108,17 @@ class StoreSignals:
         self._faults = catalogue.STORE_FAULTS.counter(registry)
         for kind in ("unreachable", "internal"):  # exported as 0 before the first
             self._faults.labels(kind)
+        self.begun_writes, self.begun_reads = dict[object, float](), dict[object, float]()
+        """Begin of each one under way, oldest first."""
+
+    @property
+    def write_age_s(self) -> float:
+        """Age of the oldest write that is not committed."""
+        return _age_s(self.begun_writes, 0)
+
+    def read_wait_s(self, readers: int) -> float:
+        """Age of the oldest read that none of the `readers` runs: reads begin in order."""
+        return _age_s(self.begun_reads, readers)
 
     def count_fault(self, error: BaseException) -> None:
         """A refusal (an error below 500) is an answer, not a fault."""
@@ -113,34 +129,54 @@ class StoreSignals:
 
 
 class MeasuredStore:
-    """A store whose writes and reads are timed and whose faults are counted."""
+    """A store whose writes and reads are timed, whose faults are counted, and whose writes are told to the cache."""
 
-    def __init__(self, store: Store, signals: StoreSignals) -> None:
+    def __init__(self, store: Store, signals: StoreSignals, cache: ReadCache | None = None) -> None:
         self._store = store
         self._signals = signals
+        self._cache = ReadCache() if cache is None else cache
 
     async def write(self, operation: Operation[T]) -> T:
-        began = perf_counter()
+        began, token = perf_counter(), object()
+        begun, touched = self._signals.begun_writes, self._cache.touching()
+        begun[token] = began
         try:
-            value = await self._store.write(operation)
+            value = await self._store.write(observed(operation, touched.add))
         except Exception as error:
             self._signals.count_fault(error)
+            if not isinstance(error, GpoolError) or error.status >= 500:
+                self._cache.suspend()  # the commit may have happened
             raise
+        except BaseException:  # cancelled: the commit may happen later
+            self._cache.suspend()
+            raise
+        finally:
+            del begun[token]
+        self._cache.touch(touched)
         self._signals.commits.observe(perf_counter() - began)
         return value
 
     async def read(self, operation: Operation[T]) -> T:
-        began = perf_counter()
+        began, token = perf_counter(), object()
+        begun = self._signals.begun_reads
+        begun[token] = began
         try:
             value = await self._store.read(operation)
         except Exception as error:
             self._signals.count_fault(error)
             raise
+        finally:
+            del begun[token]
         self._signals.reads.observe(perf_counter() - began)
         return value
 
     async def close(self) -> None:
         await self._store.close()
+
+
+def _age_s(begun: dict[object, float], place: int) -> float:
+    found = next(islice(begun.values(), place, None), None)
+    return 0.0 if found is None else perf_counter() - found
 
 
 class AgentSignals:
@@ -168,6 +204,7 @@ class PlannerSignals:
         self._granted = decisions.labels("granted")
         self.rejected = decisions.labels("rejected")
         self.preempted = decisions.labels("preempted")
+        self.deposed = decisions.labels("deposed")
 
     def count_grants(self, places: Sequence[Placement], granted: Set[TaskId], now: Instant) -> None:
         """Count written grants and the time their tasks waited; tasks of one submission have one age."""

@@ -16,7 +16,13 @@ from gpool.core.model import EndReason, Instant, Offer, TaskSpec, TaskStatus
 from gpool.server.nodes import reconciliation
 from gpool.server.nodes.reconciliation import NotRegistered, StoredLeases
 from gpool.server.nodes.registry import HeartbeatNumber, OpenSecrets
-from gpool.server.nodes.reports import MAX_ITEMS, checked_report, offer_problem
+from gpool.server.nodes.reports import (
+    MAX_ITEMS,
+    checked_report,
+    offer_problem,
+    offer_without_ids,
+    report_without_ids,
+)
 from gpool.server.scheduling import delivery
 from gpool.server.scheduling.picture import StatePicture
 from gpool.server.server import Server
@@ -27,6 +33,7 @@ from gpool.server.store.operations.replicas import NodeLink
 from gpool.server.store.protocol import Operation
 from gpool.server.store.values import HeldLease, NodeCredentials, NodeRow, Recording
 from gpool.wire.frames import (
+    OLDEST_PROTOCOL,
     PROTOCOL,
     AgentFrame,
     Beat,
@@ -47,6 +54,7 @@ from gpool.wire.frames import (
     StopReason,
     ToGpu,
     Welcome,
+    common_protocol,
     weight_of,
 )
 
@@ -70,6 +78,9 @@ class NodeChannel:
         self._specs_sent: set[SpecId] = set()
         self._unstated: set[TaskId] = set()
         self._leaving = False  # its agent stops
+        self.is_behind = (
+            False  # reports were not recorded: its agent sends them on its next connection
+        )
         self._compared_at = Instant(0)  # last comparison of a heartbeat with the picture
         self._link: NodeLink | None = None  # its row, where replicas exist
 
@@ -104,12 +115,14 @@ class NodeChannel:
         # Before the write: an older Hello that arrives during it must not overwrite this one's offer.
         registry.set_newest_heartbeat(self.node, hello.boot, hello.beat)
         gpu_ids = server.ids.take(len(hello.offer.gpus))
-        offer, quota = self._kept(hello.offer), server.settings.owner_quota
+        offer = self._kept(hello.offer)
         if server.replica.id:
             self._link = NodeLink(server.replica.id, hello.boot, hello.beat)
         try:
             registered = await server.write(
-                reconciliation.register(self.node, offer, gpu_ids, now, quota, self._link)
+                reconciliation.register(
+                    self.node, offer, gpu_ids, now, server.offer_terms, self._link
+                )
             )
         except Forbidden as error:
             self.refuse(error.code, error.detail, retry=error.detail != nodes.MAY_NOT_LEND)
@@ -156,6 +169,7 @@ class NodeChannel:
                 margin_us=settings.margin,
                 beat_every_us=settings.beat_every,
                 drop=tuple(hold for hold in hello.holds if hold not in open_leases),
+                protocol=common_protocol(hello.protocol, hello.oldest_protocol) or PROTOCOL,
             )
         )
         server.nodes.attach(self)
@@ -174,7 +188,9 @@ class NodeChannel:
         lost = [lease for lease in missing if lease.status is TaskStatus.RUNNING]
         ended = [delivery.undecryptable_secret(each.task, each.epoch) for each in undecryptable]
         ended += [Finished(lease.task, lease.epoch, EndReason.LOST) for lease in lost]
-        if ended:
+        if (
+            ended and not server.read_only.is_on
+        ):  # else after the mode: heartbeats lack these leases
             recording = await server.write(self._recording(ended))
             if lost:
                 server.picture.add_loss(self.node)
@@ -272,9 +288,10 @@ class NodeChannel:
             self._server.picture.refresh_node(self.node)
         return is_current
 
-    def refuse(self, code: str, detail: str, *, retry: bool) -> None:
+    def refuse(self, code: str, detail: str, *, retry: bool, to: str = "") -> None:
+        """Close the connection; `to`: address of a server that the agent should try next."""
         if not self.closed:
-            self._send(Refused(code, detail, retry))
+            self._send(Refused(code, detail, retry, to))
             self.closed = True
             self._detach()
 
@@ -324,7 +341,13 @@ class NodeChannel:
         if len(frame.items) > MAX_ITEMS:
             self.refuse("too_large", f"a frame of {len(frame.items)} reports", retry=False)
             return
-        items = [item for item in map(checked_report, frame.items) if item is not None]
+        if self._server.read_only.is_on or self.is_behind:
+            self.is_behind = True
+            return
+        entry = self._server.picture.state.nodes.get(self.node)
+        gpus = () if entry is None or entry.node is None else entry.node.offer.gpus
+        checked = [item for item in map(checked_report, frame.items) if item is not None]
+        items = [report_without_ids(item, gpus) for item in checked] if gpus else checked
         refused = await self._server.reports.record(self.node, items, self._server.now)
         if not self.closed:
             self._send(Recorded(frame.sequence, refused))
@@ -365,12 +388,12 @@ class NodeChannel:
             self.refuse("invalid", wrong, retry=False)
             return
         self._leaving = frame.leaving
-        offer, quota, now = self._kept(frame.offer), server.settings.owner_quota, server.now
+        offer, now = self._kept(frame.offer), server.now
         gpu_ids = server.ids.take(len(offer.gpus))
         server.nodes.extend_deadline(self.node, now)  # stored as a heartbeat too
         try:
             node: NodeRow | None = await server.write(
-                reconciliation.take(self.node, offer, gpu_ids, now, quota)
+                reconciliation.take(self.node, offer, gpu_ids, now, server.offer_terms)
             )
         except (NotFound, Forbidden) as error:
             self.refuse(error.code, error.detail, retry=isinstance(error, Forbidden))
@@ -382,7 +405,8 @@ class NodeChannel:
             server.picture.node_changed(node.node)
 
     def _kept(self, offer: Offer) -> Offer:
-        return reconciliation.at_own_site(offer, self._owner, self._server.settings.sites)
+        own = offer_without_ids(offer)
+        return reconciliation.at_own_site(own, self._owner, self._server.settings.sites)
 
     async def _took_time(self, row: NodeRow) -> bool:
         verifier = self._server.examiner
@@ -423,8 +447,11 @@ def _held_by(picture: StatePicture, node: NodeId) -> set[TaskId]:
 def _hello_problem(hello: Hello, settings: Settings, *, greeted: bool) -> str | None:
     if greeted:
         return "a second Hello on one connection; open a new one"
-    if hello.protocol != PROTOCOL:
-        return f"protocol {hello.protocol}; this server speaks {PROTOCOL}: install the same gpool version"
+    if common_protocol(hello.protocol, hello.oldest_protocol) is None:
+        return (
+            f"the agent speaks versions {hello.oldest_protocol or hello.protocol} to {hello.protocol} of the protocol, "
+            f"this server {OLDEST_PROTOCOL} to {PROTOCOL}: install a newer gpool on the older side"
+        )
     if len(hello.holds) > MAX_HOLDS:
         return f"a Hello with {len(hello.holds)} leases; at most {MAX_HOLDS} are accepted"
     if len(hello.boot) > MAX_BOOT_LETTERS:

@@ -10,16 +10,17 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import nsmallest
 from random import Random, SystemRandom
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 
 from gpool.core.gpu_verification import (
-    MAKES,
     DeviceIdentity,
+    GpuModels,
     GpuVerdict,
     Opening,
     VerificationKeys,
@@ -27,21 +28,23 @@ from gpool.core.gpu_verification import (
     VerifiedGpu,
     could_be_one,
     keys_of,
+    make_of,
     may_ask,
     terms_for,
 )
 from gpool.core.ids import NodeId
 from gpool.core.model import Gpu, Instant, Span
-from gpool.core.specs.gpu import is_model
 from gpool.observability.logs import get_logger
 from gpool.server.nodes.gpu_checks import Claimed, check_openings
+from gpool.server.nodes.gpu_models import models_with, packaged_models
 from gpool.server.scheduling.picture import StatePicture
 from gpool.server.settings import Settings, span
 from gpool.server.store.operations import gpus
-from gpool.server.store.operations.gpus import GpuVerificationRecord
+from gpool.server.store.operations.gpus import WAITS, GpuVerificationRecord
 from gpool.server.store.protocol import Operation, Store
 from gpool.server.store.values import NodeRow
 from gpool.server.wakeups import Wake
+from gpool.transfer.requests import is_loopback
 from gpool.wire.frames import (
     AnswerNow,
     ExamineGpu,
@@ -60,8 +63,6 @@ from gpool.wire.frames import (
 log = get_logger(__name__)
 T = TypeVar("T")
 
-WAITS = "it has not proved yet what it claims; its trial comes"
-"""Stored as the reason why a GPU is withheld: `_candidates` selects by it."""
 TRIES = 3
 AGAIN_AFTER = Span(600_000_000)
 """Time after which a GPU that failed is verified again, when its node connects."""
@@ -72,11 +73,12 @@ MEASURED_WITHIN = Span(60_000_000)
 """A verification waits no longer for a measurement."""
 
 
-def terms_of(gpu: Gpu) -> VerificationTerms | None:
-    makes = [name for name in MAKES if is_model(name, gpu.model)]
-    if gpu.vendor != "nvidia" or gpu.guest or not makes:
+def terms_of(gpu: Gpu, models: GpuModels) -> VerificationTerms | None:
+    """Terms of a GPU's verification; None: it cannot be verified."""
+    if gpu.vendor != "nvidia" or gpu.guest:
         return None
-    return terms_for(gpu.memory_bytes, MAKES[max(makes, key=len)])  # H100PCIE before H100
+    make = make_of(gpu.model, gpu.memory_bytes, models)
+    return None if make is None else terms_for(gpu.memory_bytes, make)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +86,28 @@ class VerificationSettings:
     examine: bool
     measure: bool
     again_every: Span
-    terms: Callable[[Gpu], VerificationTerms | None] = terms_of
+    models: GpuModels = field(default_factory=packaged_models)
+    terms: Callable[[Gpu, GpuModels], VerificationTerms | None] = terms_of
 
     @classmethod
     def of(cls, settings: Settings) -> VerificationSettings:
-        return cls(settings.examine_gpus, settings.measure_gpus, span(settings.reexamine_s))
+        asked, reached_at = settings.examine_gpus, urlsplit(settings.url).hostname or ""
+        is_one_machine = settings.is_local and is_loopback(reached_at)  # not behind a proxy
+        return cls(
+            not is_one_machine if asked is None else asked,
+            settings.measure_gpus,
+            span(settings.reexamine_s),
+            models_with(settings.gpu_models),
+        )
+
+    def terms_for(self, gpu: Gpu) -> VerificationTerms | None:
+        return self.terms(gpu, self.models)
+
+    def known_verdict(self, gpu: Gpu) -> GpuVerdict | None:
+        """Verdict about a GPU that cannot be verified; None: it can."""
+        if gpu.simulated:
+            return GpuVerdict.SIMULATED
+        return None if self.terms_for(gpu) else GpuVerdict.UNKNOWN_MODEL
 
 
 @dataclass(slots=True)
@@ -148,14 +167,19 @@ class GpuVerifier:
         now = self._now()
         for record in await self._store.read(gpus.records([row.node.id])):
             gpu = devices.get(record.uuid)
-            if gpu is not None and gpu.simulated and record.verdict is not GpuVerdict.SIMULATED:
-                done = gpus.judge(row.node.id, record.uuid, GpuVerdict.SIMULATED, now)
-                row = await self._written(done, row)
-            elif gpu is not None and _must_wait(record, now) and self._wanted.terms(gpu):
-                kept = gpus.keep_back(row.node.id, [record.uuid], WAITS)
-                row = await self._written(kept, row)
+            if gpu is None:
+                continue
+            verdict = self._wanted.known_verdict(gpu)
+            if verdict is not None and record.verdict is not verdict:
+                row = await self._written(gpus.judge(node, record.uuid, verdict, now), row)
+            elif verdict is None and _must_wait(record, now):
+                row = await self._written(gpus.keep_back(node, [record.uuid], WAITS), row)
         self.wake.call()
         return row
+
+    @property
+    def models(self) -> GpuModels:
+        return self._wanted.models
 
     async def _written(self, operation: Operation[NodeRow | None], before: NodeRow) -> NodeRow:
         after = await self._write(operation)
@@ -314,10 +338,13 @@ class GpuVerifier:
                 self._send(record.node, MeasureGpu(record.uuid))
 
     def _end_measuring(self, key: tuple[NodeId, str]) -> bool:
+        """Whether this GPU was being measured; a node that was not asked changes nothing."""
+        if self._measuring.pop(key, None) is None:
+            return False
+        self._measured.add(key)
         self._selected_at = Instant(0)
         self.wake.call()
-        self._measured.add(key)
-        return self._measuring.pop(key, None) is not None
+        return True
 
     async def _store_measurement(self, node: NodeId, frame: GpuMeasured) -> None:
         key = (node, frame.uuid)
@@ -355,7 +382,7 @@ class GpuVerifier:
             if since is not None and now - since < MEASURED_WITHIN:
                 continue
             gpu = self._idle(record)
-            terms = self._wanted.terms(gpu) if gpu is not None else None
+            terms = self._wanted.terms_for(gpu) if gpu is not None else None
             if terms is not None:
                 here = self._picture.state.nodes[record.node].node
                 place = DeviceIdentity(
@@ -405,7 +432,8 @@ def _must_wait(record: GpuVerificationRecord, now: Instant) -> bool:
     if record.verdict is None:
         return record.unproven != WAITS
     failed = record.verdict is not GpuVerdict.PASSED and record.unproven is not None
-    return failed and now - (record.judged_at or 0) >= AGAIN_AFTER
+    is_new = record.verdict in (GpuVerdict.UNKNOWN_MODEL, GpuVerdict.SIMULATED)  # it was; not now
+    return failed and (is_new or now - (record.judged_at or 0) >= AGAIN_AFTER)
 
 
 def _grouped(candidates: Sequence[_Candidate]) -> list[list[_Candidate]]:

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from typing import NamedTuple
 
 from gpool.core.errors import Forbidden, NotFound
 from gpool.core.gangs import GangOrder
 from gpool.core.ids import NodeId, SpecId, TaskId, UserId
-from gpool.core.model import InputFile, Instant, Offer, TaskSpec, TaskStatus
+from gpool.core.model import Gpu, InputFile, Instant, Offer, TaskSpec, TaskStatus
 from gpool.core.quotas import NO_OWNER_QUOTA, OwnerQuota
 from gpool.server.store.operations import gpus, nodes, replicas
-from gpool.server.store.operations.identity import accounts
 from gpool.server.store.operations.identity.sealed_fields import data_keys, secrets_to_open
 from gpool.server.store.operations.leases import grants, leases
 from gpool.server.store.operations.replicas import NodeLink
@@ -39,37 +39,75 @@ def site_name(site: str) -> str | None:
     return site.rpartition("/")[2] or None
 
 
+@dataclass(frozen=True, slots=True)
+class OfferTerms:
+    """Conditions under which a connected node's offer is stored.
+
+    `proof`: its GPUs are verified; until then they are withheld and not bound.
+    """
+
+    quota: OwnerQuota = NO_OWNER_QUOTA
+    proof: bool = False
+
+
+DEFAULT_TERMS = OfferTerms()
+
+
 @operation
 def take(
     node: NodeId,
     offer: Offer,
     gpu_ids: Sequence[int],
     at: Instant,
-    quota: OwnerQuota = NO_OWNER_QUOTA,
+    terms: OfferTerms = DEFAULT_TERMS,
 ) -> Operation[NodeRow]:
-    yield from nodes.greet(node, offer, gpu_ids, at, quota)
-    return (yield from bind(node, offer, at))
+    """Store the offer of a connected node and bind its GPUs; return the node's row.
+
+    Of a node that did not prove a key or is not connected call `store`: it must neither bind nor flag.
+    """
+    row = yield from store(node, offer, gpu_ids, at, terms)
+    uuids = [gpu.uuid for gpu in offer.gpus if not gpu.simulated]
+    if not uuids:
+        return row
+    wallet = yield from gpus.payout_wallet(row.node.owner)
+    yield from gpus.bind(node, row.node.owner, wallet, uuids, at, proof=terms.proof)
+    return (yield from _row(node))
 
 
 @operation
-def bind(node: NodeId, offer: Offer, at: Instant) -> Operation[NodeRow]:
-    """Bind the GPUs of a written offer; return the node's row.
+def store(
+    node: NodeId, offer: Offer, gpu_ids: Sequence[int], at: Instant, terms: OfferTerms
+) -> Operation[NodeRow]:
+    """Store an offer, withhold GPUs that must be verified, and return the node's row; bind and flag nothing."""
+    before = (yield from nodes.node(node)) if terms.proof and offer.gpus else None
+    yield from nodes.greet(node, offer, gpu_ids, at, terms.quota)
+    if before is not None:
+        known = frozenset(map(_claim, before.node.offer.gpus))
+        changed = [gpu.uuid for gpu in offer.gpus if _claim(gpu) not in known]
+        yield from gpus.withhold_changed(node, changed)
+    return (yield from _row(node))
 
-    A node without a key is a listing that anybody can create, so it neither binds nor flags anything.
-    """
+
+def _row(node: NodeId) -> Operation[NodeRow]:
     row = yield from nodes.node(node)
     if row is None:
         raise NotFound("this node was removed; join again with a new link")
-    uuids = [gpu.uuid for gpu in offer.gpus if not gpu.simulated]
-    who = yield from nodes.credentials_of(node)
-    if not uuids or who is None or who.public_key is None:
-        return row
-    wallet = yield from _payout_wallet(row.node.owner)
-    flagged = yield from gpus.bind(node, row.node.owner, wallet, uuids, at)
-    if flagged:
-        row = yield from nodes.node(node)
-        assert row is not None
     return row
+
+
+class _GpuClaim(NamedTuple):
+    """Claims about a GPU that its verification showed; any other claim needs a new one."""
+
+    uuid: str
+    model: str
+    vendor: str
+    memory_bytes: int
+    simulated: bool
+    guest: bool
+
+
+def _claim(gpu: Gpu) -> _GpuClaim:
+    return _GpuClaim(gpu.uuid, gpu.model, gpu.vendor, gpu.memory_bytes, gpu.simulated, gpu.guest)
 
 
 def rows_with(uuids: Sequence[str]) -> Operation[tuple[NodeRow, ...]]:
@@ -79,13 +117,6 @@ def rows_with(uuids: Sequence[str]) -> Operation[tuple[NodeRow, ...]]:
         if row is not None:
             found.append(row)
     return tuple(found)
-
-
-def _payout_wallet(owner: UserId) -> Operation[str | None]:
-    for wallet in (yield from accounts.wallets_of(owner)):
-        if wallet.payout:
-            return wallet.address
-    return None
 
 
 Checkpoints = Mapping[TaskId, tuple[InputFile, ...]]
@@ -114,7 +145,7 @@ def register(
     offer: Offer,
     gpu_ids: Sequence[int],
     at: Instant,
-    quota: OwnerQuota = NO_OWNER_QUOTA,
+    terms: OfferTerms = DEFAULT_TERMS,
     link: NodeLink | None = None,
 ) -> Operation[StoredLeases | NotRegistered]:
     """Record the offer of a node that connects, and read its leases. `link`: the connection, where replicas exist."""
@@ -125,7 +156,7 @@ def register(
         raise Forbidden(nodes.MAY_NOT_LEND)
     if link is not None and not (yield from replicas.begin_connection(node, link, at)):
         return NotRegistered.OVERTAKEN
-    row = yield from take(node, offer, gpu_ids, at, quota)
+    row = yield from take(node, offer, gpu_ids, at, terms)
     return (yield from _leases_of(node, row))
 
 

@@ -31,6 +31,7 @@ the frames of a node, so that a delayed `Hello` never overrides a newer one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -50,9 +51,13 @@ OpenSecrets = Mapping[int, tuple[Secret, ...]]
 
 
 class NodeConnection(Protocol):
-    """A node's connection as scheduling uses it. Nothing is sent once it is closed."""
+    """A node's connection as scheduling uses it. Nothing is sent once it is closed.
+
+    `is_behind`: reports were not recorded in the read-only mode; its agent sends them on its next connection.
+    """
 
     node: NodeId
+    is_behind: bool
 
     def grant(
         self, lines: Iterable[Line], spec_of: Callable[[int], TaskSpec | None], secrets: OpenSecrets
@@ -62,7 +67,7 @@ class NodeConnection(Protocol):
 
     def tell_gpu(self, frame: ToGpu) -> None: ...
 
-    def refuse(self, code: str, detail: str, *, retry: bool) -> None: ...
+    def refuse(self, code: str, detail: str, *, retry: bool, to: str = "") -> None: ...
 
 
 class HeartbeatNumber(NamedTuple):
@@ -83,6 +88,10 @@ class NodesElsewhere:
     @property
     def nodes(self) -> Collection[NodeId]:
         return self._replicas.keys()
+
+    def counts(self) -> Mapping[int, int]:
+        """Number of nodes by replica; replicas without nodes are absent."""
+        return Counter(self._replicas.values())
 
     def place(self, node: NodeId, replica: int | None) -> bool:
         """Record the replica that has the node's connection, None: no other one has; whether that is a change."""

@@ -6,13 +6,14 @@ Records are written when a node was lost, else every ten minutes, which a stoppi
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import msgspec
 
 from gpool.core.gpu_verification import GpuVerdict, MeasuredSpeed
 from gpool.core.ids import NodeId
 from gpool.core.model import SECOND, Instant, Merit, Span
-from gpool.core.reliability import ReliabilityRecord, gigaflops_of
+from gpool.core.reliability import ReliabilityRecord, least_rate
 from gpool.server.server import Server
 from gpool.server.store.operations import gpus as gpu_verification
 from gpool.server.store.operations import node_pages
@@ -24,6 +25,7 @@ READ_ROUNDS = 5
 """Rounds in which the GPU measurements and verdicts of all nodes are read once: they seldom change."""
 MAX_GIGAFLOPS = 10_000_000
 """Of one GPU, several times the fastest there is; a higher claim counts as 0."""
+MAX_GB_PER_S = 100_000
 MAX_ROWS = 500  # nodes of one read or write, so that others are not delayed
 
 
@@ -39,7 +41,7 @@ class UpdateReliability:
         self._unwritten: set[NodeId] = set()
         self._ran_at = self._wrote_at = Instant(0)
         self._unread: list[NodeId] | None = None  # nodes of this turn; None: nothing was read yet
-        self._verified: dict[NodeId, tuple[bool, int]] = {}
+        self._verified: dict[NodeId, Merit] = {}
 
     async def run_once(self, now: Instant) -> None:
         if self._records is None or self._reign != self._server.replica.reign:
@@ -83,8 +85,8 @@ class UpdateReliability:
                 up = passed if node.connected else Span(0)
                 records[id_] = records.get(id_, ReliabilityRecord(at=now)).later(now, up, losses)
                 self._unwritten.add(id_)
-            is_proven, gigaflops = self._verified.get(node.id, (False, 0))
-            found[id_] = Merit(records.get(id_, ReliabilityRecord()).mtbf, is_proven, gigaflops)
+            known = self._verified.get(node.id, UNVERIFIED)
+            found[id_] = replace(known, mtbf=records.get(id_, ReliabilityRecord()).mtbf)
         server.picture.use_reliability(found)
         return bool(lost)
 
@@ -100,27 +102,46 @@ class UpdateReliability:
         await self._server.write(node_pages.forget_reliability_records())
 
 
+UNVERIFIED = Merit()
+
+
 def _verified(
     found: Iterable[gpu_verification.GpuVerificationRecord],
-) -> dict[NodeId, tuple[bool, int]]:
+) -> dict[NodeId, Merit]:
+    """Results of verification and measurement of each node's GPUs."""
     by_node: dict[NodeId, list[gpu_verification.GpuVerificationRecord]] = {}
     for each in found:
         by_node.setdefault(each.node, []).append(each)
-    verified: dict[NodeId, tuple[bool, int]] = {}
+    verified: dict[NodeId, Merit] = {}
     for node, gpus in by_node.items():
         passed = all(each.verdict is GpuVerdict.PASSED for each in gpus)
-        speed = gigaflops_of(_gigaflops(each.measured) for each in gpus) if passed else 0
-        verified[node] = (passed, speed)
+        speeds = [_measured(each.measured) for each in gpus] if passed else []
+        verified[node] = Merit(
+            is_proven=passed,
+            gigaflops=least_rate(map(_gigaflops, speeds)),
+            memory_gb_per_s=least_rate(map(_gb_per_s, speeds)),
+        )
     return verified
 
 
-def _gigaflops(measured: str | None) -> int:
-    """Half-precision speed, which most tasks depend on; single precision where the GPU has no other."""
-    if measured is None:
-        return 0
+_UNMEASURED = MeasuredSpeed(0, 0, 0, 0, 0, 0)
+
+
+def _measured(text: str | None) -> MeasuredSpeed:
+    if text is None:
+        return _UNMEASURED
     try:
-        read = msgspec.json.decode(measured, type=MeasuredSpeed)
+        return msgspec.json.decode(text, type=MeasuredSpeed)
     except msgspec.MsgspecError:
-        return 0
+        return _UNMEASURED
+
+
+def _gigaflops(read: MeasuredSpeed) -> int:
+    """Half-precision speed, which most tasks depend on; single precision where the GPU has no other."""
     found = read.bf16_gigaflops or read.fp32_gigaflops
     return found if found <= MAX_GIGAFLOPS else 0
+
+
+def _gb_per_s(read: MeasuredSpeed) -> int:
+    found = read.memory_bytes_per_s // 10**9
+    return found if found <= MAX_GB_PER_S else 0

@@ -4,9 +4,10 @@ answer.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import IPv4Address
 from typing import Protocol, TypeVar
 
@@ -25,6 +26,7 @@ from gpool.core.model import (
     OutputFile,
     SliceProfile,
 )
+from gpool.core.money.prices import MAX_MINIMUM, MAX_NOTICE_S
 from gpool.core.scheduler.place.kinds import MAX_GPUS
 from gpool.core.specs import fields
 from gpool.server.store.batching import WriteBatcher
@@ -83,8 +85,8 @@ def offer_problem(offer: Offer, *, is_local: bool = False, max_gpus: int = MAX_G
             return f"a GPU with too long or too many details (index {gpu.index})"
         if not _has_valid_profiles(gpu.profiles):
             return f"a GPU with impossible slice profiles (index {gpu.index})"
-    if not 0 <= offer.price_microcredits <= fields.MAX_PRICE:
-        return f"a price of {offer.price_microcredits} micro-credits an hour"
+    if (problem := _price_problem(offer)) is not None:
+        return problem
     try:
         fields.normal_labels(offer.labels)
     except Invalid as error:
@@ -97,6 +99,7 @@ def offer_problem(offer: Offer, *, is_local: bool = False, max_gpus: int = MAX_G
         *offer.environments,
         *offer.builds,
         *offer.audience,
+        *offer.free_for,
     )
     if len(words) > 1000 or any(len(word) > 300 or "\0" in word for word in words):
         return "an offer with more than 1000 texts, or one over 300 letters or with a NUL"
@@ -104,6 +107,18 @@ def offer_problem(offer: Offer, *, is_local: bool = False, max_gpus: int = MAX_G
     if size > MAX_OFFER_BYTES:
         return f"an offer of {size} bytes; at most {MAX_OFFER_BYTES} are stored"
     return _site_problem(offer, is_local=is_local)
+
+
+def _price_problem(offer: Offer) -> str | None:
+    prices = [offer.price_microcredits, *(gpu.price_microcredits or 0 for gpu in offer.gpus)]
+    for price in prices:
+        if not 0 <= price <= fields.MAX_PRICE:
+            return f"a price of {price} micro-credits an hour"
+    if not 0 <= offer.min_charge_microcredits <= MAX_MINIMUM:
+        return f"a minimum charge of {offer.min_charge_microcredits} micro-credits"
+    if not 0 <= offer.notice_s <= MAX_NOTICE_S:
+        return f"a notice of {offer.notice_s} s before reclaiming"
+    return None
 
 
 def _site_problem(offer: Offer, *, is_local: bool) -> str | None:
@@ -190,6 +205,40 @@ def checked_report(item: ReportItem) -> ReportItem | None:
     return item
 
 
+MIN_ID_LETTERS = 8
+"""Shorter ids identify no hardware; as words they would be replaced in ordinary text."""
+OWN_WORDS = frozenset({EndReason.EXITED, EndReason.RETURNED, EndReason.RAISED})
+"""Ends whose text is the task's own: the task sees its GPUs anyway."""
+
+
+def hide_ids(text: str, gpus: Iterable[Gpu]) -> str:
+    """Replace hardware ids and PCI addresses of these GPUs by `gpuN`: consumers and other users read the text."""
+    for gpu in gpus if text else ():
+        for id_ in (gpu.uuid, "" if gpu.details is None else gpu.details.bus):
+            if len(id_) >= MIN_ID_LETTERS:
+                text = text.replace(id_, f"gpu{gpu.index}")
+    return text
+
+
+def offer_without_ids(offer: Offer) -> Offer:
+    """Return the offer without hardware ids in its texts."""
+    texts = "\n".join((offer.closed, *(f"{gpu.closed}\n{gpu.ails}" for gpu in offer.gpus)))
+    if hide_ids(texts, offer.gpus) == texts:
+        return offer
+    gpus = tuple(
+        replace(gpu, closed=hide_ids(gpu.closed, offer.gpus), ails=hide_ids(gpu.ails, offer.gpus))
+        for gpu in offer.gpus
+    )
+    return replace(offer, closed=hide_ids(offer.closed, offer.gpus), gpus=gpus)
+
+
+def report_without_ids(item: ReportItem, gpus: Iterable[Gpu]) -> ReportItem:
+    """Return the report without hardware ids in what the agent says of an attempt that it could not start or ended."""
+    if not isinstance(item, Finished) or item.reason in OWN_WORDS or not item.error_text:
+        return item
+    return msgspec.structs.replace(item, error_text=hide_ids(item.error_text, gpus))
+
+
 def _failed(item: Finished, why: str) -> Finished:
     return Finished(
         item.task,
@@ -239,7 +288,12 @@ class _ReportFrame:
 
 
 class ReportBatches:
-    """`limits`: default storage quotas of the tasks' owners. `awaited` receives results before they are published."""
+    """`limits`: default storage quotas of the tasks' owners. `awaited` receives results before they are published.
+
+    A commit is folded before the next await, in commit order, with one exception: ends of leases for which a request
+    waits are folded one iteration of the loop later. Until then the picture counts their allocations as held, and an
+    event that is folded in between cannot be about them: nothing happens to a task after its end.
+    """
 
     def __init__(
         self,
@@ -274,12 +328,18 @@ class ReportBatches:
                 TaskId(item.task) for _, items in frames for item in items if type(item) is Finished
             )
             awaited = [task for task in ended if task in self.awaited]
-        recording = leases.record(frames, group[-1].at, self._limits, awaited)
-        return await self._write(brief(recording, rows))
+        writing = leases.record(frames, group[-1].at, self._limits, awaited)
+        recording = await self._write(brief(writing, rows))
+        is_answered = [self.awaited.put(each.task, each) for each in recording.results]
+        if any(is_answered) and recording.only_ends:
+            try:
+                await asyncio.sleep(0)  # the requests that waited for these results answer first
+            except BaseException:
+                self._absorb(recording)  # cancelled: committed, and folded by nobody else
+                raise
+        return recording
 
     def _fold(self, group: Sequence[_ReportFrame], recording: Recording) -> list[tuple[Hold, ...]]:
-        for result in recording.results:
-            self.awaited.put(result.task, result)
         self._absorb(recording)
         return [_refused(frame, recording) for frame in group]
 

@@ -1,6 +1,7 @@
 """Recent utilisation of GPUs and tasks, in memory: a short ring of readings for each.
 
-Readings of GPUs the node does not lend, of tasks it does not hold, or outside plausible ranges are dropped.
+Readings of GPUs the node does not lend, of tasks it does not hold, or outside plausible ranges are dropped. Replicas
+exchange accepted readings (`replicas.readings`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import SECOND, Instant
 from gpool.wire.frames import GpuReading, TaskReading
@@ -18,6 +21,7 @@ from gpool.wire.frames import GpuReading, TaskReading
 KEPT = 120
 """Readings in a ring: a quarter of an hour of heartbeats."""
 MAX_RINGS = 20_000
+MAX_UNSENT = 20_000
 STALE = 60 * SECOND
 """Age past which a reading is not current."""
 _POINT = struct.Struct("<qhqih")
@@ -60,10 +64,22 @@ class _Rings:
         return last if last is not None and now - last.at <= STALE else None
 
 
+class NodeReadings(msgspec.Struct, frozen=True, array_like=True):
+    """Accepted readings of one heartbeat, as replicas exchange them."""
+
+    node: int
+    at: int
+    gpus: tuple[GpuReading, ...]
+    tasks: tuple[TaskReading, ...]
+
+
 class Telemetry:
-    def __init__(self) -> None:
+    """`is_shared`: keep accepted readings for other replicas, at most `MAX_UNSENT` heartbeats."""
+
+    def __init__(self, *, is_shared: bool = False) -> None:
         self._gpus = _Rings()
         self._tasks = _Rings()
+        self._unsent: deque[NodeReadings] = deque(maxlen=MAX_UNSENT if is_shared else 0)
 
     def add(
         self,
@@ -74,12 +90,27 @@ class Telemetry:
         tasks: tuple[TaskReading, ...],
         at: Instant,
     ) -> None:
-        for reading in readings[: len(indexes)]:
-            if reading.gpu in indexes and _is_plausible(reading):
-                self._gpus.add(GpuKey(node, reading.gpu), at, reading)
-        for told in tasks[: len(held)]:
-            if told.task in held and _is_plausible(told):
-                self._tasks.add(TaskId(told.task), at, told)
+        of_gpus = [
+            each for each in readings[: len(indexes)] if each.gpu in indexes and _is_plausible(each)
+        ]
+        of_tasks = [
+            each for each in tasks[: len(held)] if each.task in held and _is_plausible(each)
+        ]
+        accepted = NodeReadings(node, at, tuple(of_gpus), tuple(of_tasks))
+        self._unsent.append(accepted)
+        self.merge(accepted)
+
+    def merge(self, accepted: NodeReadings) -> None:
+        at = Instant(accepted.at)
+        for reading in accepted.gpus:
+            self._gpus.add(GpuKey(NodeId(accepted.node), reading.gpu), at, reading)
+        for told in accepted.tasks:
+            self._tasks.add(TaskId(told.task), at, told)
+
+    def take_unsent(self) -> list[NodeReadings]:
+        taken = list(self._unsent)
+        self._unsent.clear()
+        return taken
 
     def gpu(self, node: NodeId, index: int) -> tuple[Point, ...]:
         return self._gpus.history(GpuKey(node, index))

@@ -15,10 +15,10 @@ from time import thread_time
 
 from gpool.core.errors import TooMany
 from gpool.core.ids import TaskId
-from gpool.core.model import Instant
+from gpool.core.model import Instant, Shape
 from gpool.core.scheduler.explain.mismatch import Explanation
 from gpool.core.scheduler.explain.waiting import in_steps, step
-from gpool.core.scheduler.explain.whatif import Asking, Suggested
+from gpool.core.scheduler.explain.whatif import Asking, StartNow, Suggested
 from gpool.core.scheduler.order.orders import Order, Policy
 from gpool.core.scheduler.state.snapshot import Snapshot, take
 from gpool.server.scheduling.learning import PlannerInputs
@@ -89,6 +89,13 @@ class Explainer:
                 batch.found = await self._tried(inputs, batch.tasks, now)
         return batch.found.get(task, UNTRIED)
 
+    async def start_of(self, inputs: PlannerInputs, shape: Shape, now: Instant) -> StartNow | None:
+        """Where a new task of this shape would start now; None: it would wait."""
+        async with self._trying:
+            asking = (take(inputs.state), now, inputs.policy.current, inputs.policy.orders)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._thread, _start_of, asking, shape)
+
     async def _tried(
         self, inputs: PlannerInputs, tasks: Collection[TaskId], now: Instant
     ) -> Mapping[TaskId, Suggested]:
@@ -102,6 +109,12 @@ class Explainer:
         return await loop.run_in_executor(
             self._thread, try_all, snapshot, tuple(tasks), now, policy, orders
         )
+
+
+def _start_of(
+    asking: tuple[Snapshot, Instant, Policy, Mapping[str, Order]], shape: Shape
+) -> StartNow | None:
+    return Asking(*asking).start_of(shape)
 
 
 def try_all(

@@ -24,6 +24,7 @@ import msgspec
 
 from gpool.core.ids import TaskId
 from gpool.core.model import SECOND, Instant, Node, Shape, Span
+from gpool.core.scheduler.explain.whatif import NEW_TASK
 from gpool.core.scheduler.order.limits import least_gpus
 from gpool.core.scheduler.order.orders import Policy
 from gpool.core.scheduler.place.portfolio import LEAST_ARRIVALS, PLAIN, Learnt, learn
@@ -37,6 +38,7 @@ from gpool.core.scheduler.predict.forecast import (
     waits,
 )
 from gpool.core.scheduler.predict.run_times import RunTimes
+from gpool.core.scheduler.state.events import QueuedTask, TasksQueued
 from gpool.core.scheduler.state.snapshot import take
 from gpool.core.scheduler.state.state import State
 from gpool.observability.logs import get_logger
@@ -127,6 +129,23 @@ class Forecasts:
         if len(self._open) < _MAX_OPEN:
             self._open.setdefault(task, told)
         return _estimate(told.range, simulated.at, now)
+
+    async def estimate_new(
+        self, inputs: PlannerInputs, now: Instant, shape: Shape
+    ) -> Estimate | None:
+        """Expected start of a task that is submitted now; None: no run times are known, or it never starts."""
+        if self.times.is_empty:
+            return None
+        asked, policy = await self.question(inputs, now), inputs.policy
+        new = TasksQueued(shape, (QueuedTask(NEW_TASK, 0, now),))
+        snapshot = replace(asked.snapshot, queued=(*asked.snapshot.queued, new))
+        asked = replace(asked, snapshot=snapshot, wanted=frozenset({NEW_TASK}))
+        async with self._simulating:
+            found = await asyncio.to_thread(courses, asked, policy.current, policy.orders)
+        told = waits(found, NEW_TASK, inputs.state.queued_count, now)
+        if told is None:
+            return None
+        return _estimate(self._calibration.told(told[len(told) // 2], now).range, now, now)
 
     async def _schedules(self, inputs: PlannerInputs, now: Instant) -> _Simulated:
         async with self._simulating:

@@ -16,8 +16,10 @@ from typing import Protocol
 from gpool.core.model import SECOND, Availability, Instant, Span
 from gpool.core.scheduler.order.fair_share import HALF_LIFE, UsageValues
 from gpool.observability.logs import get_logger
+from gpool.server import read_only
 from gpool.server.actions import audit, policy, quotas
 from gpool.server.actions.accounts import removal
+from gpool.server.actions.money.sealing import SealLedger
 from gpool.server.actions.tasks import deletion as task_deletion
 from gpool.server.actions.tasks import direct_uploads, sealed_logs
 from gpool.server.actions.tasks.outputs import remove_unless_recorded
@@ -25,13 +27,16 @@ from gpool.server.nodes.gpu_verifier import GpuVerifier
 from gpool.server.nodes.reliability import UpdateReliability
 from gpool.server.replicas.follow import FollowChanges
 from gpool.server.replicas.membership import Membership
+from gpool.server.replicas.moving import MoveNodes
+from gpool.server.replicas.readings import ExchangeReadings
 from gpool.server.scheduling import learning
 from gpool.server.scheduling.overdue import EndOverdueLeases
 from gpool.server.server import Server
 from gpool.server.settings import span
 from gpool.server.store.operations import nodes, replicas, rules
 from gpool.server.store.operations import rules as rules_operations
-from gpool.server.store.operations.identity import account_deletion, accounts, sessions
+from gpool.server.store.operations.identity import account_deletion, accounts, expiry, sessions
+from gpool.server.store.operations.identity import audit as audit_record
 from gpool.server.store.operations.leases import gang_members, leases
 from gpool.server.store.operations.leases.leases import NotExpired
 from gpool.server.store.operations.tasks import (
@@ -112,7 +117,7 @@ OVERDUE = "it does not release a gang that has ended; connect again when none of
 
 TRAINING_CHECK_S = 3600.0
 
-EVERYWHERE = frozenset({"follow", "identity", "examine"})
+EVERYWHERE = frozenset({"follow", "move", "readings", "identity", "examine", "lag"})
 """Loops of every replica: they concern its own connections and memory. The others run in the leader only."""
 
 
@@ -160,6 +165,10 @@ class ExpireNodes:
             seen = server.nodes.elsewhere.heartbeat(node)
             recording = await server.write(leases.expire_silent(node, heard_at, term, now, seen))
             if recording is NotExpired.DEPOSED:
+                log.warning(
+                    "another server took the scheduling term; nothing is expired", node=node
+                )
+                server.metrics.signals.planner.deposed.inc()
                 server.picture.invalidate()
                 return
             if recording is NotExpired.HEARD:  # by another server; its leases are not ours to end
@@ -238,7 +247,7 @@ class PruneStore:
         for upload in over:
             server.blobs.remove_part(upload.sha256, upload.uploader)
         await direct_uploads.discard(server, over)
-        await self._sweep_bucket(now)
+        await self._sweep(now)
 
     async def _seal_logs(self, now: Instant) -> None:
         server = self._server
@@ -254,10 +263,8 @@ class PruneStore:
                 lines += chunk
             data = await asyncio.to_thread(sealed_logs.sealed, lines)
             stored = await server.blobs.put_bytes(data)
-            with server.blobs.pinned(stored.sha256):
-                await server.write(
-                    progress.seal_logs(task, stored.sha256, len(data), now, stored.object)
-                )
+            recorded = artifacts.StoredBytes(stored.object, stored.file_key)
+            await server.write(progress.seal_logs(task, stored.sha256, len(data), now, recorded))
             await remove_unless_recorded(server, stored)
 
     async def _remove_unreferenced(self, now: Instant) -> None:
@@ -269,12 +276,11 @@ class PruneStore:
             if len(found) < PRUNE_ROWS:
                 return
 
-    async def _sweep_bucket(self, now: Instant) -> None:
-        """Check one of 256 shards of the object store for objects and uploads that no row names."""
+    async def _sweep(self, now: Instant) -> None:
+        """Check one of 256 shards of the folder and the object store for objects and uploads that no row names."""
         server = self._server
-        if server.blobs.multipart is None:
-            return
-        await server.blobs.multipart.probe()
+        if server.blobs.multipart is not None:
+            await server.blobs.multipart.probe()
         before = Instant(now - span(server.settings.keep_unreferenced_s))
         await direct_uploads.sweep(server, f"{self._shard:02x}", before)
         self._shard = (self._shard + 1) % 256
@@ -300,6 +306,21 @@ class RetainTasks:
             await self._all(lambda: deletion.shrink_expired(old, now, RETAIN_ROWS))
         for user in await server.store.read(account_deletion.deleted_accounts(RETAIN_ROWS)):
             await removal.purge(server, user)
+        await removal.destroy_left_keys(server)
+        await server.write(expiry.forget_deleted_teams())
+        await self._expire_records(now)
+
+    async def _expire_records(self, now: Instant) -> None:
+        server, settings = self._server, self._server.settings
+        if settings.keep_credentials_days:
+            before = Instant(now - span(settings.keep_credentials_days * DAY_S))
+            while await server.write(expiry.forget_credentials(before, PRUNE_ROWS)) >= PRUNE_ROWS:
+                pass
+        if settings.keep_audit_days:
+            before = Instant(now - span(settings.keep_audit_days * DAY_S))
+            expire = audit_record.forget_entries
+            while await server.write(expire(before, now, PRUNE_ROWS)) >= PRUNE_ROWS:
+                pass
 
     async def _all(self, expire: Callable[[], Operation[deletion.DeletedTasks]]) -> None:
         while (found := await self._server.write(expire())).tasks:
@@ -317,6 +338,7 @@ class RotateKeys:
 
     async def run_once(self, now: Instant) -> None:  # noqa: ARG002 - a loop's signature
         sealer = self._server.sealer
+        await sealer.retire_worn()
         await sealer.rewrap()
         await sealer.rekey(_yield_to_others)
 
@@ -410,10 +432,15 @@ class LoopRunner:
         await asyncio.gather(*self._running, return_exceptions=True)
         self._running = []
 
+    def is_due(self, loop: Loop) -> bool:
+        if self._server.read_only.is_on and loop.name not in read_only.LOOPS:
+            return False
+        return self._server.replica.leads or loop.name in EVERYWHERE
+
     async def _run(self, loop: Loop) -> None:
         while True:
             try:
-                if self._server.replica.leads or loop.name in EVERYWHERE:
+                if self.is_due(loop):
                     await loop.run_once(self._server.now)
             except Exception:
                 log.exception("loop failed; it goes on at the next tick", loop=loop.name)
@@ -437,7 +464,14 @@ def all_loops(server: Server) -> tuple[Loop, ...]:
         TrainPricing(server),
     )
     if isinstance(server.replica, Membership):
-        loops = (*loops, FollowChanges(server, server.replica))
+        loops = (
+            *loops,
+            FollowChanges(server, server.replica),
+            MoveNodes(server, server.replica),
+            ExchangeReadings(server, server.replica),
+        )
     if server.examiner is not None:
         loops = (*loops, VerifyGpus(server, server.examiner))
-    return loops if server.sign_ins is None else (*loops, MaintainIdentity(server))
+    if server.sign_ins is None:
+        return loops
+    return (*loops, MaintainIdentity(server), SealLedger(server))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from gpool.core.errors import GpoolError
+from gpool.core.errors import GpoolError, Unreachable
 from gpool.core.ids import NodeId, SpecId, TaskId
 from gpool.core.model import Instant, Merit, Node, Shape, Span
 from gpool.core.scheduler.order.limits import GpuLimits
@@ -62,6 +62,7 @@ class _Validity:
 
     def __init__(self) -> None:
         self.invalidations = 1
+        self.unknown_commits = 0  # without an answer: leases and stops of theirs were not sent
         self._answered = 0  # invalidations up to which the last rebuild is valid
 
     @property
@@ -104,16 +105,16 @@ class StatePicture:
         self._metrics = metrics
         self._clock = clock  # None: no backoff begins, and releases carry no instant
         self._leads = leads
-        self._validity = _Validity()
+        self.validity = _Validity()
 
     # ---- staleness
 
     @property
     def is_stale(self) -> bool:
-        return self._validity.is_stale
+        return self.validity.is_stale
 
     def invalidate(self) -> None:
-        self._validity.invalidate()
+        self.validity.invalidate()
         self.changed.call()
 
     @contextmanager
@@ -122,6 +123,7 @@ class StatePicture:
             yield
         except GpoolError as error:
             if error.status >= 500:  # the commit itself failed
+                self.validity.unknown_commits += isinstance(error, Unreachable)
                 self.invalidate()
             raise
         except BaseException:
@@ -140,7 +142,7 @@ class StatePicture:
 
     async def rebuild(self, now: Instant) -> None:
         """Build the state from the store; the leader takes a new term, and gives nodes that hold leases a full lease time."""
-        invalidations, is_first = self._validity.invalidations, self._validity.is_new
+        invalidations, is_first = self.validity.invalidations, self.validity.is_new
         self.policy.apply_rules_at(now)
         used = await self._store.read(usage_operations.usage()) if is_first else {}
         self.term, rows = await self.write(_survey(now) if self._leads() else _followed())
@@ -154,7 +156,7 @@ class StatePicture:
         state.shares.weights = self.policy.current.weights
         self.state = state
         self.rejected.rebuild(state)
-        self._validity.rebuilt(invalidations)
+        self.validity.rebuilt(invalidations)
         for node in _holders(rows) if self.term else ():
             self.nodes.ensure_deadline(node, now)
         self._metrics.rebuilt.inc()

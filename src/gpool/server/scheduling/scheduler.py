@@ -36,7 +36,7 @@ from gpool.server.scheduling import delivery
 from gpool.server.scheduling.picture import StatePicture
 from gpool.server.store.operations.leases import grants, leases
 from gpool.server.store.operations.tasks.submissions import Submission
-from gpool.server.store.protocol import Operation, brief
+from gpool.server.store.protocol import brief
 from gpool.server.store.values import AppliedPlan, GrantedLine
 from gpool.wire.frames import Hold
 
@@ -51,9 +51,6 @@ class Proposal:
     places: tuple[Placement, ...]
     term: int
     at: Instant
-
-    def write(self) -> Operation[AppliedPlan]:
-        return leases.apply_plan(self.places, self.term, self.at)
 
 
 class Scheduler:
@@ -153,6 +150,7 @@ class Scheduler:
         picture = self._picture
         if applied.deposed:
             log.warning("another server took the scheduling term; rebuilding the picture")
+            self._metrics.signals.planner.deposed.inc()
             picture.invalidate()
             return
         for line in applied.lines:

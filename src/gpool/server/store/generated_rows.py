@@ -49,6 +49,14 @@ class SigningKeysRecord(NamedTuple):
     verifies_until: Instant | None
 
 
+class ReceiptKeysRecord(NamedTuple):
+    id: str
+    sealed: bytes | None
+    public: str
+    from_ms: int
+    endorsement: str
+
+
 class SessionsRecord(NamedTuple):
     id: str
     user_id: UserId
@@ -127,6 +135,7 @@ class UploadsRecord(NamedTuple):
     at: Instant
     object: str
     upload_id: str
+    writer: int
 
 
 class AuditRecord(NamedTuple):
@@ -152,6 +161,13 @@ class DataKeysRecord(NamedTuple):
     wrapped: bytes
     created_at: Instant
     retired_at: Instant | None
+
+
+class AccountKeysRecord(NamedTuple):
+    kind: str
+    id: int
+    key_id: str
+    wrapped: bytes
 
 
 class TaskSecretsRecord(NamedTuple):
@@ -330,6 +346,7 @@ class ArtifactsRecord(NamedTuple):
     size_bytes: int
     touched_at: Instant
     object: str
+    key_sealed: bytes | None
 
 
 class ArtifactRefsRecord(NamedTuple):
@@ -415,6 +432,7 @@ class ReplicasRecord(NamedTuple):
     heard_at: Instant
     lock_pid: int | None
     term: int
+    draining: int
 
 
 class NodeConnectionsRecord(NamedTuple):
@@ -432,6 +450,13 @@ class ChangesRecord(NamedTuple):
     ids: bytes
 
 
+class ReadingsRecord(NamedTuple):
+    replica_id: int
+    number: int
+    at: Instant
+    body: bytes
+
+
 class UsedProofsRecord(NamedTuple):
     key: str
     nonce: str
@@ -441,3 +466,67 @@ class UsedProofsRecord(NamedTuple):
 class ServerSecretsRecord(NamedTuple):
     name: str
     sealed: bytes
+
+
+class LedgerAccountsRecord(NamedTuple):
+    id: int
+    kind: str
+    balance: int
+    sequence: int
+
+
+class LedgerHoldersRecord(NamedTuple):
+    kind: str
+    id: int
+    purpose: str
+    account_id: int
+
+
+class LedgerTransfersRecord(NamedTuple):
+    id: str
+    kind: str
+    at: Instant
+    digest: str
+    refers_to: str | None
+    block: int | None
+    leaf: int | None
+
+
+class LedgerEntriesRecord(NamedTuple):
+    account_id: int
+    sequence: int
+    transfer_id: str
+    amount: int
+    balance: int
+
+
+class PendingTransfersRecord(NamedTuple):
+    id: str
+    payer_id: int
+    account_id: int
+    amount: int
+    month: int
+    expires_at: Instant
+    resolved_by: str | None
+    returned: int
+
+
+class LedgerBlocksRecord(NamedTuple):
+    number: int
+    previous: str
+    root: str
+    transfers: int
+    sealed_at: Instant
+    hash: str
+
+
+class LedgerSpendingRecord(NamedTuple):
+    account_id: int
+    month: int
+    amount: int
+
+
+class BudgetsRecord(NamedTuple):
+    account_id: int
+    cap: int
+    changed_at: Instant

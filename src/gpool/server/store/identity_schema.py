@@ -77,6 +77,17 @@ signing_keys = Table(
 )
 """`sealed` is NULL once the key only verifies."""
 
+receipt_keys = Table(
+    "receipt_keys",
+    metadata,
+    text_column("id", primary_key=True),
+    bytes_column("sealed", nullable=True),
+    text_column("public"),
+    int_column("from_ms"),
+    text_column("endorsement"),
+)
+"""History of the keys that sign receipts (`wallet.receipt_keys`), kept for ever; only the newest has `sealed`."""
+
 sessions = Table(
     "sessions",
     metadata,
@@ -190,10 +201,11 @@ uploads = Table(
     int_column("at"),
     note("object"),
     note("upload_id"),
+    counter("writer"),
     Index("ix_uploads_at", "at"),
 )
 """Room reserved for uploads in progress. `number` 0: an upload in parts; -1: one straight to the object store, as the
-multipart upload `upload_id` of the key `object`; else one request.
+multipart upload `upload_id` of the key `object`; else one request. `writer`: replica that writes a part now, else 0.
 """
 
 # ---- audit log, secrets, bindings
@@ -229,6 +241,17 @@ data_keys = Table(
     int_column("created_at"),
     maybe_int("retired_at"),
 )
+
+account_keys = Table(
+    "account_keys",
+    metadata,
+    text_column("kind", primary_key=True),
+    int_column("id", primary_key=True),
+    text_column("key_id"),
+    bytes_column("wrapped"),
+    Index("ix_account_keys_key_id", "key_id", unique=True),
+)
+"""Data keys of users and teams whose data is encrypted, wrapped by the master key (`encryption.account_keys`)."""
 
 task_secrets = Table(
     "task_secrets",

@@ -289,9 +289,11 @@ def node_row(
     withheld: frozenset[int] = frozenset(),
     flagged: frozenset[int] = frozenset(),
     audience: Audience | None = None,
+    free_for: Audience | None = None,
     problems: tuple[str, ...] = (),
     *,
     owner_teams: frozenset[int] = frozenset(),
+    unproven: frozenset[int] = frozenset(),
 ) -> NodeRow:
     """Decode a node; `connected` is False, because the store does not know it."""
     node = Node(
@@ -303,7 +305,9 @@ def node_row(
         connected=False,
         gpus_withheld=withheld,
         gpus_flagged=flagged,
+        gpus_unproven=unproven,
         audience=audience,
+        free_for=free_for,
         owner_teams=owner_teams,
     )
     return NodeRow(node, row.last_beat_at, row.created_at, problems)

@@ -257,8 +257,11 @@ artifacts = Table(
     int_column("size_bytes"),
     int_column("touched_at"),
     note("object"),
+    bytes_column("key_sealed", nullable=True),
 )
-"""`object`: key in the object store; empty: in the folder, under its hash. It never changes while the row exists."""
+"""`object`: key of the stored bytes, in the object store if it contains `/`; empty: in the folder, under the hash. It
+never changes while the row exists. `key_sealed`: key of the encrypted bytes, sealed for an account; NULL: plain bytes.
+"""
 
 artifact_refs = Table(
     "artifact_refs",
@@ -375,10 +378,12 @@ replicas = Table(
     int_column("heard_at"),
     maybe_int("lock_pid"),
     counter("term"),
+    counter("draining"),
     UniqueConstraint("slot"),
 )
 """Server processes on a PostgreSQL database. `heard_at`: by the database's clock; `lock_pid`: database session of its
-leadership lock; `term`: taken by a leader, else 0; `slot`: its part of the counter in ids."""
+leadership lock; `term`: taken by a leader, else 0; `slot`: its part of the counter in ids; `draining`: 1 if it stops
+and no node should connect to it."""
 
 node_connections = Table(
     "node_connections",
@@ -403,6 +408,17 @@ changes = Table(
 )
 """Change feed: ids (8 bytes each) that a transaction changed, written by triggers of PostgreSQL. Not written on SQLite."""
 
+readings = Table(
+    "readings",
+    metadata,
+    int_column("replica_id", primary_key=True),
+    int_column("number", primary_key=True),
+    int_column("at"),
+    bytes_column("body"),
+    Index("ix_readings_at", "at"),
+)
+"""Readings of GPUs and tasks that a replica heard in a few seconds, for the other ones. Not written on SQLite."""
+
 used_proofs = Table(
     "used_proofs",
     metadata,
@@ -420,3 +436,124 @@ server_secrets = Table(
     bytes_column("sealed"),
 )
 """Secrets that all replicas share, encrypted: `root`, from which names and keys of nodes' tokens derive. Not on SQLite."""
+
+# ---- the ledger
+
+ledger_accounts = Table(
+    "ledger_accounts",
+    metadata,
+    id_column(),
+    text_column("kind"),
+    counter("balance"),
+    counter("sequence"),
+)
+"""Accounts in micro-credits. `sequence`: of the last entry. Ids are opaque: `ledger_holders` maps them to people."""
+
+ledger_holders = Table(
+    "ledger_holders",
+    metadata,
+    text_column("kind", primary_key=True),
+    int_column("id", primary_key=True),
+    text_column("purpose", primary_key=True),
+    int_column("account_id"),
+    Index("ix_ledger_holders_account_id", "account_id"),
+)
+"""The user or team of an account; deleted with it. `purpose`: kind of the account."""
+
+ledger_transfers = Table(
+    "ledger_transfers",
+    metadata,
+    text_column("id", primary_key=True),
+    text_column("kind"),
+    int_column("at"),
+    text_column("digest"),
+    maybe_text("refers_to"),
+    maybe_int("block"),
+    maybe_int("leaf"),
+)
+"""`digest`: of the request. `refers_to`: pending transfer that it resolves, or charge that it refunds. `block`, `leaf`:
+its place in the sealed blocks; NULL until the loop `ledger` has sealed it."""
+Index(
+    "ix_ledger_transfers_block_leaf",
+    ledger_transfers.c.block,
+    ledger_transfers.c.leaf,
+    unique=True,
+    sqlite_where=text("block IS NOT NULL"),
+    postgresql_where=text("block IS NOT NULL"),
+)
+partial_index(
+    "ix_ledger_transfers_unsealed",
+    ledger_transfers.c.at,
+    ledger_transfers.c.id,
+    where="block IS NULL",
+)
+partial_index("ix_ledger_transfers_refunds", ledger_transfers.c.refers_to, where="kind = 'refund'")
+Index(
+    "ix_ledger_transfers_resolution",
+    ledger_transfers.c.refers_to,
+    unique=True,  # a pending transfer is resolved at most once
+    sqlite_where=text("kind IN ('post', 'void', 'expire')"),
+    postgresql_where=text("kind IN ('post', 'void', 'expire')"),
+)
+
+ledger_entries = Table(
+    "ledger_entries",
+    metadata,
+    int_column("account_id", primary_key=True),
+    int_column("sequence", primary_key=True),
+    text_column("transfer_id"),
+    int_column("amount"),
+    int_column("balance"),
+    Index("ix_ledger_entries_transfer_id", "transfer_id"),
+)
+"""Append-only. `balance`: of the account after the entry."""
+
+pending_transfers = Table(
+    "pending_transfers",
+    metadata,
+    text_column("id", primary_key=True),
+    int_column("payer_id"),
+    int_column("account_id"),
+    int_column("amount"),
+    int_column("month"),
+    int_column("expires_at"),
+    maybe_text("resolved_by"),
+    counter("returned"),
+    Index("ix_pending_transfers_payer_id_month", "payer_id", "month"),
+)
+"""Funds set aside. `resolved_by`: the transfer that posted, voided or expired it; NULL: open."""
+partial_index(
+    "ix_pending_transfers_open",
+    pending_transfers.c.expires_at,
+    pending_transfers.c.id,
+    where="resolved_by IS NULL",
+)
+
+ledger_blocks = Table(
+    "ledger_blocks",
+    metadata,
+    int_column("number", primary_key=True),
+    text_column("previous"),
+    text_column("root"),
+    int_column("transfers"),
+    int_column("sealed_at"),
+    text_column("hash"),
+)
+
+ledger_spending = Table(
+    "ledger_spending",
+    metadata,
+    int_column("account_id", primary_key=True),
+    int_column("month", primary_key=True),
+    int_column("amount"),
+)
+"""Set aside by each payer in a month (year x 12 + month - 1), less what returned."""
+
+budgets = Table(
+    "budgets",
+    metadata,
+    int_column("account_id", primary_key=True),
+    int_column("cap"),
+    int_column("changed_at"),
+)
+"""Cap of a payer's spending in each month."""

@@ -216,6 +216,11 @@ class Recording:
     ] = ()  # reported at an old epoch, or for another node's lease
     results: tuple[BatchResult, ...] = ()  # of those ended tasks that a request waits for
 
+    @property
+    def only_ends(self) -> bool:
+        """Whether every task in it is over, or runs on: none is queued, withdrawn or to be stopped."""
+        return not (self.requeued or self.withdrawn or self.to_stop or self.to_preempt)
+
 
 # ---- queries
 

@@ -24,6 +24,7 @@ from gpool.server.store.operations.identity import sessions as session_operation
 from gpool.server.store.operations.identity import teams as team_operations
 from gpool.server.store.operations.identity import users as key_operations
 from gpool.server.store.protocol import Operation, again, operation
+from gpool.server.store.read_cache import UNFOLLOWED_S
 from gpool.server.store.values import User
 from gpool.wallet.signing import from_bytes
 from gpool.wire.documents import instant_to_datetime
@@ -239,7 +240,10 @@ class _OwnAccount:
 
 async def me(server: Server, who: Caller) -> MeDocument:
     permit(who, Action.ME_READ, own(who))
-    found = await server.store.read(_everything_of(who.user.id))
+    reading = _everything_of(who.user.id)
+    found = await server.reads.read(
+        server.store, ("me", who.user.id), reading, max_age_s=UNFOLLOWED_S
+    )
     payout = next((wallet.address for wallet in found.wallets if wallet.payout), None)
     return MeDocument(
         id=encode("user", who.user.id),

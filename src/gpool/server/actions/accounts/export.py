@@ -13,16 +13,20 @@ import msgspec
 
 from gpool.core.errors import GpoolError
 from gpool.core.ids import TaskId, UserId, encode
+from gpool.core.money.transfers import LedgerAccountId
 from gpool.core.permissions import Action
 from gpool.server.actions.accounts import accounts, sessions
+from gpool.server.actions.money import ledger
 from gpool.server.actions.tasks import documents, outputs
 from gpool.server.identity.authorization import own, permit
 from gpool.server.server import Server
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operations import nodes
+from gpool.server.store.operations.money import accounts as ledger_accounts
 from gpool.server.store.operations.tasks import deletion, tasks
 from gpool.server.store.protocol import Operation, operation
 from gpool.server.store.rows import of_ids, select
+from gpool.server.store.sealing import PAYLOAD, VALUE, opened
 from gpool.server.store.values import TaskView
 from gpool.wire.documents import instant_to_datetime
 
@@ -55,6 +59,8 @@ async def _lines(server: Server, who: Caller) -> AsyncIterator[bytes]:
         yield _line(
             "node", {"id": encode("node", node.id), "name": node.name, "created_at": created}
         )
+    async for line in _ledger(server, who.user.id):
+        yield line
     async for line in _artifacts(server, who.user.id):
         yield line
     before: TaskId | None = None
@@ -64,6 +70,18 @@ async def _lines(server: Server, who: Caller) -> AsyncIterator[bytes]:
             async for line in _task(server, who, view, inline.get(view.row.id)):
                 yield line
         before = page[-1].row.id
+
+
+async def _ledger(server: Server, user: UserId) -> AsyncIterator[bytes]:
+    for account in await server.store.read(ledger_accounts.balances(("user", user))):
+        last = ledger.LAST
+        id_ = LedgerAccountId(account.account_id)
+        while page := await server.store.read(ledger_accounts.entries(id_, last, PAGE)):
+            for row in page:
+                document = ledger.entry_document(row).model_dump(mode="json")
+                document["transfer_kind"] = document.pop("kind")
+                yield _line("ledger_entry", {"account": account.kind, **document})
+            last = page[-1].sequence
 
 
 async def _artifacts(server: Server, user: UserId) -> AsyncIterator[bytes]:
@@ -112,7 +130,7 @@ def _inline(ids: list[TaskId]) -> Operation[dict[TaskId, _Inline]]:
         {},
         {"tasks": of_ids(ids)},
     )
-    return {row.id: row for row in rows}
+    return {row.id: row for row in (yield from opened(rows, PAYLOAD, VALUE))}
 
 
 def _text(data: bytes | None) -> str:

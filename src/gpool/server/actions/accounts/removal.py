@@ -16,8 +16,8 @@ from gpool.server.identity.passwords import Match
 from gpool.server.server import Server
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operations.identity import account_deletion as operations
-from gpool.server.store.operations.identity import accounts
-from gpool.server.store.operations.tasks import deletion, tasks
+from gpool.server.store.operations.identity import accounts, sealed_fields
+from gpool.server.store.operations.tasks import artifacts, deletion, tasks
 from gpool.server.store.operations.tasks.storage import Account
 from gpool.wire.identity import AccountDeletion
 
@@ -91,5 +91,13 @@ async def _purge_account(server: Server, account: Account, *, finish: bool) -> b
     unused = await server.write(operations.finish_deletion(account))
     if unused is None:
         return False
+    server.sealer.forget_account(account)
     await remove_files(server, unused)
     return True
+
+
+async def destroy_left_keys(server: Server) -> None:
+    """Destroy data keys of deleted teams whose ended tasks have expired."""
+    for account in await server.store.read(sealed_fields.keys_without_account(ROWS)):
+        await server.write(artifacts.destroy_account_key(account))
+        server.sealer.forget_account(account)

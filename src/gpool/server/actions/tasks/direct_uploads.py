@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from gpool.core.errors import Conflict, Invalid, NotFound, StaleLease, TooLarge, Unreachable
 from gpool.core.model import SECOND, Instant
 from gpool.server.actions.tasks import outputs
-from gpool.server.blobs.blobs import StoredBlob, mismatch
+from gpool.server.blobs.blobs import BlobLocation, StoredBlob, mismatch
 from gpool.server.blobs.bucket import new_key
 from gpool.server.blobs.multipart import MultipartUploads, part_bytes_of, part_sizes
 from gpool.server.server import Server
@@ -195,10 +195,10 @@ async def _complete(
 async def _verified(server: Server, row: UploadsRecord, *, reads: bool) -> StoredBlob:
     digest, size = hashlib.sha256(), 0
     if not reads:
-        async for _ in server.blobs.read(row.object, row.size_bytes - 1, 1):
+        async for _ in server.blobs.read(BlobLocation(row.object), row.size_bytes - 1, 1):
             size = row.size_bytes
         return StoredBlob(row.sha256, size, row.object)
-    async for piece in server.blobs.read(row.object, 0, row.size_bytes):
+    async for piece in server.blobs.read(BlobLocation(row.object), 0, row.size_bytes):
         size += len(piece)
         await asyncio.to_thread(digest.update, piece)
     if size != row.size_bytes or digest.hexdigest() != row.sha256:
@@ -239,11 +239,9 @@ async def discard(server: Server, uploads: Sequence[UnfinishedUpload]) -> None:
 async def sweep(server: Server, shard: str, before: Instant) -> None:
     """Remove objects of a shard and multipart uploads that no row names and that are older than `before`."""
     multipart = server.blobs.multipart
-    if multipart is None:
-        return
     try:
         objects = await server.blobs.listed(shard)
-        uploads = await multipart.unfinished()
+        uploads = () if multipart is None else await multipart.unfinished()
         old = [each.key for each in objects if each.modified.timestamp() * SECOND < before]
         begun = [each for each in uploads if each.began.timestamp() * SECOND < before]
         if not old and not begun:
@@ -254,7 +252,7 @@ async def sweep(server: Server, shard: str, before: Instant) -> None:
             if key not in known.objects:
                 await server.blobs.remove(key)
         for upload in begun:
-            if upload.upload_id not in known.upload_ids:
+            if multipart is not None and upload.upload_id not in known.upload_ids:
                 await multipart.abort(upload.key, upload.upload_id)
     except Unreachable as error:
         log.warning("the object store was not swept: %s", error)

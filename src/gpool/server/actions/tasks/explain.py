@@ -204,7 +204,13 @@ class _StoredQueue:
 async def queue_page(server: Server, who: Caller, wanted: QueueQuery) -> QueuePage:
     """Waiting tasks, oldest first; the first page adds running tasks. Raises `TooMany` as `explain` does."""
     user, team = await query.listed_account(server, who, wanted.everybody, wanted.team)
-    found = await server.store.read(_stored(user, team, wanted))
+    found = await server.reads.read(
+        server.store,
+        ("queue", user, team, wanted.after, wanted.limit),
+        _stored(user, team, wanted),
+        ids=lambda page: _ids_of(page, user, team),
+        rows=lambda page: 1 + query.TASK_ROWS * (len(page.waiting) + len(page.running)),
+    )
     with server.explaining.admitted():
         explained = await _explained(server, found.waiting)
     return QueuePage(
@@ -219,6 +225,16 @@ async def queue_page(server: Server, who: Caller, wanted: QueueQuery) -> QueuePa
         running=[documents.task(view) for view in reversed(found.running[:MOST_RUNNING])],
         more_running=len(found.running) > MOST_RUNNING,
     )
+
+
+def _ids_of(page: _StoredQueue, user: UserId | None, team: int | None) -> set[int] | None:
+    """Ids that name every change of a page with all open tasks of an account; None: of other pages."""
+    account = user if team is None else team
+    is_whole = page.count == len(page.waiting) and len(page.running) <= MOST_RUNNING
+    if account is None or not is_whole:
+        return None
+    shown = (*page.waiting, *page.running)
+    return {account, -account, *(id_ for view in shown for id_ in query.ids_of(view))}
 
 
 @operation

@@ -5,9 +5,10 @@ from __future__ import annotations
 import codecs
 from base64 import b64encode
 from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from gpool.core.errors import Invalid, NotFound, StaleLease, StorageFull, TooLarge
+from gpool.core.errors import Conflict, Invalid, NotFound, StaleLease, StorageFull, TooLarge
 from gpool.core.ids import TaskId
 from gpool.core.model import MIB, Permission, TaskStatus
 from gpool.core.permissions import Action, ObjectKind, Thing, missing
@@ -15,13 +16,16 @@ from gpool.server.actions import quotas
 from gpool.server.actions.audit import note_read
 from gpool.server.actions.tasks import documents, query, sealed_logs
 from gpool.server.blobs import UploadPart
-from gpool.server.blobs.blobs import StoredBlob
+from gpool.server.blobs.blobs import BUSY, BlobLocation, StoredBlob
+from gpool.server.encryption.ciphers import part_key
 from gpool.server.identity.authorization import own, permit
 from gpool.server.server import Server
 from gpool.server.store.identity_values import Caller
+from gpool.server.store.operations import replicas
 from gpool.server.store.operations.tasks import artifacts as artifact_operations
 from gpool.server.store.operations.tasks import progress, storage
 from gpool.server.store.operations.tasks.storage import UploadReservation
+from gpool.server.store.protocol import brief
 from gpool.server.store.values import LogLine, NodeCredentials, TaskView
 from gpool.wire.documents import LogDocument, ProgressDocument
 from gpool.wire.frames import Hold
@@ -52,21 +56,40 @@ async def put(
             f"the artifact has {declared} bytes; the limit is {server.settings.max_artifact_bytes}"
         )
     sha256, account, uploader = upload.sha256, charged.account, uploader_of(who, upload.lease)
-    with server.blobs.pinned(sha256):
-        if upload.part is None and await server.store.read(storage.is_stored(account, sha256)):
-            size = await server.blobs.verify(sha256, body)  # charged already, so not stored again
-            none = UploadReservation(uploader, sha256, server.ids.next(), account)
-            await refer(server, charged.upload, none, StoredBlob(sha256, size, ""))
-            return size
-        server.blobs.check_free(declared)
-        number = server.ids.next() if upload.part is None else 0
-        room = UploadReservation(uploader, sha256, number, account)
-        await reserve(server, room, declared)
+    if upload.part is None and await server.store.read(storage.is_stored(account, sha256)):
+        size = await server.blobs.verify(sha256, body)  # charged already, so not stored again
+        none = UploadReservation(uploader, sha256, server.ids.next(), account)
+        await refer(server, charged.upload, none, StoredBlob(sha256, size, ""))
+        return size
+    server.blobs.check_free(declared)
+    number = server.ids.next() if upload.part is None else 0
+    room = UploadReservation(uploader, sha256, number, account)
+    await reserve(server, room, declared)
+    async with _sole_writer(server, room, upload.part):
         try:
             return await _store(server, charged.upload, room, upload.part, declared, body)
         finally:
             if upload.part is None or server.blobs.offset(sha256, uploader) is None:
                 await server.write(storage.release_upload(room))
+
+
+@asynccontextmanager
+async def _sole_writer(
+    server: Server, room: UploadReservation, part: UploadPart | None
+) -> AsyncIterator[None]:
+    """`Conflict` while another request, of this process or of another replica, writes a part of the upload."""
+    if part is None:
+        yield
+        return
+    replica = server.replica.id
+    with server.blobs.sole_writer(room.sha256, room.uploader):
+        if replica and not await server.write(replicas.begin_part(room, replica)):
+            raise Conflict(BUSY)
+        try:
+            yield
+        finally:
+            if replica:
+                await server.write(replicas.end_part(room, replica))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +124,13 @@ async def _store(
     declared: int,
     body: AsyncIterator[bytes],
 ) -> int | None:
+    account_key = await server.sealer.account_key(room.account)
     if part is None:
         body = _reserving(server, room, declared, body)
         stored: StoredBlob | None = await server.blobs.store(charged.sha256, body)
     else:
-        stored = await server.blobs.store_part(charged.sha256, room.uploader, part, body)
+        key = b"" if account_key is None else part_key(account_key, room.uploader, room.sha256)
+        stored = await server.blobs.store_part(charged.sha256, room.uploader, part, body, key)
     if stored is None:
         return None
     await refer(server, charged, room, stored)
@@ -143,7 +168,9 @@ async def refer(
 ) -> None:
     """Replace the reservation by a reference to the stored bytes, or leave these to pruning and say why."""
     limits = server.settings.storage_limits
-    finishing = quotas.finish_upload(charged, room, stored.size, limits, server.now, stored.object)
+    is_new = bool(stored.object)
+    recorded = artifact_operations.StoredBytes(stored.object, stored.file_key, is_new)
+    finishing = quotas.finish_upload(charged, room, stored.size, limits, server.now, recorded)
     try:
         done = await server.write(finishing)
     finally:
@@ -155,18 +182,19 @@ async def refer(
 
 
 async def remove_unless_recorded(server: Server, stored: StoredBlob) -> None:
-    """Remove an object of the bucket that no row names: the artifact was stored before, under another key."""
+    """Remove bytes that no row names: they were refused, or the artifact was stored before under another key."""
     if not stored.object:
         return
     if await server.store.read(artifact_operations.object_of(stored.sha256)) != stored.object:
         await server.blobs.remove(stored.object)
 
 
-async def key_of(server: Server, sha256: str) -> str:
-    """Key under which the bytes of a recorded artifact are stored."""
-    if server.blobs.multipart is None:
-        return sha256
-    return await server.store.read(artifact_operations.object_of(sha256)) or sha256
+async def location_of(server: Server, sha256: str) -> BlobLocation:
+    """Place of the bytes of a recorded artifact."""
+    found = await server.store.read(brief(artifact_operations.location_of(sha256)))
+    if found is None:
+        raise NotFound(f"there is no artifact {sha256}")
+    return BlobLocation(found.object or sha256, found.key_sealed or b"")
 
 
 def _stale() -> StaleLease:
@@ -326,10 +354,14 @@ async def _after(server: Server, view: TaskView, after: int) -> list[LogLine]:
 
 
 async def _sealed_after(server: Server, sha256: str, after: int) -> list[LogLine]:
-    key, blobs = await key_of(server, sha256), server.blobs
+    blobs = server.blobs
+    try:
+        at = await location_of(server, sha256)
+    except NotFound:
+        raise sealed_logs.expired() from None
     size = await server.store.read(artifact_operations.size_of(sha256)) or 0
 
     async def read(first: int, length: int) -> bytes:
-        return await blobs.read_range(key, first, length)
+        return await blobs.read_range(at, first, length)
 
     return await sealed_logs.page(read, size, after, LOG_ROWS)

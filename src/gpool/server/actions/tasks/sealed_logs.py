@@ -85,7 +85,11 @@ async def page(read: ReadRange, size: int, after: int, limit: int) -> list[LogLi
                         return found
         return found
     except NotFound:
-        raise NotFound("the output of this task was deleted; it had expired") from None
+        raise expired() from None
+
+
+def expired() -> NotFound:
+    return NotFound("the output of this task was deleted; it had expired")
 
 
 def _slices_of(content: bytes) -> ReadRange:

@@ -10,13 +10,19 @@ from typing import NamedTuple
 
 import msgspec
 
-from gpool.core.errors import Conflict, GpoolError, TooMany, Unprocessable
+from gpool.core.errors import Conflict, GpoolError, Unprocessable
 from gpool.core.ids import BatchId, TaskId, UserId, decode, encode
 from gpool.core.model import KIB, TaskSpec
 from gpool.core.permissions import Action, TeamId
 from gpool.core.specs.owners import ANYONE
 from gpool.observability.logs import MOST_LOGGED, get_logger
-from gpool.server.actions.quotas import most_queued, queue_quota_errors
+from gpool.server.actions.quotas import (
+    holders_of,
+    most_queued,
+    queue_is_full,
+    queue_quota_errors,
+    queue_room,
+)
 from gpool.server.actions.tasks.documents import encode_many
 from gpool.server.actions.tasks.parsing import submission_of
 from gpool.server.actions.tasks.query import acting_account
@@ -26,9 +32,12 @@ from gpool.server.scheduling.scheduler import Proposal
 from gpool.server.server import Answered, Once, Server
 from gpool.server.store.batching import WriteBatcher
 from gpool.server.store.identity_values import Caller
-from gpool.server.store.operations.tasks import idempotency, submissions
+from gpool.server.store.operations.leases import grants
+from gpool.server.store.operations.tasks import idempotency, storage, submissions
 from gpool.server.store.operations.tasks import tasks as operations
+from gpool.server.store.operations.tasks.storage import holder_of
 from gpool.server.store.operations.tasks.submissions import (
+    FirstLease,
     MissingArtifacts,
     Submission,
     SubmittedTasks,
@@ -100,9 +109,13 @@ async def submit(server: Server, who: Caller, wanted: WantedTasks, once: Once | 
     submission = await submission_of(server, who, wanted, team)
     if any(task.payload for task in submission.tasks):
         server.blobs.check_free()
+    if server.settings.encrypt_data:
+        await server.sealer.account_key(holder_of(who.user.id, team))
     entry = _Pending(server, who, submission, once)
     _let_in(entry)
-    take = server.submitting.take if _is_light(submission) else server.submitting.take_alone
+    is_recognised = submission.spec is wanted.spec  # by its bytes, which are few: `repeated`
+    is_light = _has_few_tasks(submission) and (is_recognised or _is_light(submission))
+    take = server.submitting.take if is_light else server.submitting.take_alone
     try:
         answered: _Outcome = await take(entry)
     finally:
@@ -131,16 +144,18 @@ def _let_in(entry: _Pending) -> None:
     picture, most = entry.server.picture, entry.server.settings.max_queued
     waiting = picture.waiting + picture.arriving
     if waiting + len(entry.submission.tasks) > most:
-        raise TooMany(f"the queue is full with {waiting} waiting tasks; try again later")
+        raise queue_is_full(waiting)
     entry.arrives()
 
 
 # ---- writing them, one or many
 
 
+def _has_few_tasks(s: Submission) -> bool:
+    return len(s.tasks) <= GATHERED_TASKS
+
+
 def _is_light(s: Submission) -> bool:
-    if len(s.tasks) > GATHERED_TASKS:
-        return False
     return weight_of(s.spec) + sum(len(task.payload) for task in s.tasks) <= GATHERED_BYTES
 
 
@@ -192,11 +207,23 @@ async def _write(group: Sequence[_Pending]) -> _Written:
 def _submit_and_start(
     group: Sequence[_Pending], most: int | None, proposal: Proposal | None
 ) -> Operation[_Written]:
-    outcomes = yield from _submit(group, most)
-    is_fresh = any(isinstance(each, Answered) and each.value is not None for each in outcomes)
-    if proposal is None or not is_fresh:
+    """Insert tasks that the proposal starts as leased: the row is then written once."""
+    if proposal is None:
+        return _Written((yield from _submit(group, most, submissions.NO_LEASES)))
+    found = yield from grants.startable(proposal.places, proposal.term)
+    places = () if found is None else found.places
+    leases = grants.first_leases(places, proposal.at)
+    outcomes = yield from _submit(group, most, leases)
+    submitted = {
+        task.id: (each.value.spec_id, task)
+        for each in outcomes
+        if isinstance(each, Answered) and each.value is not None
+        for task in each.value.tasks
+    }
+    if not submitted:
         return _Written(outcomes, proposal)
-    return _Written(outcomes, proposal, (yield from proposal.write()))
+    applied = grants.DEPOSED if found is None else grants.inserted(places, submitted)
+    return _Written(outcomes, proposal, applied)
 
 
 def _fold(group: Sequence[_Pending], written: _Written) -> list[_Outcome]:
@@ -228,7 +255,9 @@ def _leave(group: Sequence[_Pending]) -> None:
         entry.arrived()
 
 
-def _submit(group: Sequence[_Pending], most: int | None) -> Operation[list[_Outcome]]:
+def _submit(
+    group: Sequence[_Pending], most: int | None, leases: Mapping[TaskId, FirstLease]
+) -> Operation[list[_Outcome]]:
     outcomes: dict[int, _Outcome] = {}
     saved = yield from idempotency.saved({entry.key for entry in group if entry.key is not None})
     first: dict[tuple[UserId, str], int] = {}
@@ -244,19 +273,25 @@ def _submit(group: Sequence[_Pending], most: int | None) -> Operation[list[_Outc
         elif first.setdefault(key, place) == place:
             fresh.append(place)
     allowed: list[int] = []
+    room = yield from queue_room(group[0].server)
     for place in fresh:
-        refusal = yield from _may_extend(group[place])
+        refusal: GpoolError | None = room.refusal(len(group[place].submission.tasks))
+        refusal = refusal or (yield from _may_extend(group[place]))
         if refusal is None:
             allowed.append(place)
         else:
             outcomes[place] = refusal
-    full = yield from queue_quota_errors(
-        group[0].server, [group[place].submission for place in allowed], most
-    )
+    server, wanted = group[0].server, [group[place].submission for place in allowed]
+    usage = yield from storage.usage_of(holders_of(wanted))
+    full = yield from queue_quota_errors(server, wanted, most, usage)
     outcomes |= {place: why for place, why in zip(allowed, full, strict=True) if why is not None}
     allowed = [place for place in allowed if place not in outcomes]
+    limits = server.settings.storage_limits
     written = yield from submissions.submit(
-        [group[place].submission for place in allowed], group[0].server.settings.storage_limits
+        [group[place].submission for place in allowed],
+        limits,
+        storage.room_of(usage, limits),
+        leases,
     )
     if any(full) and not all(isinstance(found, SubmittedTasks) for found in written):
         raise _APART  # a refused submission was charged to a quota that refused another one

@@ -30,6 +30,7 @@ from gpool.server.api.messages import (
     uncached,
 )
 from gpool.server.identity.throttle import RouteClass
+from gpool.server.overload.admission import LoadClass
 from gpool.server.store.values import NodeCredentials
 from gpool.wallet.signin import WalletPurpose
 from gpool.wire.identity import (
@@ -230,6 +231,7 @@ async def delete_me(request: Request) -> Response:
     "/v1/me/export",
     Action.ACCOUNT_EXPORT,
     rate=RouteClass.STREAM,
+    load=LoadClass.LISTING,
     returns=SuccessReply(
         description="One JSON object a line, with `kind`: account, key, session, node, artifact, task, log. "
         "`Accept: text/plain` selects the second media type, with the same content",

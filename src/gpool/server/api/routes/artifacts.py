@@ -30,6 +30,7 @@ from gpool.server.api.messages import (
 )
 from gpool.server.api.problems import problem
 from gpool.server.identity.throttle import RouteClass
+from gpool.server.overload.admission import LoadClass
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.values import NodeCredentials
 from gpool.transfer.requests import DIRECT_HEADER
@@ -61,7 +62,7 @@ async def list_artifacts(
     return answer(await deletion.list_artifacts(server_of(request), who, of_team, cursor, limit))
 
 
-@routes.get("/v1/storage", Action.ARTIFACTS_LIST, returns=StorageReport)
+@routes.get("/v1/storage", Action.ARTIFACTS_LIST, load=LoadClass.LISTING, returns=StorageReport)
 async def read_storage(
     request: Request,
     team: Annotated[str | None, Query(description="Team id: storage of this team")] = None,
@@ -85,6 +86,7 @@ async def delete_artifact(request: Request, sha256: SHA256) -> Response:
     Action.ARTIFACT_UPLOAD,
     Action.ARTIFACT_UPLOAD_OUTPUT,
     rate=RouteClass.TRANSFER,
+    load=LoadClass.SUBMISSION,
     body=bytes,
     returns=(
         SuccessReply(ArtifactDocument, 201, "Stored durably"),
@@ -152,18 +154,19 @@ async def get_artifact(request: Request, sha256: SHA256) -> Response:
             refusal.headers["Content-Range"] = f"bytes */{size}"
             return refusal
         headers["Content-Range"] = f"bytes {first}-{first + length - 1}/{size}"
-    key = await outputs.key_of(server, sha256)
+    at = await outputs.location_of(server, sha256)
     direct = server.blobs.direct
     if (
         direct is not None
         and DIRECT_HEADER in request.headers
         and direct_uploads.is_direct(server, size)
-        and key != sha256
+        and "/" in at.key
+        and not at.file_key
     ):
-        found = {"Location": direct.read_url(key), "Cache-Control": "no-store"}
+        found = {"Location": direct.read_url(at.key), "Cache-Control": "no-store"}
         return Response(status_code=307, headers=found)
     headers["Content-Length"] = str(length)
-    pieces = server.blobs.read(key, first, length)
+    pieces = server.blobs.read(at, first, length)
     begun = await anext(pieces, b"")  # a store that does not answer is a 503, not a broken reply
     return StreamingResponse(_continued(begun, pieces), status, headers, OCTETS)
 
@@ -173,6 +176,7 @@ async def get_artifact(request: Request, sha256: SHA256) -> Response:
     Action.ARTIFACT_UPLOAD,
     Action.ARTIFACT_UPLOAD_OUTPUT,
     rate=RouteClass.TRANSFER,
+    load=LoadClass.SUBMISSION,
     body=DirectUpload,
     returns=DirectUploadDocument,
 )
@@ -191,6 +195,7 @@ async def sign_parts(request: Request, sha256: SHA256) -> Response:
     Action.ARTIFACT_UPLOAD,
     Action.ARTIFACT_UPLOAD_OUTPUT,
     rate=RouteClass.TRANSFER,
+    load=LoadClass.SUBMISSION,
     body=DirectCompletion,
     returns=(
         SuccessReply(ArtifactDocument, 201, "Stored and verified"),

@@ -28,6 +28,7 @@ from gpool.server.api.messages import (
     tagged,
 )
 from gpool.server.identity.throttle import RouteClass
+from gpool.server.overload.admission import LoadClass
 from gpool.server.server import Once
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operations.node_pages import NodeFilter
@@ -130,7 +131,9 @@ async def get_node(request: Request, id: NODE) -> Response:
     return tagged(request, await listing.node(server_of(request), who, NodeId(decode("node", id))))
 
 
-@routes.get("/v1/nodes/{id}/tasks", Action.NODE_TASKS, returns=NodeTasksDocument)
+@routes.get(
+    "/v1/nodes/{id}/tasks", Action.NODE_TASKS, load=LoadClass.LISTING, returns=NodeTasksDocument
+)
 async def get_node_tasks(request: Request, id: NODE, limit: Limit = 20) -> Response:
     """List the tasks on a node of yours: running ones, and the newest ended ones."""
     who, node = await user_of(request), NodeId(decode("node", id))
@@ -198,7 +201,12 @@ async def get_resource(request: Request, gpu: GPU) -> Response:
     return tagged(request, await listing.gpu(server, who, GpuId(decode("gpu", gpu))))
 
 
-@resource_routes.get("/v1/resources/{gpu}/telemetry", Action.GPU_READ, returns=TelemetryDocument)
+@resource_routes.get(
+    "/v1/resources/{gpu}/telemetry",
+    Action.GPU_READ,
+    load=LoadClass.LISTING,
+    returns=TelemetryDocument,
+)
 async def get_resource_telemetry(request: Request, gpu: GPU) -> Response:
     """Read the usage of one GPU over the last 15 minutes."""
     await user_of(request)

@@ -31,6 +31,7 @@ from gpool.server.api.messages import (
 )
 from gpool.server.identity.audit import AuditAnchor, AuditLink, ChainIntact
 from gpool.server.identity.sealer import KeyStatus
+from gpool.server.overload.admission import LoadClass
 from gpool.server.scheduling.learning import sentence
 from gpool.server.settings import span
 from gpool.wire.admin import (
@@ -227,7 +228,7 @@ async def rotate_server_keys(request: Request) -> Response:
     return answer(_keys(status), 202)
 
 
-@routes.get("/v1/admin/replicas", Action.REPLICAS_READ, returns=ReplicaPage)
+@routes.get("/v1/admin/replicas", Action.REPLICAS_READ, load=LoadClass.VITAL, returns=ReplicaPage)
 async def list_replicas(request: Request) -> Response:
     """List the servers of this pool, oldest first, and which one leads."""
     await user_of(request)
@@ -280,7 +281,7 @@ def _replica(listed: ListedReplica) -> ReplicaDocument:
 
 
 async def _checked(request: Request, anchors: list[AuditAnchor]) -> AuditCheck:
-    found = await audit.verify(server_of(request), anchors)
+    found = await audit.verify(server_of(request).store, anchors)
     if isinstance(found, ChainIntact):
         head = f"{found.head.sequence}:{found.head.hash.hex()}"
         return AuditCheck(whole=True, entries=found.head.sequence, head=head)

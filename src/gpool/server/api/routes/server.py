@@ -1,4 +1,4 @@
-"""Routes about the server itself (health, metrics, alerts, token keys, OpenAPI), and aliases at the short paths of the first
+"""Routes about the server itself (health, metrics, alerts, GPU models, token keys, OpenAPI), and aliases at the short paths of the first
 specification.
 """
 
@@ -11,23 +11,32 @@ from starlette.responses import JSONResponse, Response
 
 from gpool.core.model import SECOND, Instant
 from gpool.core.permissions import Action
+from gpool.server.actions import policy, receipt_keys
 from gpool.server.alerts.monitor import PoolMonitor
 from gpool.server.alerts.rules import RULES, RUNBOOK, AlertRule
 from gpool.server.api.callers import is_draining, server_of, user_of
 from gpool.server.api.endpoints import EndpointRouter, SuccessReply
-from gpool.server.api.messages import Cursor, LargeLimit, Wait, answer, tagged
+from gpool.server.api.messages import Cursor, LargeLimit, Wait, answer, document_of, once_of, tagged
 from gpool.server.api.routes import nodes, tasks
 from gpool.server.identity.throttle import RouteClass
+from gpool.server.overload.admission import LoadClass
 from gpool.server.server import VERSION
-from gpool.wire.admin import AlertDocument, AlertPage
+from gpool.wallet.receipt_keys import KeyHistory
+from gpool.wire.admin import (
+    AlertDocument,
+    AlertPage,
+    GpuModelPage,
+    ReadOnlyDocument,
+    ReadOnlyRequest,
+)
 from gpool.wire.documents import HealthDocument, TaskDocument, TaskRequest, instant_to_datetime
-from gpool.wire.identity import JwksDocument
+from gpool.wire.identity import JwksDocument, ReceiptKeysDocument
 from gpool.wire.nodes import GpuPage, NodeRequest
 
 routes = EndpointRouter("server")
 
 
-@routes.get("/healthz", Action.HEALTH_READ, returns=HealthDocument)
+@routes.get("/healthz", Action.HEALTH_READ, load=LoadClass.VITAL, returns=HealthDocument)
 async def get_health(request: Request) -> Response:  # noqa: ARG001 - the signature of handlers
     """Answer 200 while the process runs."""
     return answer(HealthDocument(status="ok", version=VERSION))
@@ -36,6 +45,7 @@ async def get_health(request: Request) -> Response:  # noqa: ARG001 - the signat
 @routes.get(
     "/readyz",
     Action.HEALTH_READ,
+    load=LoadClass.VITAL,
     returns=(
         SuccessReply(HealthDocument),
         SuccessReply(
@@ -59,6 +69,7 @@ async def get_readiness(request: Request) -> Response:
 @routes.get(
     "/metrics",
     Action.METRICS_READ,
+    load=LoadClass.VITAL,
     returns=SuccessReply(description="Prometheus text format", media_types=("text/plain",)),
 )
 async def get_metrics(request: Request) -> Response:
@@ -68,7 +79,7 @@ async def get_metrics(request: Request) -> Response:
     return Response(page, media_type="text/plain; version=0.0.4")
 
 
-@routes.get("/v1/admin/alerts", Action.METRICS_READ, returns=AlertPage)
+@routes.get("/v1/admin/alerts", Action.METRICS_READ, load=LoadClass.VITAL, returns=AlertPage)
 async def list_alerts(request: Request) -> Response:
     """Read the state of the alert rules, as this server evaluates them over its own metrics every 15 s."""
     await user_of(request)
@@ -81,6 +92,13 @@ async def list_alerts(request: Request) -> Response:
             evaluated_at=None if at is None else instant_to_datetime(at),
         )
     )
+
+
+@routes.get("/v1/admin/gpu-models", Action.POLICY_READ, returns=GpuModelPage)
+async def list_gpu_models(request: Request) -> Response:
+    """List the reference table of GPU verification, and models of lent GPUs that it lacks."""
+    await user_of(request)
+    return answer(policy.gpu_models(server_of(request)))
 
 
 def _alerts(rule: AlertRule, monitor: PoolMonitor, now: Instant) -> list[AlertDocument]:
@@ -109,12 +127,58 @@ def _alerts(rule: AlertRule, monitor: PoolMonitor, now: Instant) -> list[AlertDo
     ] or [quiet]
 
 
+@routes.get("/v1/admin/read-only", Action.POLICY_READ, returns=ReadOnlyDocument)
+async def get_read_only(request: Request) -> Response:
+    """Read the pool's read-only mode."""
+    await user_of(request)
+    return answer(ReadOnlyDocument(reason=server_of(request).read_only.reason))
+
+
+@routes.put(
+    "/v1/admin/read-only", Action.READ_ONLY_SET, body=ReadOnlyRequest, returns=ReadOnlyDocument
+)
+async def set_read_only(request: Request) -> Response:
+    """Begin the pool's read-only mode with a reason, or end it without one."""
+    user = await user_of(request)
+    wanted, once = await document_of(request, ReadOnlyRequest)
+    found = await policy.set_read_only(server_of(request), user, wanted.reason, once)
+    return answer(ReadOnlyDocument(reason=found))
+
+
 @routes.get("/.well-known/jwks.json", Action.PUBLIC_KEYS_READ, returns=JwksDocument)
 async def get_jwks(request: Request) -> Response:
     """Read the public keys with which access tokens are verified."""
     server = server_of(request)
     document = JwksDocument.model_validate({"keys": server.identity.signing.jwks(server.now)})
     return tagged(request, document)
+
+
+@routes.get(
+    "/v1/receipt-keys",
+    Action.PUBLIC_KEYS_READ,
+    returns=ReceiptKeysDocument,
+    problems=(404,),
+)
+async def get_receipt_keys(request: Request) -> Response:
+    """Read the history of the keys with which receipts are verified."""
+    return tagged(request, _receipt_keys(await receipt_keys.history(server_of(request))))
+
+
+@routes.post(
+    "/v1/admin/receipt-keys/rotate",
+    Action.KEYS_ROTATE,
+    returns=ReceiptKeysDocument,
+    problems=(409,),
+)
+async def rotate_receipt_key(request: Request) -> Response:
+    """Replace the key that signs receipts, or create the first one. Receipts of older keys stay valid."""
+    user = await user_of(request)
+    found = await receipt_keys.rotate(server_of(request), user, once_of(request))
+    return answer(_receipt_keys(found))
+
+
+def _receipt_keys(history: KeyHistory) -> ReceiptKeysDocument:
+    return ReceiptKeysDocument.model_validate_json(history.to_bytes())
 
 
 @routes.get("/openapi.json", Action.SCHEMA_READ, returns=SuccessReply(), include_in_schema=False)

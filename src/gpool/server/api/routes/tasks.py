@@ -37,6 +37,7 @@ from gpool.server.api.messages import (
     tagged,
 )
 from gpool.server.identity.throttle import RouteClass
+from gpool.server.overload.admission import LoadClass
 from gpool.server.store.identity_values import Caller
 from gpool.wire.documents import (
     MAX_BODY_BYTES,
@@ -131,7 +132,13 @@ async def list_tasks(
     return tagged(request, page)
 
 
-@routes.get("/v1/queue", Action.TASKS_LIST, Action.TASKS_LIST_ALL, returns=QueuePage)
+@routes.get(
+    "/v1/queue",
+    Action.TASKS_LIST,
+    Action.TASKS_LIST_ALL,
+    load=LoadClass.EXPLAIN,
+    returns=QueuePage,
+)
 async def get_queue(
     request: Request,
     limit: Limit = 50,
@@ -147,7 +154,7 @@ async def get_queue(
         after=TaskId(decode("task", cursor)) if cursor else None,
         limit=limit,
     )
-    return answer(await explain.queue_page(server_of(request), who, wanted))
+    return tagged(request, await explain.queue_page(server_of(request), who, wanted))
 
 
 @routes.get("/v1/tasks/{id}", Action.TASK_READ, returns=TaskDocument)
@@ -155,8 +162,11 @@ async def get_task(request: Request, id: TASK, wait: Wait = 0) -> Response:
     """Read one task. With `wait`, answer when it has ended or after that many seconds."""
     server = server_of(request)
     who = await user_of(request)
-    seconds = min(wait, server.settings.max_wait_s)
-    view = await query.wait_for_task(server, who, TaskId(decode("task", id)), seconds)
+    task, seconds = TaskId(decode("task", id)), min(wait, server.settings.max_wait_s)
+    if seconds > 0:
+        view = await query.wait_for_task(server, who, task, seconds)
+    else:
+        view = await query.polled_task(server, who, task)
     return tagged(request, documents.task(view, explain.closeness(server, view.row.id)))
 
 
@@ -217,14 +227,21 @@ async def get_result(request: Request, id: TASK, wait: Wait = 0) -> Response:
     return tagged(request, await query.result(server, who, view))
 
 
-@routes.get("/v1/tasks/{id}/explain", Action.TASK_READ, returns=ExplainDocument)
+@routes.get(
+    "/v1/tasks/{id}/explain", Action.TASK_READ, load=LoadClass.EXPLAIN, returns=ExplainDocument
+)
 async def get_explanation(request: Request, id: TASK) -> Response:
     """Explain why a task waits, when it is expected to start and which changes would start it now."""
     who = await user_of(request)
     return answer(await explain.explain(server_of(request), who, TaskId(decode("task", id))))
 
 
-@routes.get("/v1/tasks/{id}/events", Action.TASK_READ, returns=SuccessReply(list[EventDocument]))
+@routes.get(
+    "/v1/tasks/{id}/events",
+    Action.TASK_READ,
+    load=LoadClass.LISTING,
+    returns=SuccessReply(list[EventDocument]),
+)
 async def get_events(request: Request, id: TASK) -> Response:
     """List the events of a task, oldest first."""
     who = await user_of(request)
@@ -234,7 +251,12 @@ async def get_events(request: Request, id: TASK) -> Response:
     )
 
 
-@routes.get("/v1/tasks/{id}/telemetry", Action.TASK_READ, returns=TelemetryDocument)
+@routes.get(
+    "/v1/tasks/{id}/telemetry",
+    Action.TASK_READ,
+    load=LoadClass.LISTING,
+    returns=TelemetryDocument,
+)
 async def get_task_telemetry(request: Request, id: TASK) -> Response:
     """Read the GPU usage of a task over the last 15 minutes."""
     who = await user_of(request)

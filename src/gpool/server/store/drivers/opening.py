@@ -16,6 +16,7 @@ from gpool.server.store.drivers.shared import locked_file
 from gpool.server.store.drivers.sqlite import InlineStore, SqliteStore
 from gpool.server.store.migrations import newest_migration
 from gpool.server.store.protocol import Store
+from gpool.server.store.sealing import KeyHolder, NoKeys
 
 SQLITE = "sqlite:///"
 POSTGRES = ("postgresql://", "postgres://")
@@ -25,20 +26,34 @@ def _ignored() -> None:
     """Nobody waits for commits."""
 
 
-async def open_store(url: str, replica: int = 0, committed: Callable[[], None] = _ignored) -> Store:
+def default_readers(url: str) -> int:
+    """Connections for reads, unless set: reads of PostgreSQL do not compete for the interpreter."""
+    return 4 if url.startswith(POSTGRES) else 2
+
+
+async def open_store(
+    url: str,
+    replica: int = 0,
+    committed: Callable[[], None] = _ignored,
+    readers: int | None = None,
+    keys: KeyHolder | None = None,
+) -> Store:
     """Open `sqlite:///PATH` (relative; `sqlite:////PATH` is absolute) or `postgresql://…`; `Invalid` for another URL.
 
-    PostgreSQL only: `replica` is named in the change feed; `committed` is called after each commit.
+    PostgreSQL only: `replica` is named in the change feed; `committed` is called after each commit. `keys` opens and
+    seals encrypted fields; without it they cannot be read.
     """
+    readers = readers or default_readers(url)
     if url.startswith(SQLITE):
         path = Path(url.removeprefix(SQLITE))
         close_to_others(path)
         await asyncio.to_thread(migrate_sqlite, path)
-        return await SqliteStore.open(path)
+        return await SqliteStore.open(path, readers, keys)
     if url.startswith(POSTGRES):
         # asyncpg is in the extra `postgres`, so it is imported only where the URL asks for it
         postgres = import_module("gpool.server.store.drivers.postgres")
-        store: Store = await postgres.open_postgres(url, postgres.ReplicaWiring(replica, committed))
+        wiring = postgres.ReplicaWiring(replica, committed, keys or NoKeys())
+        store: Store = await postgres.open_postgres(url, wiring, readers)
         return store
     raise _unknown_store(url)
 

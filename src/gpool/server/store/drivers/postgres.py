@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from gpool.server.store.drivers.shared import (
 )
 from gpool.server.store.migrations import newest_migration
 from gpool.server.store.protocol import Operation, Row, Statement, again
+from gpool.server.store.sealing import CIPHER, KeyHolder, NoKeys
 
 log = get_logger(__name__)
 
@@ -39,14 +41,18 @@ SERVER_LOCK = (
 T = TypeVar("T")
 Columns = tuple[tuple[str, str], ...]
 
-READERS = 4
 LONE_TRIES = 5
 """Attempts of an operation in its own transaction that loses a deadlock or a race for a unique name."""
 
 PREPARED: dict[str, Any] = {"statement_cache_size": 512, "max_cached_statement_lifetime": 0}
 """Keep as many prepared statements as `compiled` does, without expiry: preparing one again costs a round trip."""
 
+CONNECT_S = 5.0
+SILENCE_MS = 5_000
+"""Longest time without an acknowledgement from the database's host; then the kernel closes the connection."""
+
 MIGRATION_LOCK = 0x67706F6F6C  # "gpool"
+NO_KEYS = NoKeys()
 TYPES = {"int": "bigint", "text": "text", "blob": "bytea"}
 LOST = (
     asyncpg.PostgresConnectionError,
@@ -104,14 +110,17 @@ async def execute(connection: Any, statement: Statement) -> list[Row]:
     return [tuple(record) for record in await connection.fetch(sql, *arguments)]
 
 
-async def drive(connection: Any, operation: Operation[T]) -> T:
+async def drive(connection: Any, operation: Operation[T], keys: KeyHolder = NO_KEYS) -> T:
     steps = again(operation)
     wrote = False
     try:
         statement = next(steps)
         while True:
             wrote = wrote or writes(statement)
-            statement = steps.send(await execute(connection, statement))
+            if statement is CIPHER:
+                statement = steps.send(keys)
+            else:
+                statement = steps.send(await execute(connection, statement))
     except StopIteration as stop:
         value: T = stop.value
         return value
@@ -121,18 +130,48 @@ async def drive(connection: Any, operation: Operation[T]) -> T:
         raise
 
 
+IDLE_TRANSACTION = "10s"
+"""Time after which PostgreSQL ends a transaction whose process is stopped: it would keep the next leader from a term."""
+
+_NAME_AND_LIMIT = """
+    SELECT set_config('gpool.replica', $1, false), set_config('idle_in_transaction_session_timeout', $2, false)
+"""
+
+
+async def limit_silence(connection: Any) -> None:
+    """Notice a database that is cut off within seconds: without this, TCP repeats a statement for a quarter of an hour.
+
+    Slow statements are not affected: the host of the database acknowledges them. asyncpg has no option for it.
+    """
+    transport = connection._transport
+    used = transport.get_extra_info("socket")
+    if used is None or used.family == socket.AF_UNIX:
+        return
+    used.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", 3),
+        ("TCP_KEEPINTVL", 1),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", SILENCE_MS),
+    ):
+        option = getattr(socket, name, None)  # Linux has all of them
+        if option is not None:
+            used.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaWiring:
-    """The replica that the store belongs to (0: none), and a callback after each commit."""
+    """The replica that the store belongs to (0: none), a callback after each commit, and keys of accounts."""
 
     replica: int = 0
     committed: Callable[[], None] = lambda: None
+    keys: KeyHolder = NO_KEYS
 
     async def connect(self, url: str) -> Any:
         """Named by a statement: PgBouncer refuses unknown settings at the start of a session."""
-        connection = await asyncpg.connect(url, **PREPARED)
-        named = "SELECT set_config('gpool.replica', $1, false)"
-        await connection.execute(named, str(self.replica))
+        connection = await asyncpg.connect(url, timeout=CONNECT_S, **PREPARED)
+        await limit_silence(connection)
+        await connection.execute(_NAME_AND_LIMIT, str(self.replica), IDLE_TRANSACTION)
         return connection
 
 
@@ -166,7 +205,7 @@ class PostgresStore:
                 self._readers.acquire() as connection,
                 connection.transaction(isolation="repeatable_read", readonly=True),
             ):
-                return await drive(connection, operation)
+                return await drive(connection, operation, self._wiring.keys)
         except (*LOST, asyncpg.PostgresError) as exc:
             raise _translated(exc) from exc
 
@@ -187,20 +226,35 @@ class PostgresStore:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
+            if self._writer.is_closed() and not await self._connected_again():
+                continue
             count = min(MAX_GROUP, len(self._waiting))
             group = [self._waiting.popleft() for _ in range(count)]
             await self._commit(group)
             answer_all(group)
             self._wiring.committed()
 
+    async def _connected_again(self) -> bool:
+        """Replace a lost connection; if the database does not answer, fail all that wait: a further attempt takes as long."""
+        try:
+            self._writer = await self._wiring.connect(self._url)
+        except (*LOST, asyncpg.PostgresError) as exc:
+            group = [*self._waiting]
+            self._waiting.clear()
+            for waiting in group:
+                waiting.fail(_translated(exc))
+            answer_all(group)
+            return False
+        return True
+
     async def _commit(self, group: Sequence[Waiting]) -> None:
         try:
-            if self._writer.is_closed():
-                self._writer = await self._wiring.connect(self._url)
             async with self._writer.transaction():
                 for waiting in group:
                     try:
-                        waiting.value = await drive(self._writer, waiting.operation)
+                        waiting.value = await drive(
+                            self._writer, waiting.operation, self._wiring.keys
+                        )
                     except GpoolError as exc:
                         waiting.fail(exc)
         except Exception as broken:  # noqa: BLE001 - the others must not fail with it; `_alone` raises it again
@@ -220,7 +274,7 @@ class PostgresStore:
         for tried in range(1, LONE_TRIES + 1):
             try:
                 async with self._writer.transaction():
-                    return await drive(self._writer, operation)
+                    return await drive(self._writer, operation, self._wiring.keys)
             except RefusedLate as late:
                 raise late.refusal from None
             except (*LOST, asyncpg.PostgresError) as exc:
@@ -244,6 +298,8 @@ async def migrate(connection: Any) -> str | None:
     A concurrent call waits on an advisory lock and finds nothing to do.
     """
     async with connection.transaction():
+        # the script is made in between, which takes long on a busy machine
+        await connection.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
         await connection.execute("SELECT pg_advisory_xact_lock($1)", MIGRATION_LOCK)
         current = None
         if await connection.fetchval("SELECT to_regclass('alembic_version')") is not None:
@@ -272,16 +328,24 @@ async def _no_reset(_: Any) -> None:
     """Skip asyncpg's reset: readers change no session state, and it costs a round trip per read."""
 
 
-async def open_postgres(url: str, wiring: ReplicaWiring = NO_REPLICA) -> PostgresStore:
+async def open_postgres(
+    url: str, wiring: ReplicaWiring = NO_REPLICA, readers: int = 4
+) -> PostgresStore:
     await refuse_shared_sessions(url)
     try:
         writer = await wiring.connect(url)
         await migrate(writer)
-        readers = await asyncpg.create_pool(
-            url, min_size=1, max_size=READERS, reset=_no_reset, **PREPARED
+        pool = await asyncpg.create_pool(
+            url,
+            min_size=1,
+            max_size=readers,
+            reset=_no_reset,
+            init=limit_silence,
+            timeout=CONNECT_S,
+            **PREPARED,
         )
     except LOST as exc:
         raise Unreachable(
             f"PostgreSQL cannot be reached: {exc}; check the store's address"
         ) from exc
-    return PostgresStore(url, writer, readers, wiring)
+    return PostgresStore(url, writer, pool, wiring)

@@ -1,4 +1,4 @@
-"""PostgreSQL sessions of one replica beside its store: the leadership lock, and the link that reads the change feed.
+"""PostgreSQL sessions of one replica (`replica_sessions`): the leader's lock, and the link that reads the change feed.
 
 Each has a connection of its own: an advisory lock ends with its session, and LISTEN needs one that is not pooled.
 """
@@ -6,24 +6,25 @@ Each has a connection of its own: an advisory lock ends with its session, and LI
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from sys import byteorder
-from typing import Any, NamedTuple
+from typing import Any
 
 import asyncpg  # type: ignore[import-untyped]
 
 from gpool.core.errors import Unreachable
-from gpool.observability.logs import get_logger
+from gpool.server.store.drivers.opening import open_store
 from gpool.server.store.drivers.postgres import LOST, SERVER_LOCK
+from gpool.server.store.drivers.replica_sessions import (
+    Change,
+    FeedPage,
+    ReplicaIdentity,
+    SeenReplica,
+    unpacked,
+)
 from gpool.server.store.drivers.shared import this_process
-
-log = get_logger(__name__)
-
-TRY_EVERY_S = 1.0
-"""Interval of a follower's attempts at the lock, and of the check whether a leader's session still answers."""
+from gpool.server.store.protocol import Store
+from gpool.server.store.sealing import KeyHolder
 
 ANSWER_S = 5.0
 CLOSE_S = 1.0
@@ -55,135 +56,74 @@ _END_SILENT = f"""
 """Ends the session of a leader that is stopped or cut off: its connection may stay open for long."""
 
 
-class LeaderLock:
-    """Tries to have the advisory lock, keeps it, and tries again after its session was lost."""
+class PostgresLockSession:
+    """Session of the leader's lock."""
 
-    def __init__(
-        self, url: str, dead_after_us: int, took: Callable[[], None], lost: Callable[[], None]
-    ) -> None:
-        self.is_held = False
-        self._url, self._dead_after_us = url, dead_after_us
-        self._took, self._lost = took, lost
-        self._connection: Any = None
-        self._pid: int | None = None
-        self._task: asyncio.Task[None] | None = None
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+        self.pid: int = connection.get_server_pid()
 
-    @property
-    def pid(self) -> int | None:
-        return self._pid
+    def is_closed(self) -> bool:
+        return bool(self._connection.is_closed())
 
-    async def start(self) -> None:
-        """Try once, then go on in the background. `Unreachable` if the database does not answer."""
-        try:
-            await self._try()
-        except BROKEN as exc:
-            raise Unreachable(f"PostgreSQL refused the session of the server lock: {exc}") from exc
-        self._task = asyncio.create_task(self._run(), name="gpool-leader-lock")
+    async def try_lock(self) -> bool:
+        return bool(await self._value("SELECT pg_try_advisory_lock($1)", SERVER_LOCK))
 
-    async def resign(self) -> None:
-        """Give up the lock and try no more; the session stays open, as a sign that the process runs."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        if self.is_held:
-            self.is_held = False
-            try:
-                await self._connection.execute("SELECT pg_advisory_unlock_all()", timeout=ANSWER_S)
-            except BROKEN:
-                self._connection.terminate()
+    async def check(self) -> None:
+        await self._value("SELECT 1")
 
-    async def stop(self) -> None:
-        await self.resign()
+    async def end_silent(self, dead_after_us: int) -> bool:
+        return await self._value(_END_SILENT, SERVER_LOCK, dead_after_us) is not None
+
+    async def unlock(self) -> None:
+        await self._value("SELECT pg_advisory_unlock_all()")
+
+    def terminate(self) -> None:
+        self._connection.terminate()
+
+    async def close(self) -> None:
         await _close(self._connection)
 
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(TRY_EVERY_S)
-            try:
-                await self._try()
-            except BROKEN as exc:
-                self._broken(exc)
-
-    async def _try(self) -> None:
-        if self._connection is None or self._connection.is_closed():
-            self._connection = await self._connected()
-        connection = self._connection
-        if self.is_held:
-            await connection.execute("SELECT 1", timeout=ANSWER_S)
-        elif await connection.fetchval(
-            "SELECT pg_try_advisory_lock($1)", SERVER_LOCK, timeout=ANSWER_S
-        ):
-            self.is_held = True
-            self._took()
-        else:
-            ended = await connection.fetch(
-                _END_SILENT, SERVER_LOCK, self._dead_after_us, timeout=ANSWER_S
-            )
-            if ended:
-                log.warning("the leader is silent; its database session was ended")
-
-    async def _connected(self) -> Any:
-        connection = await asyncpg.connect(self._url, timeout=ANSWER_S)
-        connection.add_termination_listener(self._ended)
-        await connection.execute(_SESSION)
-        await connection.execute("SELECT set_config('application_name', $1, false)", this_process())
-        if self._pid is not None:
-            await connection.execute(_END_OWN, self._pid)
-        self._pid = connection.get_server_pid()
-        return connection
-
-    def _ended(self, connection: Any) -> None:
-        if connection is self._connection:
-            self._step_down("the session ended")
-
-    def _broken(self, why: BaseException) -> None:
-        if self._connection is not None:
-            self._connection.terminate()
-        self._step_down(str(why) or type(why).__name__)
-
-    def _step_down(self, why: str) -> None:
-        if self.is_held:
-            log.warning("lost the leadership lock", reason=str(why))
-            self.is_held = False
-            self._lost()
+    async def _value(self, sql: str, *arguments: Any) -> Any:
+        try:
+            return await self._connection.fetchval(sql, *arguments, timeout=ANSWER_S)
+        except BROKEN as exc:
+            why = str(exc) or type(exc).__name__
+            raise Unreachable(f"the session of the server lock is lost: {why}") from exc
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaIdentity:
-    id: int
-    address: str
-    version: str
+class PostgresReplicas:
+    """Sessions of a replica on the PostgreSQL database of `url`."""
 
+    def __init__(self, url: str) -> None:
+        self._url = url
 
-class SeenReplica(NamedTuple):
-    """`silent_us`: age of its last heartbeat by the database's clock."""
+    async def open_store(
+        self,
+        replica: int,
+        committed: Callable[[], None],
+        readers: int | None = None,
+        keys: KeyHolder | None = None,
+    ) -> Store:
+        return await open_store(self._url, replica, committed, readers, keys)
 
-    id: int
-    slot: int
-    term: int
-    silent_us: int
+    def link(self, notified: Callable[[], None]) -> PostgresLink:
+        return PostgresLink(self._url, notified)
 
-
-class Change(NamedTuple):
-    """Ids that one transaction changed; `replica_id` 0: written by another program."""
-
-    xid: int
-    replica_id: int
-    ids: array[int]
-
-
-class FeedPage(NamedTuple):
-    """All visible changes from the cursor on. Below `horizon` no transaction is open: it is the next cursor."""
-
-    horizon: int
-    changes: list[Change]
-
-
-def unpacked(data: bytes) -> array[int]:
-    found = array("q", data)
-    if byteorder == "little":
-        found.byteswap()
-    return found
+    async def lock_session(
+        self, earlier: int | None, ended: Callable[[], None]
+    ) -> PostgresLockSession:
+        try:
+            connection = await asyncpg.connect(self._url, timeout=ANSWER_S)
+            connection.add_termination_listener(lambda _: ended())
+            await connection.execute(_SESSION)
+            named = "SELECT set_config('application_name', $1, false)"
+            await connection.execute(named, this_process())
+            if earlier is not None:
+                await connection.execute(_END_OWN, earlier)
+        except BROKEN as exc:
+            raise Unreachable(f"PostgreSQL refused the session of the server lock: {exc}") from exc
+        return PostgresLockSession(connection)
 
 
 _REGISTER = f"""
@@ -192,9 +132,11 @@ _REGISTER = f"""
     ), $2, $3, {NOW}, {NOW} RETURNING slot
 """  # noqa: S608 - the names are constants
 _HEARTBEAT = f"""
-    UPDATE replicas SET heard_at = {NOW}, term = $2, lock_pid = $3 WHERE id = $1 RETURNING id
+    UPDATE replicas SET heard_at = {NOW}, term = $2, lock_pid = $3, draining = $4 WHERE id = $1 RETURNING id
 """  # noqa: S608
-_REPLICAS = f"SELECT id, slot, term, {NOW} - heard_at FROM replicas ORDER BY id"  # noqa: S608
+_REPLICAS = f"""
+    SELECT id, address, draining <> 0, {NOW} - heard_at, {NOW} - started_at FROM replicas ORDER BY id
+"""  # noqa: S608
 _RUNNING = """
     SELECT r.id FROM replicas r JOIN pg_stat_activity a ON a.pid = r.lock_pid
     WHERE r.id <> $1 AND a.datname = current_database() AND a.application_name LIKE 'gpool server%'
@@ -213,8 +155,8 @@ _PRUNE = f"""
 """Old rows, and rows of another database cluster, which a restored backup may contain."""
 
 
-class ReplicaLink:
-    """The replica's row, the change feed and its notifications. Calls take turns; a lost connection is replaced."""
+class PostgresLink:
+    """Calls take turns; a lost connection is replaced."""
 
     def __init__(self, url: str, notified: Callable[[], None]) -> None:
         self._url, self._notified = url, notified
@@ -223,7 +165,6 @@ class ReplicaLink:
         self._id = 0
 
     async def register(self, me: ReplicaIdentity) -> int:
-        """Write the replica's row; return its slot. `Unreachable` if all slots are taken."""
         self._id = me.id
         for _ in range(MAX_REPLICAS):
             try:
@@ -237,9 +178,10 @@ class ReplicaLink:
             return int(rows[0]["slot"])
         raise Unreachable("the replica could not be registered; start it again")
 
-    async def heartbeat(self, term: int, lock_pid: int | None) -> list[SeenReplica] | None:
-        """Record that this replica lives; return all replicas, or None if the leader has removed this one."""
-        if not await self._ask(_HEARTBEAT, self._id, term, lock_pid):
+    async def heartbeat(
+        self, term: int, lock_pid: int | None, *, is_draining: bool
+    ) -> list[SeenReplica] | None:
+        if not await self._ask(_HEARTBEAT, self._id, term, lock_pid, int(is_draining)):
             return None
         return [SeenReplica(*row) for row in await self._ask(_REPLICAS)]
 
@@ -267,7 +209,6 @@ class ReplicaLink:
         await self._ask(_PRUNE, keep_us)
 
     async def remove(self) -> None:
-        """Remove the replica's row and its nodes' connections."""
         with suppress(Unreachable):
             await self._ask(_DISCONNECT, self._id)
             await self._ask("DELETE FROM replicas WHERE id = $1", self._id)

@@ -24,13 +24,26 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpool.core.errors import Conflict, GpoolError
 from gpool.server.store.protocol import Operation, Statement
 
 MAX_GROUP = 256
 """Operations in one commit; bounds how long the first of them waits for the last."""
+
+
+FETCHED_ROWS = 200
+"""Rows that a backup reads at once: a row may have a megabyte of inline data."""
+
+
+class TableColumns(NamedTuple):
+    name: str
+    columns: tuple[str, ...]
+
+    @property
+    def listed(self) -> str:
+        return ", ".join(f'"{column}"' for column in self.columns)
 
 
 class RefusedLate(Exception):

@@ -1,4 +1,4 @@
-"""SQLite store: one writer with group commit, two reader threads; no other process may write the database.
+"""SQLite store: one writer with group commit, some reader threads; no other process may write the database.
 
 The writer is a thread; brief writes on a fast disk are committed in the event loop's thread, because passing three of
 them to a thread and back is most of a short task's latency. Every commit is synced before it is answered.
@@ -19,10 +19,10 @@ from gpool.core.errors import GpoolError, Unreachable
 from gpool.server.store.drivers.shared import MAX_GROUP, Waiting, answer_all
 from gpool.server.store.drivers.sqlite_connection import Connection
 from gpool.server.store.protocol import Operation, is_brief
+from gpool.server.store.sealing import KeyHolder
 
 T = TypeVar("T")
 
-READERS = 2
 QUICK_COMMIT_S = 0.001
 """While the average commit of brief writes takes longer, the writer thread commits them."""
 
@@ -31,7 +31,13 @@ SLOW_DECAY = 0.98
 
 
 class SqliteStore:
-    def __init__(self, path: Path, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        path: Path,
+        loop: asyncio.AbstractEventLoop,
+        readers: int,
+        keys: KeyHolder | None = None,
+    ) -> None:
         self._loop = loop
         self._closed = False
         self._near: list[
@@ -43,9 +49,9 @@ class SqliteStore:
         self._pace_s = 0.0  # moving average of the duration of a commit of brief writes
         self._writes: SimpleQueue[Waiting | None] = SimpleQueue()
         self._reads: SimpleQueue[Waiting | None] = SimpleQueue()
-        writer = self._writer = Connection(str(path), writes=True)
-        self._reader = Connection(str(path), writes=False)
-        readers = [Connection(str(path), writes=False) for _ in range(READERS)]
+        writer = self._writer = Connection(str(path), writes=True, keys=keys)
+        self._reader = Connection(str(path), writes=False, keys=keys)
+        reading = [Connection(str(path), writes=False, keys=keys) for _ in range(readers)]
         self._threads = [
             Thread(target=self._write_all, args=(writer,), name="store-writer", daemon=True)
         ]
@@ -53,14 +59,14 @@ class SqliteStore:
             Thread(
                 target=self._read_all, args=(reader,), name=f"store-reader-{number}", daemon=True
             )
-            for number, reader in enumerate(readers)
+            for number, reader in enumerate(reading)
         ]
         for thread in self._threads:
             thread.start()
 
     @classmethod
-    async def open(cls, path: Path) -> SqliteStore:
-        return cls(path, asyncio.get_running_loop())
+    async def open(cls, path: Path, readers: int = 2, keys: KeyHolder | None = None) -> SqliteStore:
+        return cls(path, asyncio.get_running_loop(), readers, keys)
 
     @staticmethod
     def inline(path: Path | str, *, synchronous: str = "FULL") -> InlineStore:
@@ -128,7 +134,7 @@ class SqliteStore:
         self._hand_over(self._near)
         self._near = []
         self._writes.put(None)
-        for _ in range(READERS):
+        for _ in self._threads[1:]:
             self._reads.put(None)
         for thread in self._threads:
             await asyncio.to_thread(thread.join)

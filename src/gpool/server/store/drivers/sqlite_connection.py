@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from time import perf_counter
@@ -14,6 +14,7 @@ import msgspec
 from gpool.core.errors import GpoolError, InternalFault, Unreachable
 from gpool.server.store.drivers.shared import RefusedLate, Waiting, writes
 from gpool.server.store.protocol import Operation, Relation, Row, Statement, again
+from gpool.server.store.sealing import CIPHER, KeyHolder, NoKeys
 
 T = TypeVar("T")
 Columns = tuple[tuple[str, str], ...]
@@ -75,6 +76,7 @@ class Connection:
         synchronous: str = "FULL",
         writes: bool,
         busy_timeout_s: float = BUSY_TIMEOUT_S,
+        keys: KeyHolder | None = None,
     ) -> None:
         self._raw = sqlite3.connect(
             path,
@@ -94,6 +96,7 @@ class Connection:
         ):
             self._raw.execute(f"PRAGMA {pragma}")
         self._busy_timeout_s = busy_timeout_s
+        self._keys = keys or NoKeys()
         self._temporary: set[str] = set()
         self._begin = "BEGIN IMMEDIATE" if writes else "BEGIN"
 
@@ -127,8 +130,10 @@ class Connection:
         self.rollback()
         self._raw.close()
 
-    def execute(self, statement: Statement) -> list[Row]:
+    def execute(self, statement: Statement) -> list[Row] | KeyHolder:
         if not statement.relations:
+            if statement is CIPHER:
+                return self._keys
             return self._raw.execute(statement.sql, statement.parameters).fetchall()
         relations = statement.relations
         signature = tuple([(name, relation.columns) for name, relation in relations.items()])
@@ -147,6 +152,12 @@ class Connection:
         for table in filled:
             self._raw.execute(f"DELETE FROM temp.{table}")  # noqa: S608 - the name is a constant
         return rows
+
+    def pages(self, sql: str, size: int) -> Iterator[list[Row]]:
+        """Rows of a query in pages, within the present transaction."""
+        found = self._raw.execute(sql)
+        while page := found.fetchmany(size):
+            yield page
 
     def _execute_for_one(
         self,

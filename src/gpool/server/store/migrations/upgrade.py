@@ -17,18 +17,18 @@ def config() -> Config:
     return made
 
 
-def upgrade_sqlite(path: Path) -> None:
+def upgrade_sqlite(path: Path, to: str = "head") -> None:
     engine = create_engine(URL.create("sqlite", database=str(path)), poolclass=NullPool)
     with engine.begin() as connection:
         made = config()
         made.attributes["connection"] = connection
-        command.upgrade(made, "head")
+        command.upgrade(made, to)
     engine.dispose()
 
 
-def postgres_script(current: str | None) -> str:
+def postgres_script(current: str | None, to: str = "head") -> str:
     made = config()
     made.output_buffer = StringIO()
     made.attributes["dialect"] = "postgresql"
-    command.upgrade(made, f"{current or 'base'}:head", sql=True)
+    command.upgrade(made, f"{current or 'base'}:{to}", sql=True)
     return made.output_buffer.getvalue()

@@ -1,8 +1,10 @@
-"""GPUs: bindings of a hardware uuid to its owner and wallet (the first claim holds), measurements, verification results.
+"""GPUs: bindings of a hardware uuid to its owner and wallet, measurements, verification results.
 
-A later claim by another owner flags only the claimant's row, which is not scheduled until an operator decides or the
-holder's claim is gone (its nodes removed, its account disabled or not allowed to lend); if the holder's rows were flagged too, any account
-could take a GPU out of the pool by naming its uuid.
+A connected node binds an unbound uuid to its owner: by naming it where GPUs are not verified, else when that GPU passes
+its verification (`proof`), so that nobody can hold a uuid by knowing it. A claim by another owner flags only the
+claimant's row, which is not scheduled until an operator decides or the holder's claim is gone (its nodes removed, its
+account disabled or not allowed to lend); if the holder's rows were flagged too, any account could take a GPU out of the
+pool by naming its uuid. One file, because a verdict binds and a binding asks for the verdict.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ from gpool.server.store.generated_rows import GpuBindingsRecord
 from gpool.server.store.identity_values import Binding, GpuRow
 from gpool.server.store.operations import nodes
 from gpool.server.store.protocol import Operation, Relation, Statement, operation
-from gpool.server.store.rows import columns, of_ids, of_names, select, values
+from gpool.server.store.rows import columns, exists, of_ids, of_names, select, values
 from gpool.server.store.values import NodeRow
 
 TAKEN = "this GPU's uuid is bound to another owner, who claimed it first; an operator can decide otherwise"
 ANOTHERS = "an operator decided that this GPU is another owner's"
+WAITS = "it has not proved yet what it claims; its trial comes"
+"""Reason why a GPU is withheld until its verification, which selects by it."""
 
 BINDING = columns(GpuBindingsRecord, GpuBindingsRecord, "b")
 GPU = (
@@ -48,21 +52,33 @@ class _OwnedGpu(NamedTuple):
 
 @operation
 def bind(
-    node: NodeId, owner: UserId, wallet: str | None, uuids: Collection[str], at: Instant
+    node: NodeId,
+    owner: UserId,
+    wallet: str | None,
+    uuids: Collection[str],
+    at: Instant,
+    *,
+    proof: bool = False,
 ) -> Operation[tuple[str, ...]]:
     """Bind unbound uuids to `owner`; flag this node's rows of the others and return their uuids, sorted.
 
-    Do not pass simulated GPUs: their uuids identify no device. A flagged row stays flagged while the binding is another's.
+    `proof`: bind only GPUs whose verification passed. Call it for a connected node. Do not pass simulated GPUs: their
+    uuids identify no device. A flagged row stays flagged while the binding is another's.
     """
     if not uuids:
         return ()
     wanted = {"wanted": of_names(uuids)}
     yield from _drop_abandoned(uuids)
+    may_bind = (
+        "EXISTS (SELECT 1 FROM gpus g WHERE g.node_id = :node AND g.uuid = w.name AND g.verdict = 'passed')"
+        if proof
+        else "EXISTS (SELECT 1 FROM nodes n WHERE n.id = :node)"
+    )
     yield Statement(
-        "INSERT INTO gpu_bindings (uuid, owner_id, wallet, bound_at) "
+        "INSERT INTO gpu_bindings (uuid, owner_id, wallet, bound_at) "  # noqa: S608
         "SELECT w.name, CAST(:owner AS BIGINT), CAST(:wallet AS TEXT), CAST(:at AS BIGINT) "
-        "FROM {wanted} AS w WHERE true ON CONFLICT (uuid) DO NOTHING",
-        {"owner": owner, "wallet": wallet, "at": at},
+        f"FROM {{wanted}} AS w WHERE {may_bind} ON CONFLICT (uuid) DO NOTHING",
+        {"owner": owner, "wallet": wallet, "node": node, "at": at},
         wanted,
     )
     # Locked, so that an operator who decides for this owner meanwhile is not overruled by the flag below.
@@ -84,11 +100,13 @@ def bind(
             {"wallet": wallet, "owner": owner},
             {"mine": of_names(mine)},
         )
+    not_others = sorted(set(uuids).difference(taken, settled))
+    if not_others:
         yield Statement(
             "UPDATE gpus SET flagged = NULL WHERE node_id = :node AND flagged = :taken "
-            "AND uuid IN (SELECT name FROM {mine} AS m)",
+            "AND uuid IN (SELECT name FROM {these} AS t)",
             {"node": node, "taken": TAKEN},
-            {"mine": of_names(mine)},
+            {"these": of_names(not_others)},
         )
     for why, claimed in ((TAKEN, taken), (ANOTHERS, settled)):
         if claimed:
@@ -100,9 +118,25 @@ def bind(
     return tuple(sorted((*taken, *settled)))
 
 
+@dataclass(frozen=True, slots=True)
+class Claimants:
+    """Nodes that may take over a binding whose holder's claim is gone."""
+
+    connected: frozenset[NodeId]
+    proof: bool = False  # only if the GPU's verification passed
+
+
+def payout_wallet(owner: UserId) -> Operation[str | None]:
+    sql = "SELECT address FROM wallets WHERE user_id = :owner AND payout = 1"
+    found = yield from values(str, sql, {"owner": owner})
+    return found[0] if found else None
+
+
 class _Claim(NamedTuple):
     uuid: str
     owner_id: UserId
+    node_id: NodeId
+    verdict: str | None
 
 
 _MAY_NOT_LEND = (
@@ -134,8 +168,9 @@ def uuids_of(node: NodeId) -> Operation[tuple[str, ...]]:
 
 
 @operation
-def lapse(uuids: Collection[str], at: Instant) -> Operation[tuple[str, ...]]:
-    """Give bindings that nobody claims any more to the earliest claimant and clear its flags; return their uuids.
+def lapse(uuids: Collection[str], at: Instant, claimants: Claimants) -> Operation[tuple[str, ...]]:
+    """Give bindings that nobody claims any more to the earliest of the claimants; clear the flags of that owner's rows,
+    or of all rows where nobody may bind. Return the uuids whose flags changed, sorted.
 
     Call it after nodes with these uuids were removed or their owner was suspended.
     """
@@ -146,38 +181,63 @@ def lapse(uuids: Collection[str], at: Instant) -> Operation[tuple[str, ...]]:
         return ()
     claims = yield from select(
         _Claim,
-        "SELECT g.uuid, n.owner_id FROM {freed} AS f JOIN gpus g ON g.uuid = f.name "  # noqa: S608
+        "SELECT g.uuid, n.owner_id, n.id AS node_id, g.verdict FROM {freed} AS f JOIN gpus g ON g.uuid = f.name "  # noqa: S608
         f"JOIN nodes n ON n.id = g.node_id WHERE g.flagged IN (:taken, :anothers) "
         f"AND NOT EXISTS ({_MAY_NOT_LEND}) ORDER BY g.id DESC",
         {"taken": TAKEN, "anothers": ANOTHERS},
         {"freed": of_names(freed)},
     )
-    earliest = sorted({claim.uuid: claim.owner_id for claim in claims}.items())
-    if not earliest:
-        return ()
-    relation = {"claims": Relation((("uuid", "text"), ("owner", "int")), earliest)}
-    yield Statement(
-        "INSERT INTO gpu_bindings (uuid, owner_id, wallet, bound_at) SELECT c.uuid, c.owner, "
-        "(SELECT w.address FROM wallets w WHERE w.user_id = c.owner AND w.payout = 1), CAST(:at AS BIGINT) "
-        "FROM {claims} AS c WHERE true ON CONFLICT (uuid) DO NOTHING",
-        {"at": at},
-        relation,
+    bound = {
+        claim.uuid: claim.owner_id
+        for claim in claims
+        if claim.node_id in claimants.connected
+        and (claim.verdict == GpuVerdict.PASSED or not claimants.proof)
+    }
+    if bound:
+        relation = Relation((("uuid", "text"), ("owner", "int")), sorted(bound.items()))
+        yield Statement(
+            "INSERT INTO gpu_bindings (uuid, owner_id, wallet, bound_at) SELECT c.uuid, c.owner, "
+            "(SELECT w.address FROM wallets w WHERE w.user_id = c.owner AND w.payout = 1), CAST(:at AS BIGINT) "
+            "FROM {claims} AS c WHERE true ON CONFLICT (uuid) DO NOTHING",
+            {"at": at},
+            {"claims": relation},
+        )
+    unflagged = sorted(
+        {
+            (claim.uuid, claim.owner_id)
+            for claim in claims
+            if bound.get(claim.uuid, claim.owner_id) == claim.owner_id
+        }
     )
+    if not unflagged:
+        return ()
     yield Statement(
         "UPDATE gpus SET flagged = NULL FROM {claims} AS c WHERE gpus.uuid = c.uuid "
         "AND gpus.flagged IN (:taken, :anothers) AND gpus.node_id IN (SELECT n.id FROM nodes n WHERE n.owner_id = c.owner)",
         {"taken": TAKEN, "anothers": ANOTHERS},
-        relation,
+        {"claims": Relation((("uuid", "text"), ("owner", "int")), unflagged)},
     )
-    return tuple(uuid for uuid, _ in earliest)
+    return tuple(sorted({uuid for uuid, _ in unflagged}))
+
+
+_IS_SIMULATED = "SELECT 1 FROM gpus WHERE id = :gpu AND verdict = :simulated"
 
 
 @operation
 def unflag(gpu: GpuId, at: Instant) -> Operation[GpuRow | None]:
-    """Bind the uuid to this GPU's owner by an operator's decision; flag the uuid's rows of other owners."""
+    """Admit a GPU by an operator's decision: bind its uuid to its owner and flag the uuid's rows of other owners.
+
+    A simulated GPU is admitted only: its uuid identifies no device, others have the same one.
+    """
     found = yield from _gpus("g.id = :gpu", gpu=gpu)
     if not found:
         return None
+    is_simulated = yield from exists(
+        _IS_SIMULATED, {"gpu": gpu, "simulated": GpuVerdict.SIMULATED.value}
+    )
+    yield Statement("UPDATE gpus SET unproven = NULL WHERE id = :gpu", {"gpu": gpu})
+    if is_simulated:
+        return (yield from _gpus("g.id = :gpu", gpu=gpu))[0]
     uuid, owner = found[0].uuid, found[0].owner
     yield Statement(
         "INSERT INTO gpu_bindings (uuid, owner_id, wallet, bound_at, settled_at) "
@@ -193,7 +253,6 @@ def unflag(gpu: GpuId, at: Instant) -> Operation[GpuRow | None]:
         "THEN NULL ELSE CAST(:why AS TEXT) END WHERE uuid = :uuid",
         {"owner": owner, "why": ANOTHERS, "uuid": uuid},
     )
-    yield Statement("UPDATE gpus SET unproven = NULL WHERE id = :gpu", {"gpu": gpu})
     found = yield from _gpus("g.id = :gpu", gpu=gpu)
     return found[0]
 
@@ -359,12 +418,34 @@ def keep_back(node: NodeId, uuids: Sequence[str], why: str) -> Operation[NodeRow
 
 
 @operation
+def withhold_changed(node: NodeId, uuids: Collection[str]) -> Operation[None]:
+    """Withhold the node's GPUs that were not verified yet, and those (`uuids`) that are claimed to be something else now."""
+    yield Statement(
+        "UPDATE gpus SET unproven = :why WHERE node_id = :node AND gone = 0 AND verdict IS NULL",
+        {"why": WAITS, "node": node},
+    )
+    if uuids:
+        yield Statement(
+            "UPDATE gpus SET unproven = :why, verdict = NULL, measured = NULL WHERE node_id = :node "
+            "AND uuid IN (SELECT name FROM {changed} AS c)",
+            {"why": WAITS, "node": node},
+            {"changed": of_names(uuids)},
+        )
+
+
+@operation
 def judge(node: NodeId, uuid: str, verdict: GpuVerdict, at: Instant) -> Operation[NodeRow | None]:
+    """Record a verdict. A GPU that passed is bound to its owner, unless its uuid is bound to another."""
     why = None if verdict is GpuVerdict.PASSED else f"proof of GPU: {verdict.text}"
     yield Statement(
         "UPDATE gpus SET unproven = :why, verdict = :verdict, judged_at = :at WHERE node_id = :node AND uuid = :uuid",
         {"why": why, "verdict": verdict.value, "at": at, "node": node, "uuid": uuid},
     )
+    row = yield from nodes.node(node)
+    if row is None or verdict is not GpuVerdict.PASSED:
+        return row
+    wallet = yield from payout_wallet(row.node.owner)
+    yield from bind(node, row.node.owner, wallet, [uuid], at, proof=True)
     return (yield from nodes.node(node))
 
 

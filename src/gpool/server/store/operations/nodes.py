@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from gpool.core.errors import AlreadyJoined, Conflict, Forbidden, Invalid, NotFound
+from gpool.core.gpu_verification import UNPROVEN
 from gpool.core.ids import GpuId, NodeId, UserId
 from gpool.core.model import (
     SECOND,
@@ -23,8 +24,9 @@ from gpool.core.model import (
 from gpool.core.quotas import NO_OWNER_QUOTA, OwnerQuota
 from gpool.server.store.generated_rows import InvitesRecord, NodesRecord
 from gpool.server.store.operations.identity.users import permissions_from
-from gpool.server.store.protocol import Operation, Relation, Statement, operation
+from gpool.server.store.protocol import Operation, Relation, Relations, Statement, operation
 from gpool.server.store.rows import (
+    NONE,
     STORED_NODE,
     StoredNode,
     columns,
@@ -82,6 +84,9 @@ class _UnusableGpu(NamedTuple):
     node_id: NodeId
     position: int
     flagged: str | None
+    unproven: str | None
+    verdict: str | None
+    is_withheld: int
 
 
 class _NamedId(NamedTuple):
@@ -368,25 +373,38 @@ def greet(
     yield from _put_gpus(node, owner, gpus, at)
 
 
-def load_nodes(where: str, parameters: Mapping[str, int | str]) -> Operation[tuple[NodeRow, ...]]:
-    """Nodes with the indexes of GPUs that must not be leased: withheld, sick or flagged. `where` is about `n`."""
+def load_nodes(
+    where: str, parameters: Mapping[str, int | str], relations: Relations = NONE
+) -> Operation[tuple[NodeRow, ...]]:
+    """Nodes with the indexes of GPUs that must not be leased (withheld, sick or flagged), and of unproven ones. `where`
+    is about `n`.
+    """
     withheld: dict[NodeId, set[int]] = {}
     flagged: dict[NodeId, set[int]] = {}
+    unproven: dict[NodeId, set[int]] = {}
     gpus = yield from select(
         _UnusableGpu,
-        "SELECT g.node_id, g.position, COALESCE(g.flagged, g.unproven) FROM gpus g JOIN nodes n ON n.id = g.node_id "  # noqa: S608
+        "SELECT g.node_id, g.position, g.flagged, g.unproven, g.verdict, CASE WHEN g.available = 0 "  # noqa: S608
+        "OR g.quarantined IS NOT NULL THEN 1 ELSE 0 END AS is_withheld FROM gpus g JOIN nodes n ON n.id = g.node_id "
         f"WHERE g.gone = 0 AND (g.available = 0 OR g.flagged IS NOT NULL OR g.unproven IS NOT NULL "
         f"OR g.quarantined IS NOT NULL) AND {where}",
         parameters,
+        relations,
     )
     for gpu in gpus:
-        withheld.setdefault(gpu.node_id, set()).add(gpu.position)
-        if gpu.flagged is not None:
+        is_unproven = gpu.unproven is not None and gpu.verdict in UNPROVEN
+        is_flagged = gpu.flagged is not None or (gpu.unproven is not None and not is_unproven)
+        if is_unproven:
+            unproven.setdefault(gpu.node_id, set()).add(gpu.position)
+        if is_flagged:
             flagged.setdefault(gpu.node_id, set()).add(gpu.position)
+        if is_flagged or gpu.is_withheld:
+            withheld.setdefault(gpu.node_id, set()).add(gpu.position)
     rows = yield from select(
         StoredNode,
         f"SELECT {STORED_NODE} FROM nodes n WHERE {where} ORDER BY n.id",  # noqa: S608
         parameters,
+        relations,
     )
     known = yield from _known_names(offer_from(row.offer) for row in rows)
     teams: dict[UserId, set[int]] = {}
@@ -395,6 +413,7 @@ def load_nodes(where: str, parameters: Mapping[str, int | str]) -> Operation[tup
         "SELECT DISTINCT m.user_id, m.team_id FROM memberships m JOIN nodes n ON n.owner_id = m.user_id "  # noqa: S608
         f"WHERE {where}",
         parameters,
+        relations,
     )
     for member in joined:
         teams.setdefault(member.user_id, set()).add(member.team_id)
@@ -403,8 +422,9 @@ def load_nodes(where: str, parameters: Mapping[str, int | str]) -> Operation[tup
             row,
             frozenset(withheld.get(row.id, ())),
             frozenset(flagged.get(row.id, ())),
-            *_allowed_users(offer_from(row.offer), known),
+            *_named_accounts(offer_from(row.offer), known),
             owner_teams=frozenset(teams.get(row.owner_id, ())),
+            unproven=frozenset(unproven.get(row.id, ())),
         )
         for row in rows
     )
@@ -477,6 +497,7 @@ def remove_node(node: NodeId, owner: UserId | None) -> Operation[bool]:
         raise Conflict("this node still holds leases; drain it first, or remove it with force")
     for sql in (
         "DELETE FROM gpus WHERE node_id = :node",
+        "DELETE FROM node_connections WHERE node_id = :node",
         "DELETE FROM rules WHERE kind IN ('certified', 'cordon') AND id = :node",
         "DELETE FROM nodes WHERE id = :node",
     ):
@@ -505,7 +526,7 @@ def _known_names(offers: Iterable[Offer]) -> Operation[_Names]:
     A name stands for the first team that had it (`team_names`), also after a rename: nobody else can take the name and
     with it the node. A deleted team is not found.
     """
-    words = {word for offer in offers for word in offer.audience}
+    words = {word for offer in offers for word in (*offer.audience, *offer.free_for)}
     users = yield from _ids_of("JOIN users f ON f.name = w.name", USER, words)
     had = "JOIN team_names h ON h.name = w.name JOIN teams f ON f.id = h.team_id"
     teams = yield from _ids_of(had, TEAM, words)
@@ -525,12 +546,23 @@ def _ids_of(joined: str, prefix: str, words: set[str]) -> Operation[dict[str, in
     return {row.name: row.id for row in rows}
 
 
-def _allowed_users(offer: Offer, known: _Names) -> tuple[Audience | None, tuple[str, ...]]:
-    if not offer.audience:
+def _named_accounts(
+    offer: Offer, known: _Names
+) -> tuple[Audience | None, Audience | None, tuple[str, ...]]:
+    """Users and teams that are allowed, those for whom the node is free, and the names that are not known."""
+    allowed, problems = _accounts(offer.audience, known, "its audience")
+    free_for, more = _accounts(offer.free_for, known, "its list of whom it is free for")
+    return allowed, free_for, problems + more
+
+
+def _accounts(
+    words: tuple[str, ...], known: _Names, where: str
+) -> tuple[Audience | None, tuple[str, ...]]:
+    if not words:
         return None, ()
     users, teams = known
     found_users, found_teams, problems = set(), set(), []
-    for word in offer.audience:
+    for word in words:
         name = word.partition(":")[2]
         if word == ME:
             continue  # tasks of the node's owner are always admitted
@@ -539,9 +571,9 @@ def _allowed_users(offer: Offer, known: _Names) -> tuple[Audience | None, tuple[
         elif word.startswith(TEAM) and name in teams:
             found_teams.add(teams[name])
         elif word.startswith((USER, TEAM)):
-            problems.append(f"its audience names {word}, which is not known here")
+            problems.append(f"{where} names {word}, which is not known here")
         else:
-            problems.append(f"its audience holds {word!r}; write me, user:NAME or team:NAME")
+            problems.append(f"{where} holds {word!r}; write me, user:NAME or team:NAME")
     return Audience(frozenset(found_users), frozenset(found_teams)), tuple(problems)
 
 

@@ -1,6 +1,6 @@
 """Replicas on PostgreSQL: rows that the change feed names, and the replica that has each node's connection.
 
-Nothing here runs on SQLite, where one server has all connections.
+Nothing here runs on SQLite, where one server has all connections. One file because the tables have no other users.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from gpool.server.store.operations.leases import gang_members, leases
 from gpool.server.store.operations.leases.reports import Reports
 from gpool.server.store.operations.nodes import load_nodes
 from gpool.server.store.operations.tasks.progress import manifests
+from gpool.server.store.operations.tasks.storage import THIS, UploadReservation
 from gpool.server.store.protocol import Operation, Statement, operation
 from gpool.server.store.rows import columns, of_ids, select, spec_from, values
+from gpool.server.store.sealing import PAYLOAD, SPEC_BODY, opened
 from gpool.server.store.values import (
     NO_SECRETS,
     PREEMPTING,
@@ -145,6 +147,19 @@ def connected_elsewhere(replica: int) -> Operation[tuple[HeardNode, ...]]:
     return tuple(rows)
 
 
+@operation
+def holders(connected: Collection[NodeId]) -> Operation[tuple[NodeId, ...]]:
+    """Select the nodes that hold leases."""
+    found = yield from values(
+        NodeId,
+        "SELECT i.id FROM {nodes} AS i WHERE EXISTS (SELECT 1 FROM tasks t WHERE t.node_id = i.id AND t.holding = 1) "
+        "OR EXISTS (SELECT 1 FROM members m WHERE m.node_id = i.id AND m.holding = 1)",
+        {},
+        {"nodes": of_ids(connected)},
+    )
+    return tuple(found)
+
+
 # ---- proofs of nodes' requests
 
 
@@ -164,6 +179,32 @@ def take_proof(key: str, nonce: str, expires_at: Instant) -> Operation[bool]:
 def forget_proofs(now: Instant) -> Operation[None]:
     """Delete proofs that their expiry rejects."""
     yield Statement("DELETE FROM used_proofs WHERE expires_at < :now", {"now": now})
+
+
+# ---- parts of uploads
+
+
+@operation
+def begin_part(upload: UploadReservation, replica: int) -> Operation[bool]:
+    """Let this replica write the next part of an upload; False while another one writes. Dead replicas have no row."""
+    found = yield from values(
+        int,
+        f"UPDATE uploads SET writer = :replica WHERE {THIS} "  # noqa: S608
+        "AND writer NOT IN (SELECT id FROM replicas WHERE id <> :replica) RETURNING number",
+        _part(upload, replica),
+    )
+    return bool(found)
+
+
+@operation
+def end_part(upload: UploadReservation, replica: int) -> Operation[None]:
+    sql = f"UPDATE uploads SET writer = 0 WHERE {THIS} AND writer = :replica"  # noqa: S608
+    yield Statement(sql, _part(upload, replica))
+
+
+def _part(upload: UploadReservation, replica: int) -> dict[str, int | str]:
+    key: dict[str, int | str] = {"uploader": upload.uploader, "sha256": upload.sha256}
+    return key | {"number": upload.number, "replica": replica}
 
 
 # ---- replicas
@@ -294,6 +335,7 @@ def changed_rows(wanted: FollowedIds) -> Operation[ChangedRows]:
         {"note": PREEMPTING, "leased": LEASED},
         {"ids": ids, "here": of_ids(wanted.here)},
     )
+    tasks = yield from opened(tasks, PAYLOAD)
     attempts = yield from select(
         EndedAttempt,
         "SELECT a.task_id, a.epoch, a.node_id, a.started_at, a.ended_at, a.reason FROM {ids} AS i "
@@ -315,9 +357,9 @@ def changed_rows(wanted: FollowedIds) -> Operation[ChangedRows]:
     )
     nodes: tuple[NodeRow, ...] = ()
     if places:
-        listed = ",".join(str(place.id) for place in places)
+        listed = of_ids(place.id for place in places)
         nodes = yield from load_nodes(
-            "n.id = ANY(CAST(string_to_array(:ids, ',') AS bigint[]))", {"ids": listed}
+            "n.id IN (SELECT id FROM {listed} AS l)", {}, {"listed": listed}
         )
     granted = [row for row in tasks if row.status == LEASED and row.node_id in wanted.here]
     new_secret = {id_ for id_, (_, spec) in specs.items() if spec.secrets}
@@ -360,4 +402,5 @@ def _specs_of(
         {},
         {"specs": of_ids(missing)},
     )
+    rows = yield from opened(rows, SPEC_BODY)
     return {row.id: (row.user_id, spec_from(row.body)) for row in rows}

@@ -22,6 +22,8 @@ from gpool.server.store.protocol import Operation, Relation, Statement, operatio
 from gpool.server.store.rows import columns, exists, select
 
 RuleKind = Literal["policy", "cordon", "reservation", "learnt", "certified"]
+READ_ONLY = "read_only"
+"""Kind of the row with the reason of the read-only mode."""
 POLICY = 0
 """The id of the policy and of the learnt prices, of which there is one each."""
 USAGE = (("kind", "text"), ("id", "int"), ("value", "int"))
@@ -56,6 +58,7 @@ def rules() -> Operation[OperatorRules]:
         f"SELECT {columns(RulesRecord, RulesRecord, 'r')} FROM rules r ORDER BY r.kind, r.id",  # noqa: S608
     )
     policy, cordons, reservations, learnt = PolicyChange(), {}, [], None
+    read_only = ""
     certified: dict[NodeId, frozenset[str]] = {}
     for row in rows:
         if row.kind == "policy":
@@ -68,7 +71,9 @@ def rules() -> Operation[OperatorRules]:
             learnt = learnt_from(row.value)
         elif row.kind == "certified":
             certified[NodeId(row.id)] = msgspec.json.decode(row.value, type=frozenset[str])
-    return OperatorRules(policy, cordons, tuple(reservations), learnt, certified)
+        elif row.kind == READ_ONLY:
+            read_only = msgspec.json.decode(row.value, type=str)
+    return OperatorRules(policy, cordons, tuple(reservations), learnt, certified, read_only)
 
 
 @operation

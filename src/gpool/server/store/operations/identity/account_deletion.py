@@ -14,7 +14,12 @@ from gpool.core.ids import NodeId, TaskId, UserId, encode
 from gpool.core.model import Instant
 from gpool.core.permissions import TeamId
 from gpool.server.store.operations.identity.accounts import hashed_name
-from gpool.server.store.operations.tasks.artifacts import ArtifactReference, release
+from gpool.server.store.operations.money.accounts import forget_holder
+from gpool.server.store.operations.tasks.artifacts import (
+    ArtifactReference,
+    destroy_key,
+    release,
+)
 from gpool.server.store.operations.tasks.storage import Account, forget_uploads_of
 from gpool.server.store.protocol import Operation, Statement, operation
 from gpool.server.store.rows import exists, of_ids, select, values
@@ -63,6 +68,7 @@ def delete_account(user: UserId, at: Instant) -> Operation[tuple[NodeId, ...]]:
         "DELETE FROM idempotency WHERE user_id = :user",
     ):
         yield Statement(sql, {"user": user})
+    yield from forget_holder(("user", user))
     yield Statement(
         "INSERT INTO retired_names (hashed) VALUES (:hashed) ON CONFLICT (hashed) DO NOTHING",
         {"hashed": hashed_name(names[0])},
@@ -164,6 +170,7 @@ def finish_deletion(account: Account) -> Operation[tuple[str, ...] | None]:
     yield Statement(
         "DELETE FROM stored WHERE kind = :kind AND id = :id", {"kind": kind, "id": number}
     )
+    yield from destroy_key(account)
     if kind == "team":
         for sql in (
             "DELETE FROM memberships WHERE team_id = :id",
@@ -172,6 +179,7 @@ def finish_deletion(account: Account) -> Operation[tuple[str, ...] | None]:
             "DELETE FROM teams WHERE id = :id",
         ):
             yield Statement(sql, {"id": number})
+        yield from forget_holder(("team", number))
     else:
         yield Statement("DELETE FROM gpu_bindings WHERE owner_id = :id", {"id": number})
         yield Statement(

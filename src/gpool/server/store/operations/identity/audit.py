@@ -1,21 +1,37 @@
 """The audit log: append-only, numbers without gaps; `identity.audit` chains the hashes.
 
-Appending locks the head until the commit (on PostgreSQL its row), so it comes last in an operation.
+Appending locks the head until the commit (on PostgreSQL its row), so it comes last in an operation. The oldest entries
+expire; the last expired one is kept as the start of the chain, and an entry of the chain says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
+from typing import NamedTuple
 
 import msgspec
 
-from gpool.server.identity.audit import AuditAnchor, AuditEntry, AuditLink, appended, facts
+from gpool.core.model import SECOND, Instant, Span
+from gpool.server.identity.audit import (
+    EXPIRED,
+    OK,
+    AuditAnchor,
+    AuditEntry,
+    AuditLink,
+    appended,
+    facts,
+)
 from gpool.server.store.generated_rows import AuditHeadRecord, AuditRecord
 from gpool.server.store.protocol import Operation, Relation, Statement, operation
 from gpool.server.store.rows import relation_columns, select, storable
 
 COLUMNS = ", ".join(AuditRecord._fields)
+START = 2
+"""Row of `audit_head` that has the last expired entry."""
+SLACK = Span(86_400 * SECOND)
+"""Entries expire in portions of a day: each portion leaves an entry."""
 
 
 def _plain(text: str) -> str:
@@ -82,6 +98,48 @@ def newest(before: int | None, limit: int) -> Operation[tuple[AuditLink, ...]]:
         {"before": (1 << 63) - 1 if before is None else before, "limit": limit},
     )
     return tuple(_link(row) for row in rows)
+
+
+class _AuditTime(NamedTuple):
+    number: int
+    at: Instant
+    hash: bytes
+
+
+@operation
+def forget_entries(before: Instant, at: Instant, limit: int) -> Operation[int]:
+    """Delete up to `limit` entries that are older than `before` and older than all others; return their number.
+
+    `audit_head` keeps the last of them, and a new entry names it: a log that was cut otherwise does not verify.
+    """
+    yield from _head("/*postgresql FOR UPDATE*/")
+    oldest = yield from select(
+        _AuditTime,
+        "SELECT number, at, hash FROM audit ORDER BY number LIMIT :limit",
+        {"limit": limit},
+    )
+    if not oldest or oldest[0].at >= before - SLACK:
+        return 0
+    expired = list(takewhile(lambda row: row.at < before, oldest))
+    last = expired[-1]
+    yield Statement("DELETE FROM audit WHERE number <= :number", {"number": last.number})
+    yield Statement(
+        "INSERT INTO audit_head (id, number, hash) VALUES (:id, :number, :hash) "
+        "ON CONFLICT (id) DO UPDATE SET number = excluded.number, hash = excluded.hash",
+        {"id": START, "number": last.number, "hash": last.hash},
+    )
+    told = facts({"through": str(last.number), "hash": bytes(last.hash).hex()})
+    yield from append_all([AuditEntry(0, at, "", EXPIRED, "audit", OK, "", told)])
+    return len(expired)
+
+
+@operation
+def start() -> Operation[AuditAnchor | None]:
+    """Last expired entry, with which the chain begins; None: none has expired."""
+    rows = yield from select(
+        AuditHeadRecord, "SELECT id, number, hash FROM audit_head WHERE id = :id", {"id": START}
+    )
+    return AuditAnchor(rows[0].number, bytes(rows[0].hash or b"")) if rows else None
 
 
 @operation

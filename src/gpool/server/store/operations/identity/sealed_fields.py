@@ -7,18 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from gpool.core.errors import Conflict, Invalid
 from gpool.core.ids import SpecId
 from gpool.core.model import Instant
-from gpool.server.store.generated_rows import DataKeysRecord, TaskSecretsRecord
+from gpool.server.store.generated_rows import (
+    AccountKeysRecord,
+    DataKeysRecord,
+    TaskSecretsRecord,
+)
+from gpool.server.store.identity_values import Holder
 from gpool.server.store.protocol import Operation, Relation, Statement, operation
 from gpool.server.store.rows import columns, exists, of_ids, select, values
 from gpool.server.store.values import DataKey, SealedField, SealedSecrets
 
 KEY_ID_AT, KEY_ID_BYTES = 2, 8
+LAST = Instant((1 << 63) - 1)
 DATA_KEY = columns(DataKeysRecord, DataKeysRecord, "k")
+ACCOUNT_KEY = columns(AccountKeysRecord, AccountKeysRecord, "k")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,7 @@ SEALED_COLUMNS = {
     for column in (
         SealedColumn("sessions", "seed_sealed", (("id", "text"),)),
         SealedColumn("signing_keys", "sealed", (("kid", "text"),)),
+        SealedColumn("receipt_keys", "sealed", (("id", "text"),)),
         SealedColumn("task_secrets", "sealed", (("spec_id", "int"), ("name", "text"))),
         SealedColumn("gangs", "secret_sealed", (("task_id", "int"),)),
         SealedColumn("server_secrets", "sealed", (("name", "text"),)),
@@ -106,6 +114,49 @@ def rewrap_data_key(id: bytes, old: bytes, new: bytes) -> Operation[bool]:
 
 
 @operation
+def account_key_page(after: str, limit: int) -> Operation[list[AccountKeysRecord]]:
+    """Keys of accounts by their ids, after `after`."""
+    return (
+        yield from select(
+            AccountKeysRecord,
+            f"SELECT {ACCOUNT_KEY} FROM account_keys k WHERE k.key_id > :after ORDER BY k.key_id LIMIT :limit",  # noqa: S608
+            {"after": after, "limit": limit},
+        )
+    )
+
+
+@operation
+def rewrap_account_key(key_id: str, old: bytes, new: bytes) -> Operation[bool]:
+    return (
+        yield from exists(
+            "UPDATE account_keys SET wrapped = :new WHERE key_id = :id AND wrapped = :old RETURNING key_id",
+            {"id": key_id, "old": old, "new": new},
+        )
+    )
+
+
+class _KeyAccount(NamedTuple):
+    kind: str
+    id: int
+
+
+@operation
+def keys_without_account(limit: int) -> Operation[tuple[tuple[Holder, int], ...]]:
+    """Deleted users and teams whose key is left and whose last task is gone."""
+    rows = yield from select(
+        _KeyAccount,
+        "SELECT k.kind, k.id FROM account_keys k WHERE k.kind = 'team' "
+        "AND NOT EXISTS (SELECT 1 FROM teams t WHERE t.id = k.id) "
+        "AND NOT EXISTS (SELECT 1 FROM tasks t WHERE t.team_id = k.id) UNION ALL "
+        "SELECT k.kind, k.id FROM account_keys k WHERE k.kind = 'user' "
+        "AND NOT EXISTS (SELECT 1 FROM users u WHERE u.id = k.id) "
+        "AND NOT EXISTS (SELECT 1 FROM tasks t WHERE t.user_id = k.id AND t.team_id IS NULL) LIMIT :limit",
+        {"limit": limit},
+    )
+    return tuple((cast("Holder", row.kind), row.id) for row in rows)
+
+
+@operation
 def retire_data_key(id: bytes, at: Instant) -> Operation[bool]:
     return (
         yield from exists(
@@ -116,11 +167,12 @@ def retire_data_key(id: bytes, at: Instant) -> Operation[bool]:
 
 
 @operation
-def retire_data_keys(at: Instant) -> Operation[int]:
+def retire_data_keys(at: Instant, before: Instant = LAST) -> Operation[int]:
+    """Retire the data keys that were made before then; return their number."""
     retired = yield from values(
         str,
-        "UPDATE data_keys SET retired_at = :at WHERE retired_at IS NULL RETURNING id",
-        {"at": at},
+        "UPDATE data_keys SET retired_at = :at WHERE retired_at IS NULL AND created_at < :before RETURNING id",
+        {"at": at, "before": before},
     )
     return len(retired)
 
@@ -210,6 +262,15 @@ def put_server_secret(name: str, sealed: bytes) -> Operation[None]:
     """Store a secret unless a replica has stored it before."""
     yield Statement(
         "INSERT INTO server_secrets (name, sealed) VALUES (:name, :sealed) ON CONFLICT (name) DO NOTHING",
+        {"name": name, "sealed": sealed},
+    )
+
+
+@operation
+def drop_server_secret(name: str, sealed: bytes) -> Operation[None]:
+    """Delete a secret unless another replica has replaced it meanwhile."""
+    yield Statement(
+        "DELETE FROM server_secrets WHERE name = :name AND sealed = :sealed",
         {"name": name, "sealed": sealed},
     )
 

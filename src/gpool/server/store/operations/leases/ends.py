@@ -34,6 +34,7 @@ from gpool.server.store.operations.tasks.storage import (
 )
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
 from gpool.server.store.rows import STATUS, columns, of_ids, outputs_text, select, storable
+from gpool.server.store.sealing import ATTEMPT_DETAIL, ERROR_TEXT, VALUE, Sealing, sealing
 from gpool.server.store.values import EndedTask, Requeued
 from gpool.wire.frames import Finished
 
@@ -208,7 +209,7 @@ class Ends:
     released: list[TaskId] = field(default_factory=list)
     _ended_rows: list[tuple[HeldTask, EndRow]] = field(default_factory=list)
     _requeued_rows: list[tuple[HeldTask, RequeuedRow]] = field(default_factory=list)
-    _archived: list[Row] = field(default_factory=list)
+    _archived: list[tuple[Account, Row]] = field(default_factory=list)
     _released_rows: list[TaskId] = field(default_factory=list)
     _may_exceed: bool = False  # an end may have more data than its task's charge covers
 
@@ -294,9 +295,8 @@ class Ends:
         self, row: HeldTask, reason: EndReason, started_at: int | None, detail: str
     ) -> None:
         text = storable(detail[:DETAIL_LETTERS])
-        self._archived.append(
-            (row.id, row.epoch, row.node_id, row.leased_at, started_at, reason.value, text)
-        )
+        archived = (row.id, row.epoch, row.node_id, row.leased_at, started_at, reason.value, text)
+        self._archived.append((row.account, archived))
 
     def write(self) -> Operation[None]:
         if self._ended_rows:
@@ -314,12 +314,14 @@ class Ends:
                 summed((held.account, row.stored_bytes) for held, row in self._requeued_rows)
             )
         if self._archived:
+            seal = yield from sealing({account for account, _ in self._archived})
+            archived = [_sealed_detail(seal, account, row) for account, row in self._archived]
             yield Statement(
                 "INSERT INTO attempts (task_id, epoch, node_id, leased_at, started_at, ended_at, reason, detail) "
                 "SELECT a.task, a.epoch, a.node, a.leased_at, a.started_at, CAST(:at AS BIGINT), a.reason, a.detail "
                 "FROM {archived} AS a",
                 {"at": self.at},
-                {"archived": Relation(ARCHIVED, self._archived)},
+                {"archived": Relation(ARCHIVED, archived)},
             )
         if self._released_rows:
             yield Statement(
@@ -332,10 +334,11 @@ class Ends:
         if self._may_exceed:
             yield from self._charge()
         last = yield from take_sequences(each.batch for each in self.ended)
+        seal = yield from sealing({held.account for held, _ in self._ended_rows})
         rows: list[Row] = []
-        for (_, row), each in zip(self._ended_rows, self.ended, strict=True):
+        for (held, row), each in zip(self._ended_rows, self.ended, strict=True):
             last[each.batch] = sequence = last[each.batch] + 1
-            rows.append((*row, sequence))
+            rows.append((*_sealed_end(seal, held, row), sequence))
         yield Statement(
             "UPDATE tasks SET status = e.status, reason = e.reason, exit_code = e.exit_code, "
             "started_at = e.started_at, finished_at = :at, tries = e.tries, losses = e.losses, "
@@ -362,6 +365,23 @@ class Ends:
                 if account in room:
                     room[account] -= size
         yield from change(summed(charged))
+
+
+def _sealed_end(seal: Sealing, held: HeldTask, row: EndRow) -> EndRow:
+    if row.error_text:
+        text = seal.text(held.account, ERROR_TEXT.place_of(row.task), row.error_text)
+        row = row._replace(error_text=text)
+    if row.value:
+        row = row._replace(value=seal.data(held.account, VALUE.place_of(row.task), row.value))
+    return row
+
+
+def _sealed_detail(seal: Sealing, account: Account, row: Row) -> Row:
+    *others, detail = row
+    if detail:
+        task, epoch = row[:2]
+        detail = seal.text(account, ATTEMPT_DETAIL.place_of(task, epoch), detail)
+    return (*others, detail)
 
 
 def _without_data(held: HeldTask, row: EndRow, size: int) -> EndRow:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from gpool.core.gangs import GangOrder, GangStanding, MemberEnd, call, common_link
-from gpool.core.ids import NodeId, TaskId
+from gpool.core.ids import NodeId, SpecId, TaskId
 from gpool.core.model import Instant, Offer, TaskSpec, TaskStatus
 from gpool.core.scheduler.state.events import GangPart, Placement
 from gpool.server.store.generated_rows import MembersRecord
@@ -30,6 +30,7 @@ from gpool.server.store.rows import (
     select_pairs,
     spec_from,
 )
+from gpool.server.store.sealing import BODY_OF_TASK, MEMBER_DETAIL, PAYLOAD_OF_TASK, opened
 from gpool.server.store.values import (
     PREEMPTING,
     GangMeeting,
@@ -193,6 +194,7 @@ class GangStatus:
 
 class _GangTask(NamedTuple):
     id: TaskId
+    spec_id: SpecId
     body: str
     preempting: int
 
@@ -204,6 +206,7 @@ class _MemberHold(NamedTuple):
 
 
 class _MemberLease(NamedTuple):
+    task_id: TaskId
     rank: int
     started_at: Instant | None
     payload: bytes | None
@@ -256,16 +259,18 @@ def gangs(tasks: Iterable[TaskId]) -> Operation[dict[TaskId, GangStatus]]:
         {},
         {"tasks": wanted},
     )
+    rows = yield from opened(rows, MEMBER_DETAIL)
     members: dict[TaskId, list[MemberStatus]] = {}
     for row in rows:
         members.setdefault(row.task_id, []).append(row)
     facts = yield from select(
         _GangTask,
-        "SELECT t.id, s.body, EXISTS (SELECT 1 FROM attempt_notes n WHERE n.task_id = t.id AND n.epoch = t.epoch "
+        "SELECT t.id, t.spec_id, s.body, EXISTS (SELECT 1 FROM attempt_notes n WHERE n.task_id = t.id AND n.epoch = t.epoch "
         "AND n.note = :note) FROM {tasks} AS i JOIN tasks t ON t.id = i.id JOIN specs s ON s.id = t.spec_id",
         {"note": PREEMPTING},
         {"tasks": wanted},
     )
+    facts = yield from opened(facts, BODY_OF_TASK)
     return {
         task.id: GangStatus(spec_from(task.body), tuple(members[task.id]), bool(task.preempting))
         for task in facts
@@ -301,13 +306,16 @@ def held_by(node: NodeId) -> Operation[tuple[HeldLease, ...]]:
     rows = yield from select_pairs(
         OpenLease,
         _MemberLease,
-        f"SELECT {OPEN_MEMBER}, m.rank, m.started_at, t.payload, t.payload_sha256, g.secret_sealed, g.link "  # noqa: S608
+        f"SELECT {OPEN_MEMBER}, m.task_id, m.rank, m.started_at, t.payload, t.payload_sha256, g.secret_sealed, g.link "  # noqa: S608
         "FROM members m JOIN tasks t ON t.id = m.task_id JOIN gangs g ON g.task_id = t.id "
         "WHERE m.node_id = :node AND m.holding = 1 ORDER BY t.id",
         {"node": node},
     )
     found = yield from gangs(row.id for row, _ in rows)
-    return tuple(_held(row, member, found[row.id]) for row, member in rows)
+    members = yield from opened([member for _, member in rows], PAYLOAD_OF_TASK)
+    return tuple(
+        _held(row, member, found[row.id]) for (row, _), member in zip(rows, members, strict=True)
+    )
 
 
 def _held(row: OpenLease, member: _MemberLease, gang: GangStatus) -> HeldLease:

@@ -49,6 +49,7 @@ from gpool.server.store.rows import (
     select_pairs,
     storable,
 )
+from gpool.server.store.sealing import MEMBER_DETAIL, sealing
 from gpool.server.store.values import EndedTask, Recording, Requeued
 from gpool.wire.frames import (
     Checkpointed,
@@ -337,12 +338,17 @@ def _call_off(one: _Reported, gang: GangStatus, reports: MemberReports) -> None:
 
 
 def _write(members: Sequence[_Reported], at: Instant) -> Operation[None]:
+    seal = yield from sealing({one.task.account for one in members})
     rows: list[Row] = []
     for one in members:
         after = one.status
         ended: Row = (None, None, None, None, "", 0, None)
         if after is not None:
-            ended = (at, after.place, after.reason, after.exit_code, after.detail)
+            detail = after.detail
+            if detail:
+                place = MEMBER_DETAIL.place_of(one.task.id, one.rank)
+                detail = seal.text(one.task.account, place, detail)
+            ended = (at, after.place, after.reason, after.exit_code, detail)
             ended += (after.duration_us, after.outputs)
         started_at = one.started_at if after is None else after.started_at
         first: Row = (one.task.id, one.rank, one.task.epoch, int(after is None), started_at)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
 
+from gpool.core.gpu_verification import UNPROVEN
 from gpool.core.ids import NodeId, SpecId, TaskId
 from gpool.core.lifecycle import Move, sources
-from gpool.core.model import Allocation, InputFile, Instant, TaskStatus
+from gpool.core.model import Allocation, InputFile, Instant, Offer, TaskStatus
 from gpool.core.scheduler.state.events import Placement
 from gpool.server.store.operations.identity.sealed_fields import secrets_to_open
 from gpool.server.store.operations.leases.gang_members import (
@@ -22,8 +23,10 @@ from gpool.server.store.operations.leases.gang_members import (
     write_granted,
 )
 from gpool.server.store.operations.tasks.progress import add_notes, manifests
+from gpool.server.store.operations.tasks.submissions import FirstLease, NewTask
 from gpool.server.store.protocol import Operation, Relation, Row, operation
 from gpool.server.store.rows import allocation_text, of_ids, select, values
+from gpool.server.store.sealing import PAYLOAD, opened
 from gpool.server.store.values import PREEMPTING, AppliedPlan, GangMeeting, GrantedLine, Recording
 from gpool.wire.frames import Hold, Lease
 
@@ -118,6 +121,76 @@ class _GpuPosition(NamedTuple):
     position: int
 
 
+DEPOSED = AppliedPlan((), (), deposed=True)
+
+
+class _Startable(NamedTuple):
+    places: list[Placement]
+    offers: Mapping[NodeId, Offer]  # of gangs' nodes
+
+
+def startable(places: Sequence[Placement], term: int) -> Operation[_Startable | None]:
+    """The places whose nodes, GPUs and links allow a lease now; None if another scheduler has taken over."""
+    if not (yield from is_current_term(term)):
+        return None
+    wanted = [(place.node, place.allocation) for place in places]
+    wanted += [(member.node, member.allocation) for place in places for member in place.members]
+    available = yield from values(
+        NodeId,
+        "SELECT n.id FROM {nodes} AS i JOIN nodes n ON n.id = i.id WHERE n.availability = 'available' "
+        "AND NOT EXISTS (SELECT 1 FROM users u WHERE u.id = n.owner_id AND u.disabled_at IS NOT NULL) "
+        "/*postgresql FOR SHARE OF n*/",
+        {},
+        {"nodes": of_ids(node for node, _ in wanted)},
+    )
+    usable = set(available)
+    flagged = yield from _flagged(wanted)
+    offers = yield from offers_for(places)
+    found = [
+        place
+        for place in places
+        if _is_usable(place.node, place.allocation, usable, flagged)
+        and is_whole(place)
+        and all(_is_usable(each.node, each.allocation, usable, flagged) for each in place.members)
+        and can_connect(place, offers)
+    ]
+    return _Startable(found, offers)
+
+
+def first_leases(places: Iterable[Placement], at: Instant) -> dict[TaskId, FirstLease]:
+    """Leases to insert with their tasks; no gangs, and no task twice."""
+    found: dict[TaskId, FirstLease] = {}
+    for place in places:
+        allocation = place.allocation
+        text = allocation_text(allocation)
+        for grant in place.grants:
+            assert grant.epoch == 1, f"task {grant.task} is not new"
+            lease = FirstLease(grant.epoch, place.node, 1, allocation.number, text, at)
+            assert found.setdefault(grant.task, lease) is lease, f"task {grant.task} twice"
+    return found
+
+
+def inserted(
+    places: Iterable[Placement], submitted: Mapping[TaskId, tuple[SpecId, NewTask]]
+) -> AppliedPlan:
+    """The plan as applied by the insertion of its tasks with `first_leases`; refused: tasks that were not inserted."""
+    lines: list[GrantedLine] = []
+    refused: list[TaskId] = []
+    for place in places:
+        leases: list[tuple[SpecId, Lease]] = []
+        for grant in place.grants:
+            found = submitted.get(grant.task)
+            if found is None:
+                refused.append(grant.task)
+            else:
+                spec, task = found
+                lease = Lease(task.id, grant.epoch, task.payload, task.payload_sha256)
+                leases.append((spec, lease))
+        if leases:
+            lines.append(GrantedLine(place, tuple(leases)))
+    return AppliedPlan(tuple(lines), tuple(refused))
+
+
 @operation
 def apply_plan(
     places: Sequence[Placement],
@@ -133,29 +206,10 @@ def apply_plan(
     and only where they reach each other. `with_secrets`: specs with secrets, returned sealed. `with_checkpoints`: specs
     that may have saved a checkpoint; others are not looked up. `gang_secrets`: a gang's sealed shared secret, by task.
     """
-    if not (yield from is_current_term(term)):
-        return AppliedPlan((), (), deposed=True)
-    wanted = [(place.node, place.allocation) for place in places]
-    wanted += [(member.node, member.allocation) for place in places for member in place.members]
-    available = yield from values(
-        NodeId,
-        "SELECT n.id FROM {nodes} AS i JOIN nodes n ON n.id = i.id WHERE n.availability = 'available' "
-        "AND NOT EXISTS (SELECT 1 FROM users u WHERE u.id = n.owner_id AND u.disabled_at IS NOT NULL) "
-        "/*postgresql FOR SHARE OF n*/",
-        {},
-        {"nodes": of_ids(node for node, _ in wanted)},
-    )
-    usable = set(available)
-    flagged = yield from _flagged(wanted)
-    offers = yield from offers_for(places)
-    open_places = [
-        place
-        for place in places
-        if _is_usable(place.node, place.allocation, usable, flagged)
-        and is_whole(place)
-        and all(_is_usable(each.node, each.allocation, usable, flagged) for each in place.members)
-        and can_connect(place, offers)
-    ]
+    allowed = yield from startable(places, term)
+    if allowed is None:
+        return DEPOSED
+    open_places, offers = allowed
     grants: dict[TaskId, Row] = {}  # a task named twice goes to the first place that names it
     retried: set[TaskId] = set()
     for place in open_places:
@@ -180,6 +234,7 @@ def apply_plan(
         {"at": at},
         {"grants": Relation(GRANTS, list(grants.values()))},
     )
+    rows = yield from opened(rows, PAYLOAD)
     granted = {row.id: row for row in rows}
     saved: dict[TaskId, tuple[InputFile, ...]] = {}
     if with_checkpoints:
@@ -230,14 +285,19 @@ def _with_meeting(line: GrantedLine, meetings: Mapping[TaskId, GangMeeting]) -> 
     return replace(line, meeting=meetings[line.place.grants[0].task])
 
 
+_UNPROVEN = ", ".join(f"'{verdict.value}'" for verdict in sorted(UNPROVEN))
+"""Of the planner to decide: it lends these GPUs to some users."""
+
+
 def _flagged(wanted: Sequence[tuple[NodeId, Allocation]]) -> Operation[set[_GpuPosition]]:
     on_gpus = {node for node, allocation in wanted if allocation.slices}
     if not on_gpus:
         return set()
     rows = yield from select(
         _GpuPosition,
-        "SELECT g.node_id, g.position FROM {nodes} AS i JOIN gpus g ON g.node_id = i.id "
-        "WHERE (g.flagged IS NOT NULL OR g.unproven IS NOT NULL) AND g.gone = 0",
+        "SELECT g.node_id, g.position FROM {nodes} AS i JOIN gpus g ON g.node_id = i.id "  # noqa: S608
+        "WHERE (g.flagged IS NOT NULL OR (g.unproven IS NOT NULL "
+        f"AND COALESCE(g.verdict, '') NOT IN ({_UNPROVEN}))) AND g.gone = 0",
         {},
         {"nodes": of_ids(on_gpus)},
     )

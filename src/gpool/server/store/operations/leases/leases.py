@@ -51,6 +51,7 @@ from gpool.server.store.rows import (
     spec_from,
     values,
 )
+from gpool.server.store.sealing import PAYLOAD, SPEC_BODY, opened
 from gpool.server.store.values import (
     PREEMPTING,
     HeldLease,
@@ -65,6 +66,7 @@ Heartbeat = tuple[NodeId, Sequence[Hold], Instant]
 
 
 class _Payload(NamedTuple):
+    id: TaskId
     payload: bytes | None
     payload_sha256: str
 
@@ -101,6 +103,7 @@ class _FailedNode(NamedTuple):
 
 
 class _Spec(NamedTuple):
+    id: SpecId
     user_id: UserId
     body: str
 
@@ -117,11 +120,15 @@ def held(node: NodeId) -> Operation[tuple[HeldLease, ...]]:
     rows = yield from select_pairs(
         OpenLease,
         _Payload,
-        f"SELECT {OPEN_LEASE}, t.payload, t.payload_sha256 FROM tasks t "  # noqa: S608
+        f"SELECT {OPEN_LEASE}, t.id, t.payload, t.payload_sha256 FROM tasks t "  # noqa: S608
         "WHERE t.node_id = :node AND t.holding = 1 ORDER BY t.allocation_number, t.leased_at, t.id",
         {"node": node},
     )
-    single = tuple(held_lease(row, each.payload, each.payload_sha256) for row, each in rows)
+    payloads = yield from opened([each for _, each in rows], PAYLOAD)
+    single = tuple(
+        held_lease(row, each.payload, each.payload_sha256)
+        for (row, _), each in zip(rows, payloads, strict=True)
+    )
     return single + (yield from gang_members.held_by(node))
 
 
@@ -135,6 +142,7 @@ def picture() -> Operation[Picture]:
         "SELECT t.spec_id, t.team_id FROM tasks t WHERE t.holding = 1) AS o "
         "JOIN specs s ON s.id = o.spec_id ORDER BY s.id",
     )
+    specs = yield from opened(specs, SPEC_BODY)
     queued = yield from select(
         _QueuedTask,
         "SELECT id, epoch, spec_id, user_id, queued_at FROM tasks WHERE status = 'queued' ORDER BY queued_at, id",
@@ -191,8 +199,10 @@ def picture() -> Operation[Picture]:
 
 @operation
 def spec(id: SpecId) -> Operation[tuple[UserId, TaskSpec] | None]:
-    rows = yield from select(_Spec, "SELECT user_id, body FROM specs WHERE id = :id", {"id": id})
-    for row in rows:
+    rows = yield from select(
+        _Spec, "SELECT id, user_id, body FROM specs WHERE id = :id", {"id": id}
+    )
+    for row in (yield from opened(rows, SPEC_BODY)):
         return row.user_id, spec_from(row.body)
     return None
 

@@ -12,14 +12,23 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, cast
 
+from gpool.core.errors import Unreachable
 from gpool.core.ids import NodeId, SpecId, TaskId, UserId
 from gpool.core.model import Instant
 from gpool.core.permissions import TeamId
 from gpool.server.store.generated_rows import StoredRecord
 from gpool.server.store.identity_values import Holder
-from gpool.server.store.operations.tasks.storage import change, holder_of, summed
+from gpool.server.store.operations.tasks.storage import Account, change, holder_of, summed
 from gpool.server.store.protocol import Operation, Relation, Statement, operation
 from gpool.server.store.rows import exists, of_ids, of_names, select, values
+from gpool.server.store.sealing import (
+    FILE_KEY,
+    account_keys,
+    file_key_place,
+    opened,
+    sealed_by,
+    sealing,
+)
 
 HELD = (("kind", "text"), ("id", "int"), ("sha256", "text"))
 
@@ -153,18 +162,59 @@ class ArtifactSize(NamedTuple):
     size_bytes: int
 
 
+class StoredBytes(NamedTuple):
+    """Bytes of an artifact: their key, and the key that decrypts them (empty: plain). `is_new` False: stored before."""
+
+    object: str = ""
+    file_key: bytes = b""
+    is_new: bool = True
+
+
+PLAIN = StoredBytes()
+
+
+class ArtifactLocation(NamedTuple):
+    sha256: str
+    object: str
+    key_sealed: bytes | None  # opened: the key itself
+
+
 class _Forgotten(NamedTuple):
     sha256: str
     size_bytes: int
     object: str
 
 
-def put_artifact(sha256: str, size_bytes: int, at: Instant, object_: str = "") -> Operation[None]:
-    """Record an artifact. One that is stored already keeps its object; the caller then removes the new one."""
+def put_artifact(
+    sha256: str, size_bytes: int, at: Instant, stored: StoredBytes, account: Account
+) -> Operation[None]:
+    """Record an artifact. One that is stored already keeps its object; the caller then removes the new one.
+
+    `Unreachable` if its bytes were stored before and have been deleted since: the uploader sends them again.
+    """
+    if not stored.is_new:
+        touched = yield from exists(
+            "UPDATE artifacts SET touched_at = :at WHERE sha256 = :sha256 RETURNING sha256",
+            {"sha256": sha256, "at": at},
+        )
+        if not touched:
+            raise Unreachable(f"artifact {sha256} was deleted meanwhile; upload it again")
+        return
+    sealed: bytes | None = None
+    if stored.file_key:
+        seal = yield from sealing([account])
+        sealed = seal.data(account, file_key_place(sha256), stored.file_key)
     yield Statement(
-        "INSERT INTO artifacts (sha256, size_bytes, touched_at, object) VALUES (:sha256, :size, :at, :object) "
+        "INSERT INTO artifacts (sha256, size_bytes, touched_at, object, key_sealed) "
+        "VALUES (:sha256, :size, :at, :object, :sealed) "
         "ON CONFLICT (sha256) DO UPDATE SET touched_at = excluded.touched_at",
-        {"sha256": sha256, "size": size_bytes, "at": at, "object": object_},
+        {
+            "sha256": sha256,
+            "size": size_bytes,
+            "at": at,
+            "object": stored.object,
+            "sealed": sealed,
+        },
     )
 
 
@@ -196,11 +246,11 @@ def add_artifact(
     task_epoch: tuple[TaskId, int] | None,
     at: Instant,
     key: int | None = None,
-    object_: str = "",
+    stored: StoredBytes = PLAIN,
 ) -> Operation[bool]:
     """Record an artifact whose bytes are stored: of a user, or of a node that holds the lease (else False).
 
-    `key`: the API key for one team that uploaded it; the key itself then holds the reference. `object_`: see `put_artifact`.
+    `key`: the API key for one team that uploaded it; the key itself then holds the reference.
     """
     if task_epoch is not None:
         rows = yield from select(
@@ -210,15 +260,16 @@ def add_artifact(
         )
         if not rows:
             return False
-        yield from put_artifact(sha256, size_bytes, at, object_)
         [owner] = rows
+        account = holder_of(owner.user_id, owner.team_id)
+        yield from put_artifact(sha256, size_bytes, at, stored, account)
         yield from put_reference(
             sha256, "lease", task_epoch[0], owner.user_id, task_epoch[1], owner.team_id
         )
         return True
     if user is None:
         return False
-    yield from put_artifact(sha256, size_bytes, at, object_)
+    yield from put_artifact(sha256, size_bytes, at, stored, ("user", user))
     yield from put_reference(sha256, "upload", user if key is None else key, user)
     return True
 
@@ -267,16 +318,6 @@ def _seen(held: str, task: TaskId | None) -> str:
 
 
 @operation
-def leave_to_prune(sha256: str, size_bytes: int, object_: str = "") -> Operation[None]:
-    """Record refused bytes without a reference: visible to nobody, removed with the next pruning."""
-    yield Statement(
-        "INSERT INTO artifacts (sha256, size_bytes, touched_at, object) VALUES (:sha256, :size, 0, :object) "
-        "ON CONFLICT (sha256) DO NOTHING",
-        {"sha256": sha256, "size": size_bytes, "object": object_},
-    )
-
-
-@operation
 def upload_owner(node: NodeId, task: TaskId, epoch: int) -> Operation[TaskOwner | None]:
     """Owner of the task whose lease the node holds, to refuse an upload before its bytes are sent; None: no such lease.
 
@@ -300,11 +341,70 @@ def size_of(sha256: str) -> Operation[int | None]:
 
 @operation
 def object_of(sha256: str) -> Operation[str | None]:
-    """Key of an artifact in the object store, empty if it lies in the folder; None: there is no such artifact."""
+    """Key of an artifact's bytes, empty if they lie in the folder under the hash; None: there is no such artifact."""
     keys = yield from values(
         str, "SELECT object FROM artifacts WHERE sha256 = :sha256", {"sha256": sha256}
     )
     return keys[0] if keys else None
+
+
+@operation
+def location_of(sha256: str) -> Operation[ArtifactLocation | None]:
+    rows = yield from select(
+        ArtifactLocation,
+        "SELECT sha256, object, key_sealed FROM artifacts WHERE sha256 = :sha256",
+        {"sha256": sha256},
+    )
+    found = yield from opened(rows, FILE_KEY)
+    return found[0] if found else None
+
+
+class _HeldKey(NamedTuple):
+    sha256: str
+    key_sealed: bytes
+    kind: str
+    id: int
+
+
+@operation
+def destroy_account_key(account: Account) -> Operation[None]:
+    yield from destroy_key(account)
+
+
+def destroy_key(account: Account) -> Operation[None]:
+    """Delete the account's data key. Files that other accounts refer to get their keys sealed for one of these first."""
+    keys = yield from account_keys([account])
+    for key in keys:
+        held = yield from select(
+            _HeldKey,
+            "SELECT a.sha256, a.key_sealed, s.kind, s.id FROM artifacts a JOIN stored s ON s.sha256 = a.sha256 "
+            "WHERE substr(a.key_sealed, 1, :length) = :head AND NOT (s.kind = :kind AND s.id = :id)",
+            {
+                "head": sealed_by(key),
+                "length": len(sealed_by(key)),
+                "kind": account[0],
+                "id": account[1],
+            },
+        )
+        others = {row.sha256: (cast("Holder", row.kind), row.id) for row in held}
+        seal = yield from sealing(set(others.values()))
+        opened_keys = yield from opened(list({row.sha256: row for row in held}.values()), FILE_KEY)
+        moved = [
+            (row.sha256, seal.data(others[row.sha256], file_key_place(row.sha256), row.key_sealed))
+            for row in opened_keys
+        ]
+        if moved:
+            yield Statement(
+                "UPDATE artifacts SET key_sealed = m.sealed FROM {moved} AS m WHERE artifacts.sha256 = m.sha256",
+                {},
+                {"moved": Relation((("sha256", "text"), ("sealed", "blob")), moved)},
+            )
+        # overwritten first: a deleted row's bytes may stay in the database file
+        yield Statement(
+            "UPDATE account_keys SET wrapped = :zeros WHERE key_id = :id",
+            {"zeros": bytes(len(key.wrapped)), "id": key.key_id},
+        )
+        yield Statement("DELETE FROM account_keys WHERE key_id = :id", {"id": key.key_id})
 
 
 @operation

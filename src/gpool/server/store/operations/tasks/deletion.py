@@ -3,6 +3,7 @@
 Deleting a task removes its rows, its references to artifacts, and the spec and batch that no other task uses. A shrunk
 task keeps status, times, node and command. Both return the artifacts that nothing refers to any more; the caller removes
 their files after the commit. The account gets back exactly what it was charged.
+One file because deleting and shrinking drop the same rows.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from gpool.server.store.operations.tasks.storage import (
 )
 from gpool.server.store.protocol import Operation, Relation, Statement, operation
 from gpool.server.store.rows import columns, exists, of_ids, select, spec_from, spec_text, values
+from gpool.server.store.sealing import ERROR_TEXT, SPEC_BODY, TEXT_MARK, opened, sealing
 
 ENDED = "t.finished_at IS NOT NULL AND t.holding = 0"
 OF_TASKS = "kind IN ('payload', 'result', 'log', 'checkpoint', 'lease')"
@@ -57,6 +59,11 @@ class _ExpiredSpec(NamedTuple):
     id: SpecId
     body: str
     stored_bytes: int
+
+
+class _ErrorText(NamedTuple):
+    id: TaskId
+    error_text: str
 
 
 class DeletedTasks(NamedTuple):
@@ -209,18 +216,50 @@ def shrink_expired(before: Instant, at: Instant, limit: int) -> Operation[Delete
         yield Statement(sql, {}, tasks)
     yield Statement(
         "UPDATE tasks SET payload = NULL, value = NULL, outputs = NULL, payload_sha256 = '', value_sha256 = '', "  # noqa: S608
-        f"log_sha256 = '', error_text = substr(error_text, 1, {ERROR_LETTERS}), shrunk_at = :at, "
+        "log_sha256 = '', shrunk_at = :at, "
+        f"error_text = CASE WHEN error_text LIKE '{TEXT_MARK}%' THEN error_text ELSE substr(error_text, 1, {ERROR_LETTERS}) END, "
         f"stored_bytes = CASE WHEN stored_bytes > {SUMMARY_BYTES} THEN {SUMMARY_BYTES} ELSE stored_bytes END "
         f"WHERE id {of_these}",
         {"at": at},
         tasks,
     )
+    yield from _shrink_errors(rows)
     yield from change(
         summed((row.account, min(0, SUMMARY_BYTES - row.stored_bytes)) for row in rows)
     )
     dropped += yield from _shrink_specs({row.spec_id: row.account for row in rows})
     artifacts = yield from _release(dropped)
     return DeletedTasks(tuple(row.id for row in rows), artifacts)
+
+
+def _shrink_errors(rows: Sequence[_EndedTask]) -> Operation[None]:
+    """Cut sealed error texts, which SQL cannot."""
+    accounts = {row.id: row.account for row in rows}
+    found = yield from select(
+        _ErrorText,
+        "SELECT t.id, t.error_text FROM {tasks} AS i JOIN tasks t ON t.id = i.id "  # noqa: S608
+        f"WHERE t.error_text LIKE '{TEXT_MARK}%'",
+        {},
+        {"tasks": of_ids(accounts)},
+    )
+    if not found:
+        return
+    texts = yield from opened(found, ERROR_TEXT)
+    seal = yield from sealing({accounts[row.id] for row in texts})
+    cut = [
+        (
+            row.id,
+            seal.text(
+                accounts[row.id], ERROR_TEXT.place_of(row.id), row.error_text[:ERROR_LETTERS]
+            ),
+        )
+        for row in texts
+    ]
+    yield Statement(
+        "UPDATE tasks SET error_text = c.error_text FROM {cut} AS c WHERE tasks.id = c.id",
+        {},
+        {"cut": Relation((("id", "int"), ("error_text", "text")), cut)},
+    )
 
 
 def _shrink_specs(accounts: dict[SpecId, Account]) -> Operation[list[ArtifactReference]]:
@@ -237,11 +276,14 @@ def _shrink_specs(accounts: dict[SpecId, Account]) -> Operation[list[ArtifactRef
     )
     if not specs:
         return []
+    specs = yield from opened(specs, SPEC_BODY)
+    seal = yield from sealing({accounts[spec.id] for spec in specs})
     shrunk: list[tuple[int, str, str, int]] = []
     changes: list[tuple[Account, int]] = []
     for spec in specs:
         body = spec_text(replace(spec_from(spec.body), inputs=(), env=()))
         size = min(spec.stored_bytes, SPEC_BYTES + len(body.encode()))
+        body = seal.text(accounts[spec.id], SPEC_BODY.place_of(spec.id), body)
         shrunk.append((spec.id, f"expired {spec.id}", body, size))
         changes.append((accounts[spec.id], size - spec.stored_bytes))
     names = (("id", "int"), ("digest", "text"), ("body", "text"), ("stored_bytes", "int"))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gpool.core.ids import NodeId, TaskId, UserId
+from gpool.core.ids import NodeId, SpecId, TaskId, UserId
 from gpool.core.model import Instant
 from gpool.core.permissions import TeamId
 from gpool.server.store.protocol import Operation, operation
 from gpool.server.store.rows import select, values
+from gpool.server.store.sealing import BODY_OF_TASK, opened
 
 SCANNED = 20_000
 """Tasks of the pool that one statement examines: there is no index by node, which every lease would have to write."""
@@ -19,6 +20,7 @@ LAST = (1 << 63) - 1
 
 class NodeTask(NamedTuple):
     id: TaskId
+    spec_id: SpecId
     status: str
     holding: int
     user_id: UserId
@@ -39,7 +41,7 @@ class EndedPage:
 
 
 _COLUMNS = (
-    "SELECT t.id, t.status, t.holding, t.user_id, u.name, t.team_id, t.leased_at, t.started_at, t.finished_at, "
+    "SELECT t.id, t.spec_id, t.status, t.holding, t.user_id, u.name, t.team_id, t.leased_at, t.started_at, t.finished_at, "
     "t.reason, s.body, t.allocation FROM tasks t JOIN specs s ON s.id = t.spec_id JOIN users u ON u.id = t.user_id "
 )
 
@@ -58,7 +60,8 @@ _ENDED = (
 @operation
 def held_by(node: NodeId) -> Operation[list[NodeTask]]:
     """Leases of the node, members of gangs among them, oldest first."""
-    return (yield from select(NodeTask, _COLUMNS + _HELD, {"node": node}))
+    rows = yield from select(NodeTask, _COLUMNS + _HELD, {"node": node})
+    return (yield from opened(rows, BODY_OF_TASK))
 
 
 @operation
@@ -73,4 +76,5 @@ def ended_on(
         "SELECT p.id FROM tasks p WHERE p.id < :before ORDER BY p.id DESC LIMIT 1 OFFSET :scanned - 1",
         page,
     )
+    found = yield from opened(found, BODY_OF_TASK)
     return EndedPage(found, examined[0] if examined else None)

@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from gpool.core.ids import TaskId, UserId
+from gpool.core.ids import SpecId, TaskId, UserId
 from gpool.core.model import MIB, InputFile, Instant
 from gpool.core.permissions import TeamId
 from gpool.server.store.operations.tasks.artifacts import (
+    PLAIN,
     ArtifactReference,
     ArtifactSize,
+    StoredBytes,
     TaskOwner,
     count,
     put_artifact,
@@ -44,6 +46,7 @@ from gpool.server.store.rows import (
     spec_from,
     values,
 )
+from gpool.server.store.sealing import BODY_OF_TASK, LOG_DATA, opened, sealing
 from gpool.server.store.values import LogLine
 from gpool.wire.frames import Checkpointed, Hold, LogChunk, Reached
 
@@ -53,6 +56,7 @@ PAIRS = (("task", "int"), ("sha256", "text"))
 
 class _Saving(NamedTuple):
     id: TaskId
+    spec_id: SpecId
     user_id: UserId
     team_id: TeamId | None
     body: str
@@ -93,11 +97,12 @@ def save(
     """Save a checkpoint per task, whose lease the caller has locked; return the leases of rejected ones."""
     rows = yield from select(
         _Saving,
-        "SELECT t.id, t.user_id, t.team_id, s.body, c.epoch, c.manifest, c.stored_bytes FROM {tasks} AS i "
+        "SELECT t.id, t.spec_id, t.user_id, t.team_id, s.body, c.epoch, c.manifest, c.stored_bytes FROM {tasks} AS i "
         "JOIN tasks t ON t.id = i.id JOIN specs s ON s.id = t.spec_id LEFT JOIN checkpoints c ON c.task_id = t.id",
         {},
         {"tasks": of_ids(saved)},
     )
+    rows = yield from opened(rows, BODY_OF_TASK)
     unusable: list[Hold] = []
     room = yield from rooms({holder_of(row.user_id, row.team_id) for row in rows}, limits)
     for row in rows:
@@ -267,6 +272,7 @@ class _LogCharge(NamedTuple):
 
 
 class _Chunk(NamedTuple):
+    task_id: TaskId
     cursor: int
     stream: int
     data: bytes
@@ -301,6 +307,7 @@ def append_chunks(
     )
     heads: dict[int, _LogOwner] = {row.task_id: row for row in rows}
     room = yield from rooms({holder_of(row.user_id, row.team_id) for row in rows}, limits)
+    seal = yield from sealing({holder_of(row.user_id, row.team_id) for row in rows})
     new: list[Row] = []
     grown: dict[int, _LogOwner] = {}
     charged: list[tuple[Account, int]] = []
@@ -323,7 +330,9 @@ def append_chunks(
         charged.append((account, cost))
         if account in room:
             room[account] -= cost
-        new.append((task, cursor, stream, data))
+        new.append(
+            (task, cursor, stream, seal.data(account, LOG_DATA.place_of(task, cursor), data))
+        )
     if new:
         yield Statement(
             "INSERT INTO log_chunks (task_id, cursor, stream, data) "
@@ -355,10 +364,11 @@ def append_chunks(
 def logs(task: TaskId, after_cursor: int, limit: int) -> Operation[tuple[LogLine, ...]]:
     rows = yield from select(
         _Chunk,
-        "SELECT cursor, stream, data FROM log_chunks WHERE task_id = :task AND cursor > :after "
+        "SELECT task_id, cursor, stream, data FROM log_chunks WHERE task_id = :task AND cursor > :after "
         "ORDER BY cursor LIMIT :limit",
         {"task": task, "after": after_cursor, "limit": limit},
     )
+    rows = yield from opened(rows, LOG_DATA)
     return tuple(
         LogLine(row.cursor, row.cursor >> EPOCH_SHIFT, row.stream, bytes(row.data)) for row in rows
     )
@@ -377,7 +387,7 @@ def finished_with_logs(before: Instant, limit: int) -> Operation[tuple[TaskId, .
 
 @operation
 def seal_logs(
-    task: TaskId, sha256: str, size: int, at: Instant, object_: str = ""
+    task: TaskId, sha256: str, size: int, at: Instant, stored: StoredBytes = PLAIN
 ) -> Operation[None]:
     """Replace the rows by the artifact with the same content; no effect while the task may still print."""
     owners = yield from select(
@@ -387,7 +397,8 @@ def seal_logs(
         {"task": task},
     )
     for owner in owners:
-        yield from put_artifact(sha256, size, at, object_)
+        account = holder_of(owner.user_id, owner.team_id)
+        yield from put_artifact(sha256, size, at, stored, account)
         yield from put_reference(sha256, "log", task, owner.user_id, team=owner.team_id)
         yield Statement(
             "UPDATE tasks SET log_sha256 = :sha256 WHERE id = :task",

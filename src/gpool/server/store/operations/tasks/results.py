@@ -8,6 +8,7 @@ from typing import NamedTuple
 from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.server.store.protocol import Operation, Parameters, Relations
 from gpool.server.store.rows import NONE, REASON, STATUS, of_ids, select_pairs
+from gpool.server.store.sealing import ERROR_TEXT, VALUE, opened
 from gpool.server.store.values import BatchResult
 
 PRINTED = "(t.log_sha256 <> '' OR EXISTS (SELECT 1 FROM log_heads h WHERE h.task_id = t.id))"
@@ -36,7 +37,7 @@ class _ResultNode(NamedTuple):
 def results(
     source: str, condition: str, parameters: Parameters, relations: Relations = NONE
 ) -> Operation[tuple[BatchResult, ...]]:
-    rows = yield from select_pairs(
+    pairs = yield from select_pairs(
         _Result,
         _ResultNode,
         "SELECT t.sequence, t.position, t.id, t.status, t.reason, t.exit_code, t.value, t.value_sha256, t.error_text, "  # noqa: S608
@@ -45,6 +46,7 @@ def results(
         parameters,
         relations,
     )
+    found = yield from opened([row for row, _ in pairs], VALUE, ERROR_TEXT)
     return tuple(
         BatchResult(
             row.sequence,
@@ -61,7 +63,7 @@ def results(
             node.owner_id,
             bool(row.printed),
         )
-        for row, node in rows
+        for row, (_, node) in zip(found, pairs, strict=True)
     )
 
 

@@ -2,7 +2,7 @@
 
 Every row records what was charged for it (`stored_bytes`), so that deleting it returns exactly that. A sum over all rows
 would cost a row each; the counter `storage` costs one row, or one per shard. One server writes to a store, so a room
-that was read is still there when the same operation charges it.
+that was read is still there when the same operation charges it. One file because all of it charges one counter.
 """
 
 from __future__ import annotations
@@ -57,11 +57,18 @@ class StorageLimits(NamedTuple):
 NO_LIMITS = StorageLimits()
 
 
-class _AccountStorage(NamedTuple):
+class AccountUsage(NamedTuple):
+    """Quotas that an operator set for the account (None: the default), and the bytes charged to it."""
+
     kind: str
     id: int
-    storage_bytes: int | None  # the account's own quota
+    queued_tasks: int | None
+    storage_bytes: int | None
     size_bytes: int | None
+
+    @property
+    def account(self) -> Account:
+        return cast("Holder", self.kind), self.id
 
 
 class _Used(NamedTuple):
@@ -100,23 +107,33 @@ def change(changes: Mapping[Account, int]) -> Operation[None]:
 
 
 def rooms(accounts: Collection[Account], limits: StorageLimits) -> Operation[dict[Account, int]]:
-    """Bytes that each account may still store, below 0 if it is over; accounts without a limit are absent."""
+    return room_of((yield from usage_of(accounts)), limits)
+
+
+def usage_of(accounts: Collection[Account]) -> Operation[Sequence[AccountUsage]]:
+    """One row for each account."""
     if not accounts:
-        return {}
-    rows = yield from select(
-        _AccountStorage,
-        "SELECT a.kind, a.id, q.storage_bytes, (SELECT SUM(s.size_bytes) FROM storage s "
-        "WHERE s.kind = a.kind AND s.id = a.id) FROM {accounts} AS a "
-        "LEFT JOIN quotas q ON q.kind = a.kind AND q.id = a.id",
-        {},
-        {"accounts": Relation(ACCOUNTS, sorted(accounts))},
+        return ()
+    return (
+        yield from select(
+            AccountUsage,
+            "SELECT a.kind, a.id, q.queued_tasks, q.storage_bytes, (SELECT SUM(s.size_bytes) FROM storage s "
+            "WHERE s.kind = a.kind AND s.id = a.id) FROM {accounts} AS a "
+            "LEFT JOIN quotas q ON q.kind = a.kind AND q.id = a.id",
+            {},
+            {"accounts": Relation(ACCOUNTS, sorted(accounts))},
+        )
     )
+
+
+def room_of(rows: Iterable[AccountUsage], limits: StorageLimits) -> dict[Account, int]:
+    """Bytes that each account may still store, below 0 if it is over; accounts without a limit are absent."""
     found: dict[Account, int] = {}
     for row in rows:
         usual = limits.user if row.kind == "user" else limits.team
         limit = row.storage_bytes if row.storage_bytes is not None else usual
         if limit is not None:
-            found[cast("Holder", row.kind), row.id] = limit - int(row.size_bytes or 0)
+            found[row.account] = limit - int(row.size_bytes or 0)
     return found
 
 
@@ -313,7 +330,8 @@ def known_objects(sha256s: Iterable[str]) -> Operation[KnownObjects]:
     """Objects of these artifacts, and of all uploads in progress."""
     stored = yield from values(
         str,
-        "SELECT a.object FROM {wanted} AS w JOIN artifacts a ON a.sha256 = w.name WHERE a.object <> ''",
+        "SELECT CASE WHEN a.object = '' THEN a.sha256 ELSE a.object END FROM {wanted} AS w "
+        "JOIN artifacts a ON a.sha256 = w.name",
         {},
         {"wanted": of_names(sha256s)},
     )

@@ -5,14 +5,16 @@ One file because one submission and many are charged, checked and inserted by th
 
 from __future__ import annotations
 
+import hmac
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 from gpool.core.errors import Conflict, GpoolError, Invalid, NotFound
-from gpool.core.ids import BatchId, SpecId, TaskId, UserId
+from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
 from gpool.core.model import Instant, Shape, TaskSpec
 from gpool.core.permissions import TeamId
 from gpool.core.scheduler.state.waiting import shape_of
@@ -41,6 +43,7 @@ from gpool.server.store.rows import (
     spec_text,
     storable,
 )
+from gpool.server.store.sealing import PAYLOAD, SPEC_BODY, Sealing, opened, sealing
 
 MOST_ALIKE = 50
 """Tasks of one batch that count as recent: a batch of 100,000 equal tasks is not the usual mix of a day."""
@@ -128,8 +131,18 @@ class _TaskColumns(NamedTuple):
     payload: bytes | None
 
 
+class FirstLease(NamedTuple):
+    """Columns of a lease that is granted in the transaction that inserts its task."""
+
+    epoch: int
+    node_id: NodeId
+    holding: int
+    allocation_number: int
+    allocation: str
+    leased_at: Instant
+
+
 class _SharedColumns(NamedTuple):
-    status: str
     batch_id: BatchId
     spec_id: SpecId
     user_id: UserId
@@ -158,6 +171,8 @@ class _SpecBody(NamedTuple):
 
 columns(_TaskColumns, TasksRecord, "n")  # raises if a column is not the schema's
 columns(_SharedColumns, TasksRecord, "n")
+columns(FirstLease, TasksRecord, "n")
+NO_LEASES: Mapping[TaskId, FirstLease] = MappingProxyType({})
 _CASTS = {"int": "BIGINT", "text": "TEXT"}
 
 
@@ -207,12 +222,18 @@ def task_bytes(spec: TaskSpec, task: NewTask) -> int:
 
 @operation
 def submit(
-    submissions: Sequence[Submission], limits: StorageLimits = NO_LIMITS
+    submissions: Sequence[Submission],
+    limits: StorageLimits = NO_LIMITS,
+    room: Mapping[Account, int] | None = None,
+    leases: Mapping[TaskId, FirstLease] = NO_LEASES,
 ) -> Operation[list[SubmittedTasks | MissingArtifacts | GpoolError]]:
     """Submit each, or return the reason in its place. The cost does not depend on the tasks in the store.
 
-    `limits`: default storage quotas; a submission that does not fit its account's is refused.
+    `limits`: default storage quotas; a submission that does not fit its account's is refused. `room`: of its account,
+    if this transaction has read it (`storage.room_of`). `leases`: of tasks that are leased at once; the caller has
+    checked their nodes in this transaction (`grants.startable`).
     """
+    seal = yield from sealing({holder_of(each.user, each.team) for each in submissions})
     outcomes: dict[int, SubmittedTasks | MissingArtifacts | GpoolError] = {}
     drafts: list[_Draft] = []
     for number, submission in enumerate(submissions):
@@ -221,13 +242,14 @@ def submit(
         except Invalid as exc:
             outcomes[number] = exc
         else:
-            digest = spec_digest(submission, body)
+            digest = spec_digest(submission, body, seal)
             tasks = submission.tasks
             payloads = [(task.payload_sha256, task.id) for task in tasks if task.payload_sha256]
             drafts.append(_Draft(number, submission, body, digest, payloads))
     known = yield from _known_specs({draft.digest for draft in drafts})
     accepted: list[_Draft] = []
-    room = yield from rooms({draft.account for draft in drafts}, limits)
+    if room is None:
+        room = yield from rooms({draft.account for draft in drafts}, limits)
     charged: Counter[Account] = Counter()
     described = set(known)
     for draft in drafts:
@@ -249,7 +271,7 @@ def submit(
     yield from change(charged)
     new = {draft.digest: draft for draft in reversed(accepted) if draft.digest not in known}
     if new:
-        yield from _insert_specs(list(new.values()))
+        yield from _insert_specs(list(new.values()), seal)
         known |= {digest: draft.submission.spec_id for digest, draft in new.items()}
         known |= yield from _known_specs(set(new))  # an equal spec may have been inserted first
         for draft in new.values():
@@ -267,17 +289,21 @@ def submit(
         outcome = SubmittedTasks(s.batch, spec_id, draft.first, draft.tasks)
         outcomes[draft.number] = outcome
         submitted.append((s, outcome))
-    yield from _insert_tasks(submitted)
+    yield from _insert_tasks(submitted, leases, seal)
     return [outcomes[number] for number in range(len(submissions))]
 
 
-def spec_digest(s: Submission, body: str) -> SpecDigest:
+def spec_digest(s: Submission, body: str, seal: Sealing) -> SpecDigest:
+    """A keyed hash of an encrypted spec: its arguments cannot be guessed from the digest."""
     parts = [body]
     if s.team is not None:
         parts.append(f"team {s.team}")
     if s.secrets:
         parts.append(f"secrets {s.secrets_mark or s.spec_id}")
-    return SpecDigest(s.user, digest_of("\0".join(parts)))
+    key, text = seal.key(holder_of(s.user, s.team)), "\0".join(parts)
+    if key is None:
+        return SpecDigest(s.user, digest_of(text))
+    return SpecDigest(s.user, hmac.digest(key.key, text.encode(), "sha256").hex())
 
 
 def _known_specs(wanted: Collection[SpecDigest]) -> Operation[dict[SpecDigest, SpecId]]:
@@ -329,11 +355,12 @@ def _open_batch(s: Submission) -> Operation[_OpenBatch | GpoolError]:
     return batch
 
 
-def _insert_specs(drafts: Sequence[_Draft]) -> Operation[None]:
+def _insert_specs(drafts: Sequence[_Draft], seal: Sealing) -> Operation[None]:
     rows = [
-        _NewSpec(s.spec_id, *draft.digest, draft.body, s.spec.retries, s.at, draft.spec_bytes)
+        _NewSpec(s.spec_id, *draft.digest, body, s.spec.retries, s.at, draft.spec_bytes)
         for draft in sorted(drafts, key=lambda draft: draft.digest)  # one lock order for all
         for s in (draft.submission,)
+        for body in (seal.text(draft.account, SPEC_BODY.place_of(s.spec_id), draft.body),)
     ]
     yield Statement(
         "INSERT INTO specs (id, user_id, digest, body, retries, created_at, stored_bytes) "
@@ -367,40 +394,53 @@ def _insert_batches(submissions: Sequence[Submission]) -> Operation[None]:
     )
 
 
-def _insert_tasks(submitted: Sequence[tuple[Submission, SubmittedTasks]]) -> Operation[None]:
-    """Insert the tasks of one or many submissions, with at most two statements.
+def _insert_tasks(
+    submitted: Sequence[tuple[Submission, SubmittedTasks]],
+    leases: Mapping[TaskId, FirstLease],
+    seal: Sealing,
+) -> Operation[None]:
+    """Insert the tasks of one or many submissions, with one statement for each of the four forms of rows.
 
     Shared columns are parameters for one submission, columns of the relation for many. Tasks without an inline payload
-    use a relation without blobs, which is faster.
+    use a relation without blobs, which is faster. Tasks in `leases` have the columns of their lease.
     """
-    small: list[Row] = []
-    large: list[Row] = []
+    rows: dict[_TaskForm, list[Row]] = {}
     shared: Row = ()
-    for s, outcome in submitted:
-        shared = _SharedColumns("queued", s.batch, outcome.spec_id, s.user, s.at, s.at, s.team)
-        extra = shared if len(submitted) > 1 else ()
-        for task in outcome.tasks:
-            row = (task.id, task.position, task.payload_sha256, task_bytes(s.spec, task))
-            if task.payload:
-                large.append((*row, task.payload, *extra))
-            else:
-                small.append((*row, *extra))
     is_one = len(submitted) == 1
+    for s, outcome in submitted:
+        shared = _SharedColumns(s.batch, outcome.spec_id, s.user, s.at, s.at, s.team)
+        extra = () if is_one else shared
+        account = holder_of(s.user, s.team)
+        for task in outcome.tasks:
+            lease = leases.get(task.id)
+            row: Row = (task.id, task.position, task.payload_sha256, task_bytes(s.spec, task))
+            if task.payload:
+                row = (*row, seal.data(account, PAYLOAD.place_of(task.id), task.payload))
+            form = _TaskForm(is_one, bool(task.payload), lease is not None)
+            rows.setdefault(form, []).append((*row, *extra, *(lease or ())))
     parameters = dict(zip(_SharedColumns._fields, shared, strict=True)) if is_one else {}
-    for rows, has_payload in ((small, False), (large, True)):
-        if rows:
-            sql, kinds = _task_insert(is_one=is_one, has_payload=has_payload)
-            yield Statement(sql, parameters, {"tasks": Relation(kinds, rows)})
+    for form, found in rows.items():
+        sql, kinds = _task_insert(form)
+        yield Statement(sql, parameters, {"tasks": Relation(kinds, found)})
+
+
+class _TaskForm(NamedTuple):
+    is_one: bool  # submission
+    has_payload: bool
+    is_leased: bool
 
 
 @cache
-def _task_insert(*, is_one: bool, has_payload: bool) -> tuple[str, tuple[tuple[str, str], ...]]:
+def _task_insert(form: _TaskForm) -> tuple[str, tuple[tuple[str, str], ...]]:
     own, shared = relation_columns(_TaskColumns), relation_columns(_SharedColumns)
-    if not has_payload:
+    if not form.has_payload:
         own = own[:-1]
-    bound = own if is_one else (*own, *shared)
-    picked = {name: f"n.{name}" for name, _ in bound}
-    if is_one:
+    bound = own if form.is_one else (*own, *shared)
+    if form.is_leased:
+        bound = (*bound, *relation_columns(FirstLease))
+    picked = {"status": "'leased'" if form.is_leased else "'queued'"}
+    picked |= {name: f"n.{name}" for name, _ in bound}
+    if form.is_one:
         picked |= {name: f"CAST(:{name} AS {_CASTS[kind]})" for name, kind in shared}
     sql = f"INSERT INTO tasks ({', '.join(picked)}) SELECT {', '.join(picked.values())} FROM {{tasks}} AS n"  # noqa: S608
     return sql, bound
@@ -423,6 +463,7 @@ def recent_shapes(most: int) -> Operation[list[tuple[Shape, int]]]:
         {},
         {"specs": of_ids(row.spec_id for row in rows)},
     )
+    specs = yield from opened(specs, SPEC_BODY)
     known = {spec.id: (spec.user_id, spec_from(spec.body)) for spec in specs}
     shapes: dict[tuple[SpecId, TeamId | None], Shape] = {}
     found = []

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from gpool.core.errors import Invalid
-from gpool.core.ids import BatchId, NodeId, TaskId, UserId
+from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
 from gpool.core.lifecycle import Move, sources
 from gpool.core.model import AttemptRow, Instant, Phase, Span, TaskStatus
 from gpool.core.permissions import TeamId
@@ -39,6 +39,7 @@ from gpool.server.store.rows import (
     task_row,
     values,
 )
+from gpool.server.store.sealing import ATTEMPT_DETAIL, BODY_OF_TASK, ERROR_TEXT, VALUE, opened
 from gpool.server.store.values import (
     PREEMPTING,
     AttemptNote,
@@ -72,6 +73,7 @@ class _Checkpoint(NamedTuple):
 
 
 class _ViewExtras(NamedTuple):
+    spec_id: SpecId
     body: str
     node_name: str | None
     note: str | None
@@ -110,7 +112,7 @@ PHASES = f"CASE a.note {_RANKS} END"
 """Order of phases that were reported at one time: that of the work."""
 CHECKPOINT = "c.epoch, c.saved_at, c.size_bytes, c.files"
 VIEW = (
-    "SELECT {task}, s.body, n.name, "  # noqa: S608
+    "SELECT {task}, s.id, s.body, n.name, "  # noqa: S608
     "CASE WHEN t.holding = 1 THEN (SELECT a.note FROM attempt_notes a WHERE a.task_id = t.id AND a.epoch = t.epoch "
     f"AND a.note <> '{PREEMPTING}' ORDER BY a.at DESC, {PHASES} DESC LIMIT 1) END, n.owner_id, {CHECKPOINT} "
     "FROM tasks t JOIN specs s ON s.id = t.spec_id LEFT JOIN nodes n ON n.id = t.node_id "
@@ -155,7 +157,8 @@ def task(
     rows = yield from select_pairs(
         TasksRecord, _ViewExtras, VIEW_WITH_VALUE + "WHERE t.id = :id", {"id": id}
     )
-    found = [_view(record, extras) for record, extras in rows if _is_theirs(record, user, teams)]
+    theirs = [pair for pair in rows if _is_theirs(pair[0], user, teams)]
+    found = yield from _opened_views(theirs)
     views = yield from _with_members(found)
     return views[0] if views else None
 
@@ -203,7 +206,15 @@ def _views(where: str, parameters: dict[str, int]) -> Operation[tuple[TaskView, 
         f"{VIEW_WITHOUT_VALUE} WHERE {where} ORDER BY t.id DESC LIMIT :limit",
         parameters,
     )
-    return (yield from _with_members([_view(record, extras) for record, extras in rows]))
+    return (yield from _with_members((yield from _opened_views(rows))))
+
+
+def _opened_views(
+    rows: Sequence[tuple[TasksRecord, _ViewExtras]],
+) -> Operation[list[TaskView]]:
+    records = yield from opened([record for record, _ in rows], VALUE, ERROR_TEXT)
+    extras = yield from opened([each for _, each in rows], BODY_OF_TASK)
+    return [_view(record, each) for record, each in zip(records, extras, strict=True)]
 
 
 def _with_members(views: Sequence[TaskView]) -> Operation[tuple[TaskView, ...]]:
@@ -266,12 +277,14 @@ def story(
     found = [(record, saved) for record, saved in rows if _is_theirs(record, user, teams)]
     if not found:
         return None
-    [(record, saved)] = found
+    [(sealed, saved)] = found
+    [record] = yield from opened([sealed], ERROR_TEXT)
     attempts = yield from select(
         AttemptsRecord,
         f"SELECT {ATTEMPT} FROM attempts a WHERE a.task_id = :id ORDER BY a.epoch",  # noqa: S608
         {"id": id},
     )
+    attempts = yield from opened(attempts, ATTEMPT_DETAIL)
     notes = yield from select(
         _AttemptNoteRow,
         f"SELECT a.epoch, a.note, a.at FROM attempt_notes a WHERE a.task_id = :id ORDER BY a.epoch, a.at, {PHASES}",  # noqa: S608
