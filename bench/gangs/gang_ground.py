@@ -16,6 +16,7 @@ from gpool.server.clock import Ids
 from gpool.server.identity.sealer import MasterSource, Sealer
 from gpool.server.metrics import Metrics
 from gpool.server.nodes.connection import NodeChannel
+from gpool.server.nodes.reconciliation import OfferTerms
 from gpool.server.nodes.registry import NodeRegistry
 from gpool.server.nodes.reports import ReportBatches
 from gpool.server.nodes.telemetry import Telemetry
@@ -138,6 +139,10 @@ class Desk:
     @property
     def now(self) -> Instant:
         return self.time.at
+
+    @property
+    def offer_terms(self) -> OfferTerms:
+        return OfferTerms(self.settings.owner_quota)
 
     def write(self, operation: Operation[T]) -> Awaitable[T]:
         return self.store.write(operation)
