@@ -68,6 +68,7 @@ class Cost:
     log_bytes: float
     tasks_per_database_core: float
     agents_cpu_ms: float
+    refused: int  # submissions, because of an overload; they were repeated
     load: float
 
 
@@ -133,6 +134,7 @@ class Flood:
     def __init__(self, addresses: Sequence[str], keys: Sequence[str], agents: Agents) -> None:
         self._addresses, self._keys, self._agents = addresses, keys, agents
         self.sent = 0
+        self.refused = 0  # because of an overload; sent again after Retry-After
         self._ended = 0
 
     async def run(self, seconds: float) -> None:
@@ -166,6 +168,7 @@ class Flood:
                     group.create_task(one(door))
         finally:
             for door in doors:
+                self.refused += door.refusals
                 door.close()
             await asyncio.sleep(0.1)
 
@@ -230,6 +233,7 @@ class Bench:
             round((last.log - first.log) / tasks),
             round(tasks / database_s, 1) if database_s else 0.0,
             round((last.agents_s - first.agents_s) / tasks * 1e3, 3),
+            flood.refused,
             round(os.getloadavg()[0], 1),
         )
 
@@ -301,7 +305,7 @@ def row(each: dict[str, Any]) -> str:
     return (
         f"| {each['kind']} | {each['tasks_per_s']:g} | {each['server_cpu_ms']:g} | {each['database_cpu_ms']:g} "
         f"| {each['statements']:g} | {each['wire_bytes']:g} | {each['log_bytes']:g} "
-        f"| {each['tasks_per_database_core']:g} | {each['agents_cpu_ms']:g} |"
+        f"| {each['tasks_per_database_core']:g} | {each['agents_cpu_ms']:g} | {each['refused']} |"
     )
 
 
@@ -313,8 +317,8 @@ def run_all(options: argparse.Namespace, sizes: Sizes) -> int:
     print(f"{sizes.agents} agents, load {os.getloadavg()[0]:.1f}\n")
     print(
         "| | tasks/s | servers, CPU ms a task | database, CPU ms | statements | bytes on the wire | bytes of log "
-        f"| tasks/s and database core (Hatchet: {HATCHET_PER_CORE}) | agents, CPU ms |\n"
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| tasks/s and database core (Hatchet: {HATCHET_PER_CORE}) | agents, CPU ms | refused |\n"
+        "|---|---|---|---|---|---|---|---|---|---|",
         flush=True,
     )
     with tempfile.TemporaryDirectory() as folder:

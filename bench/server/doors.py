@@ -13,7 +13,20 @@ class _Accepted(msgspec.Struct):
     ids: list[str]
 
 
+class _Refusal(msgspec.Struct):
+    retry_after: float
+
+
 _decode = msgspec.json.Decoder(_Accepted).decode
+_decode_refusal = msgspec.json.Decoder(_Refusal).decode
+
+
+class Shed(ConnectionError):
+    """The server refused the submission because of an overload (429)."""
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__(f"overloaded, try again in {retry_after_s} s")
+        self.retry_after_s = retry_after_s
 
 
 class Closed(ConnectionError):
@@ -35,6 +48,8 @@ class Door(asyncio.Protocol):
         self._transport: Any = None
         self._heard = b""
         self._answer: asyncio.Future[bytes] | None = None
+        self.refusals = 0
+        """Submissions refused because of an overload, and sent again after `Retry-After`."""
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
@@ -53,7 +68,9 @@ class Door(asyncio.Protocol):
         if len(body) < length or self._answer is None:
             return
         self._heard = b""
-        if b" 202 " not in head[:16]:
+        if b" 429 " in head[:16] and b'"overloaded"' in body:
+            self._answer.set_exception(Shed(_decode_refusal(body).retry_after))
+        elif b" 202 " not in head[:16]:
             self._answer.set_exception(ConnectionError((head[:80] + body[:300]).decode()))
         else:
             self._answer.set_result(body)
@@ -69,13 +86,17 @@ class Door(asyncio.Protocol):
             self._number += 1
             key = b"\r\nIdempotency-Key: %s-%d" % (self._name, self._number)
         request = b"%s%d%s\r\n\r\n%s" % (self._head, len(body), key, body)
-        kept = self._transport is not None and not self._transport.is_closing()
-        try:
-            return await self._ask(request)
-        except Closed:
-            if not kept:
-                raise
-            return await self._ask(request)
+        while True:
+            kept = self._transport is not None and not self._transport.is_closing()
+            try:
+                return await self._ask(request)
+            except Closed:
+                if not kept:
+                    raise
+                return await self._ask(request)
+            except Shed as refused:  # as the SDK does
+                self.refusals += 1
+                await asyncio.sleep(refused.retry_after_s)
 
     async def _ask(self, request: bytes) -> list[str]:
         loop = asyncio.get_running_loop()
