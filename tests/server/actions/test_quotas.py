@@ -9,9 +9,9 @@ from dataclasses import replace
 import httpx2
 import pytest
 
-from gpool.core.ids import decode
+from gpool.core.ids import UserId, decode
 from gpool.core.model import Permission
-from gpool.server.actions.quotas import set_quota
+from gpool.server.actions.quotas import QueuedBound, most_queued, set_quota
 from gpool.server.actions.tasks.outputs import ArtifactUpload
 from gpool.server.actions.tasks.outputs import put as put_by
 from gpool.server.store.identity_values import GivenQuota
@@ -58,6 +58,28 @@ async def test_many_at_once_never_pass_the_quota_together(desk: Desk) -> None:
         *(desk.post("/v1/tasks", {"command": ["true"], "copies": 7}) for _ in range(20))
     )
     assert sorted(answer.status_code for answer in answers) == [202] * 7 + [429] * 13
+
+
+async def test_the_queue_of_others_does_not_make_a_user_be_counted(desk: Desk) -> None:
+    """Counting costs time in proportion to the account's queue."""
+    other = await desk.person("dave", Permission.CONSUMER)
+    body = {"command": ["true"], "copies": 40}
+    assert (await desk.bare.post("/v1/tasks", json=body, headers=other)).status_code == 202
+    assert (await desk.post("/v1/tasks", {"command": ["true"], "copies": 3})).status_code == 202
+    user = (await operator(desk)).id
+    bound = most_queued(desk.server, [user])
+    assert bound is not None
+    assert bound.is_within(("user", user), 3)
+    assert not bound.is_within(("user", user), 2)
+    assert not bound.is_within(("team", 1), 42)
+    assert bound.is_within(("team", 1), 43)
+
+
+def test_a_replica_leaves_room_for_submissions_at_others() -> None:
+    bound = QueuedBound(0, {UserId(1): 500_000}, unseen=0.5)
+    assert bound.is_within(("user", 1), 1_000_000)
+    assert not bound.is_within(("user", 1), 999_999)
+    assert not QueuedBound(0, {UserId(1): 1}, unseen=0.5).is_within(("user", 1), 1000)
 
 
 async def test_nobody_stores_more_than_the_quota(desk: Desk) -> None:

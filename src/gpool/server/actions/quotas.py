@@ -122,17 +122,53 @@ def check(quota: GivenQuota, usual: Quota) -> GivenQuota:
 
 # ---- queued tasks
 
+LEAST_HEADROOM = 1000
+UNSEEN = 0.5
+SUMMED_SHAPES = 256
+"""Users with more shapes in the queue are bounded by the whole queue."""
 
-def most_queued(server: Server) -> int | None:
-    """Upper bound of the tasks any user or team has queued when the next write commits; None: unknown.
+
+@dataclass(frozen=True, slots=True)
+class QueuedBound:
+    """Upper bounds of the tasks that accounts have queued when the next write commits.
+
+    `others`: of any account. `unseen`: part of a quota that other servers may fill unseen; 0 for a single server.
+    """
+
+    others: int
+    users: Mapping[UserId, int]
+    unseen: float = 0.0
+
+    def is_within(self, holder: Holder, limit: int) -> bool:
+        """Whether the account is certainly within its quota, so that nothing has to be counted."""
+        kind, number = holder
+        most = self.users.get(UserId(number), self.others) if kind == "user" else self.others
+        room = max(LEAST_HEADROOM, limit * self.unseen) if self.unseen else 0
+        return most + room <= limit
+
+
+def most_queued(server: Server, users: Iterable[UserId]) -> QueuedBound | None:
+    """Bounds for these users and, together, all other accounts; None: unknown.
 
     Call on the event loop right before passing the write to the store: every earlier write is then folded (waiting, or
-    held and able to return) or still arriving. Writes of other servers are not seen.
+    held and able to return) or still arriving. A replica sees submissions at others up to a second late: in that time
+    they add less than half of a quota, or `LEAST_HEADROOM`.
     """
     picture = server.picture
-    if picture.is_stale or server.settings.is_shared:
+    if picture.is_stale:
         return None
-    return picture.waiting + len(picture.state.held) + picture.arriving
+    state = picture.state
+    moving = len(state.held) + picture.arriving + len(picture.rejected)
+    bounds: dict[UserId, int] = {}
+    for user in users:
+        shapes = state.queues.shapes_of(user)
+        if len(shapes) <= SUMMED_SHAPES:
+            bounds[user] = moving + sum(shape.queue.size for shape in shapes)
+    return QueuedBound(
+        picture.waiting + len(state.held) + picture.arriving,
+        bounds,
+        UNSEEN if server.settings.is_shared else 0.0,
+    )
 
 
 def holders_of(submissions: Iterable[Submission]) -> set[Holder]:
@@ -142,19 +178,19 @@ def holders_of(submissions: Iterable[Submission]) -> set[Holder]:
 def queue_quota_errors(
     server: Server,
     submissions: Sequence[Submission],
-    most: int | None,
+    most: QueuedBound | None,
     usage: Iterable[AccountUsage],
 ) -> Operation[list[TooMany | None]]:
     """For each submission, the error if it exceeds the queue quota of its user or team, as if they came in turn.
 
     Part of their transaction, which has read the `usage` of `holders_of`. Counting costs time in proportion to the
-    queue, so it is skipped if `most` (of `most_queued`) is within the quota.
+    account's queue, so it is skipped if `most` (of `most_queued`) is within the quota.
     """
     limits: dict[Holder, int] = {}
     for row in usage:
         usual = _usual(server.settings, row.account).queued_tasks
         limit = row.queued_tasks if row.queued_tasks is not None else usual
-        if limit is not None and (most is None or most > limit):
+        if limit is not None and (most is None or not most.is_within(row.account, limit)):
             limits[row.account] = limit
     used = (yield from teams.queued_of(limits)) if limits else {}
     return [
@@ -181,7 +217,6 @@ def _charge(
 # ---- the pool's queue
 
 QUEUE_LOCK = 0x6770717565  # "gpque"
-LEAST_HEADROOM = 1000
 
 
 @dataclass(slots=True)

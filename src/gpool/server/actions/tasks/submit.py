@@ -17,6 +17,7 @@ from gpool.core.permissions import Action, TeamId
 from gpool.core.specs.owners import ANYONE
 from gpool.observability.logs import MOST_LOGGED, get_logger
 from gpool.server.actions.quotas import (
+    QueuedBound,
     holders_of,
     most_queued,
     queue_is_full,
@@ -192,7 +193,8 @@ async def _write(group: Sequence[_Pending]) -> _Written:
             if proposal is not None:
                 for entry in group:
                     entry.arrived()  # its tasks count as waiting
-            writing = _submit_and_start(group, most_queued(server), proposal)
+            most = most_queued(server, {entry.submission.user for entry in group})
+            writing = _submit_and_start(group, most, proposal)
             written = await server.write(brief(writing, rows))
             is_written = True
             return written  # `_fold` is called before any other coroutine runs
@@ -205,7 +207,7 @@ async def _write(group: Sequence[_Pending]) -> _Written:
 
 @operation
 def _submit_and_start(
-    group: Sequence[_Pending], most: int | None, proposal: Proposal | None
+    group: Sequence[_Pending], most: QueuedBound | None, proposal: Proposal | None
 ) -> Operation[_Written]:
     """Insert tasks that the proposal starts as leased: the row is then written once."""
     if proposal is None:
@@ -256,7 +258,7 @@ def _leave(group: Sequence[_Pending]) -> None:
 
 
 def _submit(
-    group: Sequence[_Pending], most: int | None, leases: Mapping[TaskId, FirstLease]
+    group: Sequence[_Pending], most: QueuedBound | None, leases: Mapping[TaskId, FirstLease]
 ) -> Operation[list[_Outcome]]:
     outcomes: dict[int, _Outcome] = {}
     saved = yield from idempotency.saved({entry.key for entry in group if entry.key is not None})
