@@ -38,7 +38,6 @@ def a_row(
         holding=int(allocation is not None or node is None),
         allocation_number=None if allocation is None else allocation.number,
         allocation=None if allocation is None else allocation_text(allocation),
-        leased_at=at,
         started_at=None,
         finished_at=at if status.is_final else None,
         preempting=0,

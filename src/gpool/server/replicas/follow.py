@@ -6,6 +6,7 @@ before the next await, as an own commit would be. Deliveries depend on rows alon
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Iterable, Sequence
 from time import monotonic
 from typing import Literal
@@ -39,6 +40,10 @@ DOUBT = Span(60_000_000)
 
 AT_ONCE = 5_000
 """Ids read in one operation of the writer, so that other writes are not delayed."""
+
+BUSY_IDS = 64
+PACE_S = 0.05
+"""Pause after a read that named `BUSY_IDS` or more: a task that starts and ends meanwhile is read once."""
 
 RULES, QUOTAS, ACCOUNTS = 1, 2, 3
 WHOLE = 16
@@ -86,10 +91,11 @@ class FollowChanges:
         if self._unknown != server.picture.validity.unknown_commits:
             # The feed skips own changes, and these were not delivered; a commit may even arrive later.
             self._cursor, self._doubt_until = None, Instant(passed + DOUBT)
+        read = 0
         if self._cursor is None:
             await self._start_anew()
         else:
-            await self._read(now)
+            read = await self._read(now)
         self._read_at = passed
         self._membership.caught_up(passed)
         server.reads.confirmed_s = began_s + EVERY_S
@@ -104,6 +110,8 @@ class FollowChanges:
             if self._membership.leads:
                 await self._membership.prune_feed()
                 await server.write(replicas.forget_proofs(now))
+        if read >= BUSY_IDS:
+            await asyncio.sleep(PACE_S)
 
     async def _follow_time(self, now: Instant) -> None:
         """Do for a follower's state what the leader's passes do: rebuild it, end backoffs, apply rules that are due."""
@@ -170,7 +178,8 @@ class FollowChanges:
             if elsewhere.place(node, None):
                 server.picture.refresh_node(node)
 
-    async def _read(self, now: Instant) -> None:
+    async def _read(self, now: Instant) -> int:
+        """Apply the changes of the others; return the number of rows that they name."""
         assert self._cursor is not None
         page = await self._membership.read(self._cursor)
         own = (
@@ -188,6 +197,7 @@ class FollowChanges:
                 raise
         self._applied = {each.xid for each in page.changes if each.xid >= page.horizon}
         self._cursor = page.horizon
+        return len(named)
 
     async def _apply(self, named: Sequence[int], now: Instant) -> None:
         server = self._server

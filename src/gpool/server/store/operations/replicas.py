@@ -19,7 +19,7 @@ from gpool.server.store.operations.leases.reports import Reports
 from gpool.server.store.operations.nodes import load_nodes
 from gpool.server.store.operations.tasks.progress import manifests
 from gpool.server.store.operations.tasks.storage import THIS, UploadReservation
-from gpool.server.store.protocol import Operation, Statement, operation
+from gpool.server.store.protocol import Operation, Relation, Statement, operation
 from gpool.server.store.rows import columns, of_ids, select, spec_from, values
 from gpool.server.store.sealing import PAYLOAD, SPEC_BODY, opened
 from gpool.server.store.values import (
@@ -32,7 +32,7 @@ from gpool.server.store.values import (
 )
 
 REPLICA = columns(ReplicasRecord, ReplicasRecord, "r")
-LEASED = TaskStatus.LEASED.value
+LEASED, QUEUED = TaskStatus.LEASED.value, TaskStatus.QUEUED.value
 
 # ---- connections of nodes
 
@@ -255,7 +255,7 @@ def bury(dead: Collection[int], term: int) -> Operation[tuple[NodeId, ...] | Non
 
 
 class ChangedTask(NamedTuple):
-    """Present row of a task. `payload` only if it is leased on a node connected here."""
+    """Present row of a task. `payload` and its hash only if it is leased on a node connected here; `allocation`: if held."""
 
     id: TaskId
     epoch: int
@@ -269,7 +269,6 @@ class ChangedTask(NamedTuple):
     holding: int
     allocation_number: int | None
     allocation: str | None
-    leased_at: Instant | None
     started_at: Instant | None
     finished_at: Instant | None
     preempting: int
@@ -327,34 +326,22 @@ def changed_rows(wanted: FollowedIds) -> Operation[ChangedRows]:
     tasks = yield from select(
         ChangedTask,
         "SELECT t.id, t.epoch, t.batch_id, t.spec_id, t.user_id, t.team_id, t.status, t.queued_at, t.node_id, t.holding, "
-        "t.allocation_number, t.allocation, t.leased_at, t.started_at, t.finished_at, "
+        "t.allocation_number, CASE WHEN t.holding <> 0 THEN t.allocation END, t.started_at, t.finished_at, "
         "CASE WHEN t.holding = 1 AND EXISTS (SELECT 1 FROM attempt_notes a WHERE a.task_id = t.id "
         "AND a.epoch = t.epoch AND a.note = :note) THEN 1 ELSE 0 END, "
-        "CASE WHEN h.id IS NOT NULL AND t.status = :leased THEN t.payload END, t.payload_sha256 "
+        "CASE WHEN h.id IS NOT NULL AND t.status = :leased THEN t.payload END, "
+        "CASE WHEN h.id IS NOT NULL AND t.status = :leased THEN t.payload_sha256 ELSE '' END "
         "FROM {ids} AS i JOIN tasks t ON t.id = i.id LEFT JOIN {here} AS h ON h.id = t.node_id ORDER BY t.id",
         {"note": PREEMPTING, "leased": LEASED},
         {"ids": ids, "here": of_ids(wanted.here)},
     )
     tasks = yield from opened(tasks, PAYLOAD)
-    attempts = yield from select(
-        EndedAttempt,
-        "SELECT a.task_id, a.epoch, a.node_id, a.started_at, a.ended_at, a.reason FROM {ids} AS i "
-        "JOIN tasks t ON t.id = i.id JOIN attempts a ON a.task_id = t.id AND a.epoch = t.epoch "
-        "WHERE t.status = 'queued'",
-        {},
-        {"ids": ids},
-    )
+    attempts = yield from _last_attempts(tasks)
     specs = yield from _specs_of(tasks, wanted.known)
     gangs = yield from gang_members.pictured(
         [row.id for row in tasks if row.holding and row.node_id is None]
     )
-    places = yield from select(
-        _NodePlace,
-        "SELECT n.id, c.replica_id FROM {ids} AS i JOIN nodes n ON n.id = i.id "
-        "LEFT JOIN node_connections c ON c.node_id = n.id",
-        {},
-        {"ids": ids},
-    )
+    places = yield from _node_places(set(wanted.ids), tasks)
     nodes: tuple[NodeRow, ...] = ()
     if places:
         listed = of_ids(place.id for place in places)
@@ -383,6 +370,38 @@ def changed_rows(wanted: FollowedIds) -> Operation[ChangedRows]:
         places={place.id: place.replica_id for place in places},
         secrets=(yield from secrets_to_open(secret)),
         checkpoints=(yield from manifests(saved)),
+    )
+
+
+def _last_attempts(tasks: Iterable[ChangedTask]) -> Operation[list[EndedAttempt]]:
+    """Attempts after which tasks were queued again."""
+    retried = [(row.id, row.epoch) for row in tasks if row.status == QUEUED and row.epoch]
+    if not retried:
+        return []
+    return (
+        yield from select(
+            EndedAttempt,
+            "SELECT a.task_id, a.epoch, a.node_id, a.started_at, a.ended_at, a.reason FROM {retried} AS r "
+            "JOIN attempts a ON a.task_id = r.task AND a.epoch = r.epoch",
+            {},
+            {"retried": Relation((("task", "int"), ("epoch", "int")), retried)},
+        )
+    )
+
+
+def _node_places(ids: set[int], tasks: Iterable[ChangedTask]) -> Operation[list[_NodePlace]]:
+    """Replicas of the nodes among the ids. Ids of tasks and of their batches are no nodes."""
+    others = ids.difference(*((row.id, row.batch_id) for row in tasks))
+    if not others:
+        return []
+    return (
+        yield from select(
+            _NodePlace,
+            "SELECT n.id, c.replica_id FROM {ids} AS i JOIN nodes n ON n.id = i.id "
+            "LEFT JOIN node_connections c ON c.node_id = n.id",
+            {},
+            {"ids": of_ids(others)},
+        )
     )
 
 
