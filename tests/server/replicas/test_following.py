@@ -227,6 +227,20 @@ async def test_a_silent_leader_s_session_is_ended_by_a_follower(url: str, tmp_pa
         await asyncio.to_thread(eventually, "one leads", lambda: leader_of(old, new), PATIENCE_S)
 
 
+async def test_a_lock_that_no_replica_names_is_ended_by_a_follower(
+    url: str, tmp_path: Path
+) -> None:
+    """As of a leader that drained while it was cut off: its row is gone, its session stays open."""
+    async with replica_desks(url, tmp_path, replica_timeout_s=3.0) as (clock, (old, new)):
+        clock.advance(1)
+        await old.follow()
+        await executed(url, "DELETE FROM replicas WHERE slot = 0")
+        await asyncio.to_thread(
+            eventually, "the session ended", lambda: old.desk.server.picture.is_stale, PATIENCE_S
+        )
+        await asyncio.to_thread(eventually, "one leads", lambda: leader_of(old, new), PATIENCE_S)
+
+
 def leader_of(*replicas: ReplicaDesk) -> bool:
     return any(each.membership.leads for each in replicas)
 

@@ -32,6 +32,12 @@ print(run_replicas(3).digest)
 """
 
 
+@pytest.mark.parametrize("seed", [195, 371, 467, 616])
+def test_seeds_that_found_bugs_stay_clean(seed: int) -> None:
+    """Leases granted while a connection was opening (195, 371, 467); a lock of a removed replica (616)."""
+    assert not run_replicas(seed).violation
+
+
 def test_a_seed_gives_the_same_run_in_every_process() -> None:
     environment = {**os.environ, "PYTHONHASHSEED": "77"}
     done = subprocess.run(

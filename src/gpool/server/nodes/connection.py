@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from gpool.core.errors import Forbidden, GpoolError, NotFound
 from gpool.core.ids import NodeId, SpecId, TaskId
-from gpool.core.model import EndReason, Instant, Offer, TaskSpec, TaskStatus
+from gpool.core.model import SECOND, EndReason, Instant, Offer, TaskSpec, TaskStatus
 from gpool.server.nodes import reconciliation
 from gpool.server.nodes.reconciliation import NotRegistered, StoredLeases
 from gpool.server.nodes.registry import HeartbeatNumber, OpenSecrets
@@ -127,21 +127,16 @@ class NodeChannel:
         except Forbidden as error:
             self.refuse(error.code, error.detail, retry=error.detail != nodes.MAY_NOT_LEND)
             return
+        if isinstance(registered, StoredLeases):  # even if this connection is closed by now
+            server.picture.node_changed(registered.row.node)
+            if not self.closed:
+                registered = await self._connected(registered)
+        if self.closed:
+            return
         if registered is NotRegistered.OVERTAKEN:
             self._refuse_overtaken()
             return
-        stored = None if registered is NotRegistered.REMOVED else registered
-        if stored is not None:  # even if this connection is closed by now
-            server.picture.node_changed(stored.row.node)
-        if stored is not None and not self.closed and await self._took_time(stored.row):
-            stored = await server.write(reconciliation.stored_leases(self.node))
-        if self._link is not None and stored is not None and not self.closed:
-            is_newest = await server.write(replicas.open_connection(self.node, self._link))
-            if not is_newest:
-                self._refuse_overtaken()
-        if self.closed:
-            return
-        if stored is None:
+        if registered is NotRegistered.REMOVED:
             self.refuse("not_found", "this node was removed; join again", retry=False)
             return
         if registry.newest_heartbeat(self.node) != (hello.boot, hello.beat):
@@ -150,7 +145,18 @@ class NodeChannel:
         registry.disconnect(self.node, REPLACED, retry=True)
         self._greeted = True
         self._boot, self._beat = hello.boot, hello.beat
-        await self._reconcile(hello, stored)
+        await self._reconcile(hello, registered)
+
+    async def _connected(self, registered: StoredLeases) -> StoredLeases | NotRegistered:
+        """Open the connection; return the leases as they are stored then: more may have been granted meanwhile."""
+        server = self._server
+        took_time = await self._took_time(registered.row)
+        if self._link is not None and not self.closed:
+            return await server.write(reconciliation.connect(self.node, self._link))
+        if not took_time:
+            return registered
+        stored = await server.write(reconciliation.stored_leases(self.node))
+        return NotRegistered.REMOVED if stored is None else stored
 
     async def _reconcile(self, hello: Hello, stored: StoredLeases) -> None:
         """Send the leases the agent must drop, stop and start; end leases it cannot run.
@@ -424,12 +430,14 @@ class NodeChannel:
 
         Should not happen, as a connection loses no frames; nothing else would notice it. Heartbeats in quick succession
         were delayed and may be older than a new lease, so they are not compared; nor are gangs, whose members may have
-        released what the gang still holds.
+        released what the gang still holds. A replica that is behind the others may know leases that it has not sent.
         """
-        if now - self._compared_at < self._server.settings.beat_every // 2:
+        server, briefly = self._server, self._server.settings.beat_every // 2
+        is_behind = server.replica.feed_lag_s(server.nodes.lease_time(now)) * SECOND > briefly
+        if is_behind or now - self._compared_at < briefly:
             return set()
         self._compared_at = now
-        picture = self._server.picture
+        picture = server.picture
         held = _held_by(picture, self.node).difference(TaskId(hold.task) for hold in stated)
         unstated = {task for task in held if not picture.state.held[task].members}
         forgotten = unstated & self._unstated

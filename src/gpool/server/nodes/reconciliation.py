@@ -161,6 +161,18 @@ def register(
 
 
 @operation
+def connect(node: NodeId, link: NodeLink) -> Operation[StoredLeases | NotRegistered]:
+    """Record that the replica has the node's connection, and read the node's leases.
+
+    Leases granted since `register` are among them: they were not sent, since the connection was not open.
+    """
+    if not (yield from replicas.open_connection(node, link)):
+        return NotRegistered.OVERTAKEN
+    row = yield from nodes.node(node)
+    return NotRegistered.REMOVED if row is None else (yield from _leases_of(node, row))
+
+
+@operation
 def stored_leases(node: NodeId) -> Operation[StoredLeases | None]:
     row = yield from nodes.node(node)
     return None if row is None else (yield from _leases_of(node, row))

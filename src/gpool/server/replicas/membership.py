@@ -45,6 +45,10 @@ class Replica(Protocol):
         """Number of times this process began to lead: what a loop remembers of an earlier reign is out of date."""
         ...
 
+    def feed_lag_s(self, now: Instant) -> float:
+        """Time since all changes of other replicas were known; `now`: by the time of leases."""
+        ...
+
 
 class SoleServer:
     """A server on SQLite, or in a simulation: no other one exists, and it always leads."""
@@ -52,6 +56,9 @@ class SoleServer:
     id = 0
     leads = True
     reign = 1
+
+    def feed_lag_s(self, now: Instant) -> float:  # noqa: ARG002 - no other server changes anything
+        return 0.0
 
 
 class Membership:

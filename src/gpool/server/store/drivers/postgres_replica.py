@@ -47,13 +47,16 @@ _END_OWN = """
 """Ends a lost session of this process: PostgreSQL would keep it, and its lock, until the keep-alive gives up."""
 
 _END_SILENT = f"""
-    SELECT pg_terminate_backend(l.pid) FROM pg_locks l JOIN replicas r ON r.lock_pid = l.pid
+    SELECT pg_terminate_backend(l.pid) FROM pg_locks l LEFT JOIN replicas r ON r.lock_pid = l.pid
+    LEFT JOIN pg_stat_activity a ON a.pid = l.pid
     WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1
     AND (CAST(l.classid AS bigint) << 32) | CAST(l.objid AS bigint) = $1
     AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
-    AND r.heard_at < {NOW} - $2
+    AND (r.heard_at < {NOW} - $2 OR r.id IS NULL
+        AND a.backend_start < clock_timestamp() - $2 * INTERVAL '1 microsecond')
 """  # noqa: S608 - the names are constants
-"""Ends the session of a leader that is stopped or cut off: its connection may stay open for long."""
+"""Ends the session of a leader that is stopped or cut off: its connection may stay open for long. A session that no
+replica names, and that is not new, is left over from one that was removed while it was cut off."""
 
 
 class PostgresLockSession:

@@ -58,6 +58,7 @@ class SimulatedPostgres:
         self._open: dict[int, None] = {}
         self._lock: int | None = None  # pid of the session that has it
         self._sessions: dict[int, Callable[[], None]] = {}  # by pid: called when others end it
+        self._began: dict[int, Instant] = {}  # of each session
         self._pids = 0
         self.listeners: dict[int, Callable[[], None]] = {}  # by replica: called after a NOTIFY
         for sql in (_NAMED_TABLE, *feed_triggers()):
@@ -128,7 +129,11 @@ class SimulatedPostgres:
     def connect(self, ended: Callable[[], None]) -> int:
         self._pids += 1
         self._sessions[self._pids] = ended
+        self._began[self._pids] = self._now()
         return self._pids
+
+    def began(self, pid: int) -> Instant:
+        return self._began[pid]
 
     def is_open(self, pid: int) -> bool:
         return pid in self._sessions

@@ -45,7 +45,7 @@ from gpool.testing.world.replicas.sessions import (
 )
 from gpool.transfer.node_proofs import NodeKey, RequestStatement, public_text
 from gpool.wire import frames
-from gpool.wire.frames import Hello, Hold, Line
+from gpool.wire.frames import Hello, Hold, Line, ServerFrame, Stop
 
 MS = 1_000
 S = 1_000_000
@@ -176,7 +176,18 @@ class WatchedChannel(NodeChannel):
 
     async def greet(self, hello: Hello) -> None:
         self.known = {TaskId(hold.task) for hold in hello.holds}
+        self._send = self._noting(self._send)
         await super().greet(hello)
+
+    def _noting(self, send: Callable[[ServerFrame], None]) -> Callable[[ServerFrame], None]:
+        """A lease that is cancelled before it was sent is only stopped: the agent confirms that it has nothing of it."""
+
+        def noted(frame: ServerFrame) -> None:
+            if isinstance(frame, Stop):
+                self.known.update(TaskId(hold.task) for hold in frame.holds)
+            send(frame)
+
+        return noted
 
     def _send_grants(
         self, lines: list[Line], spec_of: Callable[[int], TaskSpec | None], secrets: OpenSecrets

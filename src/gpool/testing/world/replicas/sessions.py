@@ -345,10 +345,12 @@ class SimulatedLockSession:
     async def end_silent(self, dead_after_us: int) -> bool:
         await self._ask()
         holder = self._database.locked_by
-        sql = "SELECT id FROM replicas WHERE lock_pid = :pid AND heard_at < :before"
-        before = self._database.now - dead_after_us
-        silent = self._database.query(values(int, sql, {"pid": holder, "before": before}))
-        if holder is None or not silent:
+        if holder is None:
+            return False
+        sql = "SELECT heard_at FROM replicas WHERE lock_pid = :pid"
+        heard = self._database.query(values(int, sql, {"pid": holder}))
+        # a session that no replica names is left over, unless it is new
+        if max(heard, default=self._database.began(holder)) >= self._database.now - dead_after_us:
             return False
         self._database.end(holder)
         return True
