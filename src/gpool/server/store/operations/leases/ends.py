@@ -370,7 +370,7 @@ class Ends:
             [over] = [each for each in self._over if each.row.id == row.id]
             text = USED_UP if row.id in done.used_up else STOPPED
             reason = EndReason.OUT_OF_FUNDS
-            self.end(row, Move.FAILED, reason, started_at=over.started_at, error_text=text)
+            self.end(row, Move.GAVE_UP, reason, started_at=over.started_at, error_text=text)
             self._over.pop()  # it is there already
         return done
 
