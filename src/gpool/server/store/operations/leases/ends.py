@@ -357,7 +357,7 @@ class Ends:
 
     def _meter(self) -> Operation[MeteredEnds | None]:
         """Charge the leases on metered allocations. A task that may not cost more ends instead of being queued again."""
-        ended = [self._ended_lease(over) for over in self._over if over.row.metered]
+        ended = [self._ended_lease(over) for over in self._over if over.row.metered == 1]
         if not ended:
             return None
         done = yield from meter_ends(ended)
