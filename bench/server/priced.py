@@ -24,7 +24,7 @@ from typing import Any
 import httpx2
 
 from gpool.client.client import Client
-from gpool.server.store.drivers.sqlite import SqliteStore
+from gpool.server.store import open_inline
 from tests.tools.charging_runs import ChargedTasks
 from tests.tools.processes import Pool
 
@@ -92,7 +92,7 @@ def measured(calls: int, rounds: int) -> dict[str, Any]:
 def capped(lives: int) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "lives.db"
-        with closing(SqliteStore.inline(path, synchronous="OFF")) as store:
+        with closing(open_inline(path, synchronous="OFF")) as store:
             tasks = ChargedTasks(store, seed=51)
             found = [tasks.run(number) for number in range(lives)]
     return {
