@@ -353,4 +353,3 @@ charges = Table(
 set aside. `transfer_id`: the post that paid it. `state`: `metered` (to be posted), `held` (until a verdict), `posted`,
 `void` (nothing is charged), `vested`, `forfeited`."""
 partial_index("ix_charges_open", charges.c.reserve_id, where="state IN ('metered', 'held')")
-partial_index("ix_charges_transfer_id", charges.c.transfer_id, where="transfer_id IS NOT NULL")
