@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from gpool.core.model import SECOND, EndReason, Instant, Phase, Span
 
@@ -46,8 +47,7 @@ class ChargedPart(StrEnum):
     TO_END = "up to the end"
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseEnd:
+class LeaseEnd(NamedTuple):
     """End of a lease as the server recorded it. `started_at`: None if no start was recorded."""
 
     started_at: Instant | None
@@ -96,8 +96,7 @@ def charged_part(
     return ChargedPart.TO_END
 
 
-@dataclass(frozen=True, slots=True)
-class AllocationMeter:
+class AllocationMeter(NamedTuple):
     """Charges of one allocation so far. `until`: end of its last lease; at first the time it was granted."""
 
     price: FrozenPrice
@@ -106,8 +105,7 @@ class AllocationMeter:
     charged_microcredits: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseCharge:
+class LeaseCharge(NamedTuple):
     """`time`: charged time. `meter`: of the allocation after this lease."""
 
     time: Span

@@ -78,6 +78,10 @@ class EndedLease(NamedTuple):
     settlement: str
     members: tuple[MemberStart, ...] = ()
 
+    def start_on(self, node: NodeId) -> Instant | None:
+        """Start of a gang's member on this node."""
+        return next((each.started_at for each in self.members if each.node == node), None)
+
 
 @dataclass(slots=True)
 class RunningMeter:
@@ -151,16 +155,18 @@ def meter_ends(ended: Sequence[EndedLease]) -> Operation[MeteredEnds]:
     for lease in ended:
         key = (lease.task, lease.epoch)
         reason = EndReason.OUT_OF_FUNDS if lease.task in result.stopped else lease.reason
-        asked = notes.get(key, _NOT_ASKED)
+        asked = notes.get(key, _NOT_ASKED) if notes else _NOT_ASKED
         is_reclaim = PREEMPTING not in asked or RECLAIMING in asked
-        starts = {member.node: member.started_at for member in lease.members}
+        found: Sequence[RunningMeter]
         if lease.number is not None:
             found = places.get((lease.node, lease.number), ())
         else:
             found = gangs.get(key, ())
         for running in found:
             row = running.row
-            started_at = lease.started_at if lease.number is not None else starts.get(row.node_id)
+            started_at = (
+                lease.started_at if lease.number is not None else lease.start_on(row.node_id)
+            )
             left = row.reserved
             if lease.max_cost is not None:
                 free = max(0, lease.max_cost - spent.get(lease.task, 0))
@@ -170,7 +176,8 @@ def meter_ends(ended: Sequence[EndedLease]) -> Operation[MeteredEnds]:
             done = charge(running.meter, end, left)
             amount, state = done.microcredits, _VOID
             if amount:
-                spent[lease.task] = spent.get(lease.task, 0) + amount
+                if lease.max_cost is not None:
+                    spent[lease.task] = spent.get(lease.task, 0) + amount
                 state = _HELD if lease.settlement == _VERDICT else _METERED
             before, after = running.meter.charged_microcredits, done.meter.charged_microcredits
             result.rows.append(
@@ -228,8 +235,8 @@ def _meters(ended: Sequence[EndedLease]) -> Operation[list[RunningMeter]]:
     return [RunningMeter(row, meter_of(row), reserve_id(row)) for row in found]
 
 
-def _by_place(meters: Sequence[RunningMeter]) -> dict[tuple[int, int], tuple[RunningMeter]]:
-    return {(each.row.node_id, each.row.number): (each,) for each in meters}
+def _by_place(meters: Sequence[RunningMeter]) -> dict[tuple[int, int], list[RunningMeter]]:
+    return {(each.row.node_id, each.row.number): [each] for each in meters}
 
 
 def _by_gang(meters: Sequence[RunningMeter]) -> dict[tuple[int, int], list[RunningMeter]]:
