@@ -393,6 +393,7 @@ class Ends:
             row.max_cost,
             row.settlement,
             self._starts(row.id) if row.allocation_number is None else (),
+            row.started_at is not None,
         )
 
     def _starts(self, task: TaskId) -> tuple[MemberStart, ...]:

@@ -64,6 +64,7 @@ class EndedLease(NamedTuple):
 
     `number`: of the allocation; None: of a gang, whose `members` have one each. `duration`: as its node claims; it only
     divides the time between leases that are reported together. `ended_at`: earlier than now for a cancelled task.
+    `has_reported_start`: False if `started_at` was computed from `duration`.
     """
 
     task: TaskId
@@ -77,6 +78,7 @@ class EndedLease(NamedTuple):
     max_cost: int | None
     settlement: str
     members: tuple[MemberStart, ...] = ()
+    has_reported_start: bool = True
 
     def start_on(self, node: NodeId) -> Instant | None:
         """Start of a gang's member on this node."""
@@ -164,15 +166,19 @@ def meter_ends(ended: Sequence[EndedLease]) -> Operation[MeteredEnds]:
             found = gangs.get(key, ())
         for running in found:
             row = running.row
-            started_at = (
-                lease.started_at if lease.number is not None else lease.start_on(row.node_id)
-            )
+            end_at = ends[key]
+            if lease.number is None:
+                started_at = lease.start_on(row.node_id)
+            elif lease.has_reported_start or lease.started_at is None:
+                started_at = lease.started_at
+            else:  # its start was computed as if it ended last of those reported with it
+                started_at = Instant(min(lease.started_at, end_at - lease.duration))
             left = row.reserved
             if lease.max_cost is not None:
                 free = max(0, lease.max_cost - spent.get(lease.task, 0))
                 left = min(left, running.meter.charged_microcredits + free)
             phase = Phase.START if started_at is None else Phase.RUN
-            end = LeaseEnd(started_at, ends[key], reason, phase, saved.get(key), is_reclaim)
+            end = LeaseEnd(started_at, end_at, reason, phase, saved.get(key), is_reclaim)
             done = charge(running.meter, end, left)
             amount, state = done.microcredits, _VOID
             if amount:
