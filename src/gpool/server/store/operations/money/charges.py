@@ -91,8 +91,23 @@ class RunningMeter:
 
     row: MetersRecord
     meter: AllocationMeter
-    reserve: TransferId
     ended: int = 0
+
+
+class NewCharge(NamedTuple):
+    """Columns of a charge that its meter does not have. Node and number identify the meter, which is open."""
+
+    node: int
+    number: int
+    task_id: int
+    epoch: int
+    started_at: int | None
+    ended_at: int
+    charged_us: int
+    microcredits: int
+    fee: int
+    reason: str
+    state: str
 
 
 _NOT_ASKED: frozenset[str] = frozenset()
@@ -102,7 +117,7 @@ _NOT_ASKED: frozenset[str] = frozenset()
 class MeteredEnds:
     """Rows to write. `stopped`: tasks that were stopped for lack of funds. `used_up`: nothing is left of their max_cost."""
 
-    rows: list[ChargesRecord] = field(default_factory=list)
+    rows: list[NewCharge] = field(default_factory=list)
     meters: list[RunningMeter] = field(default_factory=list)
     stopped: set[TaskId] = field(default_factory=set)
     used_up: set[TaskId] = field(default_factory=set)
@@ -111,6 +126,13 @@ class MeteredEnds:
 def meter_of(row: MetersRecord) -> AllocationMeter:
     price = FrozenPrice(row.rate, row.minimum)
     return AllocationMeter(price, row.until, Span(row.charged_us), row.charged)
+
+
+RESERVE_ID = (
+    "'alloc:' || CAST(m.task_id AS TEXT) || ':' || CAST(m.epoch AS TEXT) || ':' || CAST(m.rank AS TEXT) "
+    "|| ':' || CAST(m.roll AS TEXT)"
+)
+"""`reserve_id` in SQL, of a meter m."""
 
 
 def reserve_id(row: MetersRecord) -> TransferId:
@@ -187,25 +209,18 @@ def meter_ends(ended: Sequence[EndedLease]) -> Operation[MeteredEnds]:
                 state = _HELD if lease.settlement == _VERDICT else _METERED
             before, after = running.meter.charged_microcredits, done.meter.charged_microcredits
             result.rows.append(
-                ChargesRecord(
+                NewCharge(
+                    row.node_id,
+                    row.number,
                     lease.task,
                     lease.epoch,
-                    row.node_id,
-                    row.payer_id,
-                    row.owner_id,
                     started_at,
-                    end.ended_at,
+                    end_at,
                     done.time,
                     amount,
                     fee_between(before, after, row.fee_ppm) if row.fee_ppm else 0,
-                    row.rate,
-                    row.minimum,
                     reason.value,
-                    row.gpus,
-                    running.reserve,
-                    None,
                     state,
-                    None,
                 )
             )
             running.meter = done.meter
@@ -238,7 +253,7 @@ def _meters(ended: Sequence[EndedLease]) -> Operation[list[RunningMeter]]:
             {"gangs": Relation(LEASES, sorted(gangs))},
         )
     found.sort(key=lambda row: (row.task_id, row.epoch, row.rank))
-    return [RunningMeter(row, meter_of(row), reserve_id(row)) for row in found]
+    return [RunningMeter(row, meter_of(row)) for row in found]
 
 
 def _by_place(meters: Sequence[RunningMeter]) -> dict[tuple[int, int], list[RunningMeter]]:
@@ -334,11 +349,14 @@ def write_ends(done: MeteredEnds, at: Instant) -> Operation[None]:
     """Write what `meter_ends` computed; a meter without leases is closed."""
     if not done.rows:
         return
-    names = ", ".join(ChargesRecord._fields)
     yield Statement(
-        f"INSERT INTO charges ({names}) SELECT {names} FROM {{rows}} AS r",  # noqa: S608
+        "INSERT INTO charges (task_id, epoch, node_id, payer_id, owner_id, started_at, ended_at, charged_us, "  # noqa: S608
+        "microcredits, fee, rate, minimum, reason, gpus, reserve_id, state) "
+        "SELECT r.task_id, r.epoch, m.node_id, m.payer_id, m.owner_id, r.started_at, r.ended_at, r.charged_us, "
+        f"r.microcredits, r.fee, m.rate, m.minimum, r.reason, m.gpus, {RESERVE_ID}, r.state FROM {{rows}} AS r "
+        "JOIN meters m ON m.node_id = r.node AND m.number = r.number AND m.closed_at IS NULL",
         {},
-        {"rows": Relation(relation_columns(ChargesRecord), done.rows)},
+        {"rows": Relation(relation_columns(NewCharge), done.rows)},
     )
     changed = [
         _ChangedMeter(
