@@ -26,6 +26,7 @@ from gpool.cli.interrupts import Reading
 from gpool.cli.main import FAILED, GPOOL_FAULT, INTERRUPTED, exit_code_of, print_error
 from gpool.cli.printing import (
     ProgressLine,
+    cost_fields,
     emit_json,
     fields,
     granted_fields,
@@ -147,7 +148,7 @@ def status(ctx: click.Context, task: str, as_json: bool) -> None:
     for name in ("memory", "disk"):
         size = document.get(f"{name}_bytes")
         document[name] = None if size is None else gpu.typed_size(size)
-    document |= granted_fields(document)
+    document |= granted_fields(document) | cost_fields(document)
     if timeout := document.get("timeout_s"):
         document["timeout"] = f"{timeout:.12g} s"
     if not document["nodes"]:
@@ -156,7 +157,7 @@ def status(ctx: click.Context, task: str, as_json: bool) -> None:
         document["batch"] = None
     document["members"] = [_member(member) for member in document.get("members") or ()]
     names = (
-        "id name batch user team status phase reason exit_code error_text command gpu gpu_indexes cpus memory disk on labels max_price tier "
+        "id name batch user team status phase reason exit_code error_text command gpu gpu_indexes cpus memory disk on labels max_price max_cost cost tier "
         "environment network timeout retries priority by preemptible nodes engine on_loss node members created_at started_at finished_at tries losses checkpoint outputs expired"
     )
     fields(document, names.split())

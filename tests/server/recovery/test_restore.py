@@ -36,7 +36,7 @@ pytestmark = pytest.mark.anyio
 NewSite = Callable[[str, str], Site]
 BLOB = b"an uploaded file " * 100_000  # several pieces
 BLOB_SHA256 = hashlib.sha256(BLOB).hexdigest()
-CHANGED_BY_RESTORE = {"scheduler_term", "audit", "audit_head", "rules", "sessions", "tasks", "attempts", "storage"}  # fmt: skip
+CHANGED_BY_RESTORE = {"scheduler_term", "audit", "audit_head", "rules", "sessions", "tasks", "attempts", "storage", "usage_totals"}  # fmt: skip
 
 
 @operation
