@@ -111,9 +111,7 @@ def reserve(name: str, amount: int, expires_at: Instant = LATER) -> Reserve:
     return Reserve(t(name), ANN, HELD, amount, expires_at)
 
 
-def post(
-    name: str, pending: str, owner: int, fee: int = 0, to: LedgerAccountId = UNVESTED
-) -> Post:
+def post(name: str, pending: str, owner: int, fee: int = 0, to: LedgerAccountId = UNVESTED) -> Post:
     postings = (Posting(to, owner), *((Posting(FEE, fee),) if fee else ()))
     return Post(t(name), t(pending), postings)
 
