@@ -241,6 +241,10 @@ class AttemptNote:
 
 
 PREEMPTING = "preempting"
+RECLAIMING = "reclaiming"
+"""Asked to stop for the owner of its node, not for other tasks: the attempt is not charged."""
+UNFUNDED = "unfunded"
+"""Asked to stop because its max_cost, or its payer's funds or budget, is used up: the task ends."""
 
 
 @dataclass(frozen=True, slots=True)
