@@ -78,12 +78,12 @@ class PendingTransfer:
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """A posted pending transfer, and the sum of its refunds so far; a forfeit counts as one."""
+    """A posted pending transfer. `refunded`: returned to the payer so far. `forfeited`: taken from owner and fee."""
 
     payer: LedgerAccountId
     amount: int
     refunded: int = 0
-    is_forfeited: bool = False
+    forfeited: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +286,7 @@ class _Book:
             return TransferOutcome.NO_ACCOUNT
         total = request.share + request.fee
         returned = min(total, charge.amount - charge.refunded)
-        if total > charge.amount or charge.is_forfeited:
+        if charge.forfeited + total > charge.amount:
             return TransferOutcome.TOO_MUCH
         amounts = {request.vesting: -request.share}
         if request.fee:
@@ -298,7 +298,9 @@ class _Book:
         outcome = self._move(request, amounts)
         if outcome is TransferOutcome.MOVED:
             self._charges[request.charge] = replace(
-                charge, refunded=charge.refunded + returned, is_forfeited=True
+                charge,
+                refunded=charge.refunded + returned,
+                forfeited=charge.forfeited + total,
             )
         return outcome
 

@@ -204,7 +204,7 @@ class Vest:
 
 @dataclass(frozen=True, slots=True)
 class Forfeit:
-    """A charge (the id of a `Post`) that its owner loses: `share` from the vesting account and the `fee` return.
+    """Part or all of a charge (the id of a `Post`) that its owner loses: `share` of the vesting account and `fee` return.
 
     The payer gets what earlier refunds of the charge left; the treasury, which paid those, gets the rest.
     """

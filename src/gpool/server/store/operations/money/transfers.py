@@ -150,10 +150,10 @@ class _ChargeRow(NamedTuple):
 
 
 class _ReturnedRow(NamedTuple):
-    """What refunds and a forfeit of a charge returned to its payer."""
+    """Sums of a charge: forfeited, and returned to its payer by refunds and forfeits."""
 
     id: str
-    forfeits: int
+    forfeited: int
     returned: int
 
 
@@ -213,11 +213,11 @@ def _charges(payers: dict[TransferId, Charge]) -> Operation[dict[TransferId, Cha
         return {}
     rows = yield from select(
         _ReturnedRow,
-        "SELECT n.name, MAX(CASE WHEN t.kind = 'forfeit' THEN 1 ELSE 0 END), "
-        "CAST(COALESCE(SUM(e.amount), 0) AS BIGINT) FROM {names} AS n "
-        "JOIN ledger_transfers t ON t.refers_to = n.name AND t.kind IN ('refund', 'forfeit') "
-        "LEFT JOIN ledger_entries e ON e.transfer_id = t.id AND e.amount > 0 AND e.account_id <> :treasury "
-        "GROUP BY n.name",
+        "SELECT n.name, "
+        "CAST(COALESCE(SUM(CASE WHEN e.amount < 0 AND t.kind = 'forfeit' THEN -e.amount END), 0) AS BIGINT), "
+        "CAST(COALESCE(SUM(CASE WHEN e.amount > 0 AND e.account_id <> :treasury THEN e.amount END), 0) AS BIGINT) "
+        "FROM {names} AS n JOIN ledger_transfers t ON t.refers_to = n.name AND t.kind IN ('refund', 'forfeit') "
+        "JOIN ledger_entries e ON e.transfer_id = t.id GROUP BY n.name",
         {"treasury": TREASURY},
         {"names": of_names(payers)},
     )
@@ -228,7 +228,7 @@ def _charges(payers: dict[TransferId, Charge]) -> Operation[dict[TransferId, Cha
             charge.payer,
             charge.amount,
             found.get(id_, none).returned,
-            bool(found.get(id_, none).forfeits),
+            found.get(id_, none).forfeited,
         )
         for id_, charge in payers.items()
     }
