@@ -24,6 +24,7 @@ from gpool.server.store.operations.identity import (
 )
 from gpool.server.store.operations.money import accounts as ledger_accounts
 from gpool.server.store.operations.money import receipts
+from gpool.server.store.operations.money import meters
 from gpool.server.store.operations.tasks import (
     artifacts,
     deletion,
@@ -60,6 +61,7 @@ RULES: dict[str, Any] = {
     "batches": deletion._delete_batches,
     "budgets": ledger_accounts.forget_holder,
     "changes": postgres_replica,
+    "charges": BOOKS,
     "checkpoints": progress.forget_checkpoints,
     "data_keys": sealed_fields.forget_data_key,
     "gangs": deletion._delete,
@@ -77,6 +79,7 @@ RULES: dict[str, Any] = {
     "log_heads": progress.delete_log_rows,
     "members": deletion._delete,
     "memberships": OF_ACCOUNT,
+    "meters": meters.settle,
     "node_connections": nodes.remove_node,
     "node_records": node_pages.forget_reliability_records,
     "nodes": nodes.remove_node,
@@ -109,6 +112,7 @@ RULES: dict[str, Any] = {
     "teams": teams.delete_team,
     "uploads": storage._delete_uploads,
     "usage": rules.forget_usage,
+    "usage_totals": ledger_accounts.forget_holder,
     "used_proofs": replicas.forget_proofs,
     "user_invites": expiry.forget_credentials,
     "users": account_deletion.finish_deletion,

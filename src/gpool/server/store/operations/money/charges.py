@@ -5,6 +5,7 @@ one order everywhere: tasks, meters, pending transfers, accounts.
 
 A task of the settlement `verdict` has its charges held until its result is accepted or rejected: the amount stays set
 aside, first within the meter's reservation, then as a pending transfer of its own.
+One file because charging and holding are the two ways in which one row of `charges` is written.
 """
 
 from __future__ import annotations
@@ -233,7 +234,7 @@ def _by_gang(meters: Mapping[MeterKey, MetersRecord]) -> dict[tuple[int, int], l
 def _divided(
     ended: Sequence[EndedLease], meters: Mapping[MeterKey, MetersRecord]
 ) -> dict[tuple[TaskId, int], Instant]:
-    together: dict[tuple[int, int], list[EndedLease]] = {}
+    together: dict[tuple[NodeId, int], list[EndedLease]] = {}
     found: dict[tuple[TaskId, int], Instant] = {}
     for lease in ended:
         if lease.number is None:
@@ -299,7 +300,7 @@ def spent_by(tasks: Iterable[TaskId]) -> Operation[dict[TaskId, int]]:
 
 
 class _ChangedMeter(NamedTuple):
-    task_id: TaskId
+    task_id: int
     epoch: int
     rank: int
     until: Instant
