@@ -23,8 +23,7 @@ from gpool.server.store.operations.identity import (
     teams,
 )
 from gpool.server.store.operations.money import accounts as ledger_accounts
-from gpool.server.store.operations.money import receipts
-from gpool.server.store.operations.money import meters
+from gpool.server.store.operations.money import meters, receipts
 from gpool.server.store.operations.tasks import (
     artifacts,
     deletion,

@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
+import msgspec
+
 from gpool.core.errors import Forbidden, GpoolError, NotFound
 from gpool.core.ids import NodeId, SpecId, TaskId
 from gpool.core.model import EndReason, Instant, Offer, TaskSpec, TaskStatus
+from gpool.core.money.prices import is_priced
 from gpool.server.nodes import reconciliation
 from gpool.server.nodes.reconciliation import NotRegistered, StoredLeases
 from gpool.server.nodes.registry import HeartbeatNumber, OpenSecrets
@@ -307,7 +310,10 @@ class NodeChannel:
         batch: list[Line] = []
         size = 0
         weighed: set[int] = set()
+        receipts = self._receipts()
         for line in delivery.split_lines(lines):
+            if receipts and not line.owner:
+                line = msgspec.structs.replace(line, receipts=receipts)
             weight = delivery.weight(line)
             if line.spec not in weighed and SpecId(line.spec) not in self._specs_sent:
                 weighed.add(line.spec)
@@ -320,6 +326,16 @@ class NodeChannel:
             size += weight
         if batch:
             self._send_grants(batch, spec_of, secrets)
+
+    def _receipts(self) -> str:
+        """The pool's name in receipts, if leases of this node are charged; else empty."""
+        server = self._server
+        entry = server.picture.state.nodes.get(self.node)
+        if not server.settings.prices or server.sign_ins is None:
+            return ""
+        if entry is None or entry.node is None:
+            return ""
+        return server.identity.receipts.pool if is_priced(entry.node.offer) else ""
 
     def _send_grants(
         self, lines: list[Line], spec_of: Callable[[int], TaskSpec | None], secrets: OpenSecrets

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from gpool.core.errors import Conflict
@@ -17,6 +19,7 @@ from gpool.server.store.generated_rows import ReceiptsRecord
 from gpool.server.store.operations.money import receipts, vesting
 from gpool.server.store.operations.money.receipts import IssuableCharge, IssuedReceipts
 from gpool.server.wakeups import Wake
+from gpool.transfer.node_proofs import public_from
 from gpool.wallet.receipt_keys import key_id
 from gpool.wallet.receipt_work import ReceiptGpu, ReceiptWork, SignedWork
 from gpool.wallet.receipts import ReceiptCharge, issue
@@ -24,8 +27,10 @@ from gpool.wallet.receipts import ReceiptCharge, issue
 EVERY_S = 10.0
 ROWS = 500
 """Receipts or vested charges of one write."""
-KEPT = Instant(86_400 * SECOND)
-"""Time for which a signature of a void charge is kept."""
+GRACE = 3600 * SECOND
+"""Time after the end of a lease until its unsigned charge returns to the payer."""
+KEPT = 86_400 * SECOND
+"""Time for which a signature without a charge is kept."""
 
 log = get_logger(__name__)
 
@@ -49,16 +54,28 @@ class IssueReceipts:
             found = await server.store.read(receipts.issuable(ROWS))
             if not found:
                 break
-            ids = server.ids.take(len(found))
-            rows = [issued(key, row, id_, now) for row, id_ in zip(found, ids, strict=True)]
+            good = [row for row in found if is_signed(key.pool, row)]
+            if len(good) < len(found):
+                await self._reject([row for row in found if row not in good])
+            ids = server.ids.take(len(good))
+            rows = [issued(key, row, id_, now) for row, id_ in zip(good, ids, strict=True)]
             window = int(server.settings.vest_hours * 3600 * SECOND)
             try:
                 await server.write(receipts.put_receipts(IssuedReceipts(key.key.id, rows, window)))
             except Conflict:
                 log.info("receipt key replaced while receipts were issued")
                 break
-        while await server.write(receipts.forget_signatures(Instant(now - KEPT), ROWS)) >= ROWS:
-            pass
+
+    async def _reject(self, rows: Sequence[IssuableCharge]) -> None:
+        for row in rows:
+            log.warning(
+                "wrong signature of a lease's work",
+                node=row.node_id,
+                task=row.task_id,
+                epoch=row.epoch,
+            )
+        leases = [(row.task_id, row.epoch, row.node_id) for row in rows]
+        await self._server.write(receipts.reject_signatures(leases))
 
     async def _key(self, now: Instant) -> CurrentReceiptKey:
         """Current receipt key; the first one is created here."""
@@ -74,17 +91,34 @@ class IssueReceipts:
         return found
 
 
-def issued(key: CurrentReceiptKey, row: IssuableCharge, id_: int, now: Instant) -> ReceiptsRecord:
-    """Receipt of one charge, signed now."""
-    issued_ms = max(_ms(now), _ms(row.ended_at), key.from_ms)
-    work = ReceiptWork(
-        key.pool,
+def work_of(pool: str, row: IssuableCharge) -> ReceiptWork:
+    return ReceiptWork(
+        pool,
         encode("task", row.task_id),
         row.epoch,
         encode("node", row.node_id),
         msgspec.json.decode(row.gpus, type=tuple[ReceiptGpu, ...]),
         row.result,
     )
+
+
+def is_signed(pool: str, row: IssuableCharge) -> bool:
+    """Whether the node signed this work, on the GPUs that were charged."""
+    public = public_from(row.node_key)
+    if public is None:
+        return False
+    work = work_of(pool, row)
+    charged = [each["model"][:100] for each in msgspec.json.decode(row.charged_gpus)]
+    if [gpu.model for gpu in work.gpus] != charged:
+        return False
+    return SignedWork(work, public.hex(), row.signature.hex()).is_genuine()
+
+
+def issued(key: CurrentReceiptKey, row: IssuableCharge, id_: int, now: Instant) -> ReceiptsRecord:
+    """Receipt of one charge, signed now."""
+    issued_ms = max(_ms(now), _ms(row.ended_at), key.from_ms)
+    work, public = work_of(key.pool, row), public_from(row.node_key)
+    assert public is not None, "the signature was verified"
     started_at = row.ended_at if row.started_at is None else row.started_at
     charge = ReceiptCharge(
         payer=encode("account", row.payer_id),
@@ -99,7 +133,7 @@ def issued(key: CurrentReceiptKey, row: IssuableCharge, id_: int, now: Instant) 
         fee=row.fee,
         issued_ms=issued_ms,
     )
-    signed = SignedWork(work, row.node_key, row.signature.hex())
+    signed = SignedWork(work, public.hex(), row.signature.hex())
     return ReceiptsRecord(
         id_,
         row.task_id,
@@ -118,7 +152,7 @@ def _ms(at: Instant) -> int:
 
 
 class VestEarnings:
-    """An idle pool costs one indexed read in each interval."""
+    """An idle pool costs a few indexed reads in each interval. Charges without a receipt return to their payers."""
 
     name = "vesting"
 
@@ -129,7 +163,15 @@ class VestEarnings:
 
     async def run_once(self, now: Instant) -> None:
         server = self._server
-        if not await server.store.read(vesting.has_vested(now)):
-            return
-        while await server.write(vesting.vest(now, ROWS, list(server.ids.take(ROWS + 1)))) >= ROWS:
-            pass
+        if await server.store.read(vesting.has_vested(now)):
+            while (
+                await server.write(vesting.vest(now, ROWS, list(server.ids.take(ROWS + 1)))) >= ROWS
+            ):
+                pass
+        if await server.store.read(receipts.has_issuable()):
+            grace = Instant(now - GRACE)
+            while await server.write(vesting.forfeit_unsigned(grace, now, ROWS)) >= ROWS:
+                pass
+        if await server.store.read(receipts.has_signatures(Instant(now - KEPT))):
+            while await server.write(receipts.forget_signatures(Instant(now - KEPT), ROWS)) >= ROWS:
+                pass

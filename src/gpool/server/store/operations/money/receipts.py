@@ -2,41 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from gpool.core.errors import Conflict
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import Instant
-from gpool.server.store.generated_rows import ReceiptsRecord, WorkSignaturesRecord
+from gpool.server.store.generated_rows import ReceiptsRecord
 from gpool.server.store.operations.identity.receipt_keys import RECEIPT_KEYS_LOCK
 from gpool.server.store.protocol import Operation, Relation, Statement, operation
 from gpool.server.store.rows import columns, exists, of_ids, relation_columns, select, values
+from gpool.wallet.receipt_work import NO_RESULT, ReceiptGpu, result_hash
+from gpool.wire.frames import Finished, Hold, Released, ReportItem
 
 RECEIPT = columns(ReceiptsRecord, ReceiptsRecord, "r")
 LEASES = (("task", "int"), ("epoch", "int"), ("node", "int"))
 
 
-def put_signatures(rows: Sequence[WorkSignaturesRecord]) -> Operation[None]:
-    """Keep the signatures of leases that have a charge, as a step of the operation that ends them."""
-    names = ", ".join(WorkSignaturesRecord._fields)
-    yield Statement(
-        f"INSERT INTO work_signatures ({names}) SELECT {', '.join('r.' + name for name in WorkSignaturesRecord._fields)} "  # noqa: S608
-        "FROM {rows} AS r JOIN charges c ON c.task_id = r.task_id AND c.epoch = r.epoch AND c.node_id = r.node_id "
-        "WHERE c.state IN ('metered', 'held') ON CONFLICT (task_id, epoch, node_id) DO NOTHING",
-        {},
-        {"rows": Relation(relation_columns(WorkSignaturesRecord), rows)},
-    )
+class _NewSignature(NamedTuple):
+    task_id: int
+    epoch: int
+    node_id: int
+    signature: bytes
+    result: str
+    gpus: str
 
 
-def void_unsigned(leases: Collection[tuple[int, int, int]]) -> Operation[None]:
-    """Charge nothing for these ended leases, (task, epoch, node) each: their node did not sign their work."""
+def put_signatures(
+    reported: Iterable[tuple[NodeId, ReportItem]],
+    refused: Collection[tuple[NodeId, Hold]],
+    at: Instant,
+) -> Operation[None]:
+    """Keep the signatures of reported ends, with their node's key, as a step of the operation that records them.
+
+    They are verified when the receipt is issued: the path of reports does not wait for it.
+    """
+    rows: dict[tuple[int, int, int], _NewSignature] = {}
+    for node, item in reported:
+        if not isinstance(item, Finished | Released) or item.work is None:
+            continue
+        if (node, Hold(item.task, item.epoch)) not in refused:
+            gpus = msgspec.json.encode(
+                [ReceiptGpu(each.gpu, each.model, each.slice) for each in item.work.gpus]
+            ).decode()
+            result = NO_RESULT
+            if isinstance(item, Finished):
+                files = [(file.path, file.sha256) for file in item.outputs]
+                result = result_hash(item.value, item.value_sha256, files)
+            key = (item.task, item.epoch, node)
+            rows[key] = _NewSignature(*key, item.work.signature, result, gpus)
+    if not rows:
+        return
     yield Statement(
-        "UPDATE charges SET state = 'void' FROM {leases} AS l WHERE charges.task_id = l.task "
-        "AND charges.epoch = l.epoch AND charges.node_id = l.node AND charges.state IN ('metered', 'held')",
-        {},
-        {"leases": Relation(LEASES, sorted(leases))},
+        "INSERT INTO work_signatures (task_id, epoch, node_id, node_key, signature, result, gpus, at) "
+        "SELECT r.task_id, r.epoch, r.node_id, n.public_key, r.signature, r.result, r.gpus, CAST(:at AS BIGINT) "
+        "FROM {rows} AS r JOIN nodes n ON n.id = r.node_id WHERE n.public_key IS NOT NULL "
+        "ON CONFLICT (task_id, epoch, node_id) DO NOTHING",
+        {"at": at},
+        {"rows": Relation(relation_columns(_NewSignature), list(rows.values()))},
     )
 
 
@@ -63,6 +89,7 @@ class IssuableCharge(NamedTuple):
     signature: bytes
     result: str
     gpus: str
+    charged_gpus: str
 
 
 @operation
@@ -75,13 +102,19 @@ def has_issuable() -> Operation[bool]:
 
 
 @operation
+def has_signatures(before: Instant) -> Operation[bool]:
+    sql = "SELECT 1 FROM work_signatures s WHERE s.at < :before LIMIT 1"
+    return (yield from exists(sql, {"before": before}))
+
+
+@operation
 def issuable(limit: int) -> Operation[tuple[IssuableCharge, ...]]:
     """Posted charges without a receipt, oldest first."""
     rows = yield from select(
         IssuableCharge,
         "SELECT c.task_id, c.epoch, c.node_id, c.payer_id, c.owner_id, c.started_at, c.ended_at, c.charged_us, "
-        "c.microcredits, c.fee, c.rate, c.reason, c.transfer_id, s.node_key, s.signature, s.result, s.gpus "
-        "FROM charges c JOIN work_signatures s ON s.task_id = c.task_id AND s.epoch = c.epoch "
+        "c.microcredits, c.fee, c.rate, c.reason, c.transfer_id, s.node_key, s.signature, s.result, s.gpus, "
+        "c.gpus FROM charges c JOIN work_signatures s ON s.task_id = c.task_id AND s.epoch = c.epoch "
         "AND s.node_id = c.node_id WHERE c.state = 'posted' AND c.vests_at IS NULL "
         "ORDER BY c.ended_at, c.task_id LIMIT :limit",
         {"limit": limit},
@@ -114,32 +147,46 @@ def put_receipts(issued: IssuedReceipts) -> Operation[None]:
         {},
         rows,
     )
-    leases = {
-        "leases": Relation(LEASES, [(row.task_id, row.epoch, row.node_id) for row in issued.rows])
-    }
+    leases = [(row.task_id, row.epoch, row.node_id) for row in issued.rows]
     yield Statement(
         "UPDATE charges SET vests_at = charges.ended_at + :window FROM {leases} AS l "
         "WHERE charges.task_id = l.task AND charges.epoch = l.epoch AND charges.node_id = l.node "
         "AND charges.state = 'posted' AND charges.vests_at IS NULL",
         {"window": issued.window_us},
-        leases,
+        {"leases": Relation(LEASES, leases)},
     )
+    yield from _delete_signatures(leases)
+
+
+def _delete_signatures(leases: Sequence[tuple[int, int, int]]) -> Operation[None]:
     yield Statement(
-        "DELETE FROM work_signatures WHERE EXISTS (SELECT 1 FROM {leases} AS l "
-        "WHERE l.task = work_signatures.task_id AND l.epoch = work_signatures.epoch AND l.node = work_signatures.node_id)",
+        "DELETE FROM work_signatures WHERE EXISTS (SELECT 1 FROM {leases} AS l WHERE l.task = work_signatures.task_id "
+        "AND l.epoch = work_signatures.epoch AND l.node = work_signatures.node_id)",
         {},
-        leases,
+        {"leases": Relation(LEASES, sorted(leases))},
     )
 
 
 @operation
+def reject_signatures(leases: Sequence[tuple[int, int, int]]) -> Operation[None]:
+    """Delete signatures, (task, epoch, node) each, that are not those of their work."""
+    yield from _delete_signatures(leases)
+
+
+class _SignedLease(NamedTuple):
+    task_id: int
+    epoch: int
+    node_id: int
+
+
+@operation
 def forget_signatures(before: Instant, limit: int) -> Operation[int]:
-    """Delete signatures of charges that became void; return their number."""
+    """Delete old signatures of leases that get no receipt any more: free, void, or reported again; return their number."""
     rows = yield from select(
-        WorkSignaturesRecord,
-        f"SELECT {columns(WorkSignaturesRecord, WorkSignaturesRecord, 's')} FROM work_signatures s "  # noqa: S608
-        "JOIN charges c ON c.task_id = s.task_id AND c.epoch = s.epoch AND c.node_id = s.node_id "
-        "WHERE s.at < :before AND c.state = 'void' ORDER BY s.at LIMIT :limit",
+        _SignedLease,
+        "SELECT s.task_id, s.epoch, s.node_id FROM work_signatures s WHERE s.at < :before AND NOT EXISTS "
+        "(SELECT 1 FROM charges c WHERE c.task_id = s.task_id AND c.epoch = s.epoch AND c.node_id = s.node_id "
+        "AND c.state IN ('metered', 'held', 'posted') AND c.vests_at IS NULL) ORDER BY s.at LIMIT :limit",
         {"before": before, "limit": limit},
     )
     if rows:
@@ -147,7 +194,7 @@ def forget_signatures(before: Instant, limit: int) -> Operation[int]:
             "DELETE FROM work_signatures WHERE EXISTS (SELECT 1 FROM {leases} AS l WHERE l.task = work_signatures.task_id "
             "AND l.epoch = work_signatures.epoch AND l.node = work_signatures.node_id)",
             {},
-            {"leases": Relation(LEASES, [(row.task_id, row.epoch, row.node_id) for row in rows])},
+            {"leases": Relation(LEASES, [tuple(row) for row in rows])},
         )
     return len(rows)
 

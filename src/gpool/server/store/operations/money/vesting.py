@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import Instant
@@ -43,7 +43,7 @@ UNVESTED = "c.task_id, c.epoch, c.node_id, c.owner_id, c.microcredits, c.fee, c.
 
 class _AccountHolder(NamedTuple):
     account_id: int
-    kind: str
+    kind: Literal["user", "team"]
     id: int
 
 
@@ -51,7 +51,8 @@ class _AccountHolder(NamedTuple):
 def has_vested(at: Instant) -> Operation[bool]:
     return (
         yield from exists(
-            "SELECT 1 FROM charges c WHERE c.state = 'posted' AND c.vests_at IS NOT NULL AND c.vests_at <= :at LIMIT 1",
+            "SELECT 1 FROM charges c JOIN ledger_holders h ON h.account_id = c.owner_id "
+            "WHERE c.state = 'posted' AND c.vests_at IS NOT NULL AND c.vests_at <= :at LIMIT 1",
             {"at": at},
         )
     )
@@ -66,8 +67,8 @@ def vest(at: Instant, limit: int, ids: Sequence[int]) -> Operation[int]:
     """
     rows = yield from select(
         UnvestedCharge,
-        f"SELECT {UNVESTED} FROM charges c WHERE c.state = 'posted' AND c.vests_at IS NOT NULL "  # noqa: S608
-        "AND c.vests_at <= :at ORDER BY c.vests_at, c.task_id, c.epoch, c.node_id LIMIT :limit "
+        f"SELECT {UNVESTED} FROM charges c JOIN ledger_holders h ON h.account_id = c.owner_id "  # noqa: S608
+        "WHERE c.state = 'posted' AND c.vests_at IS NOT NULL AND c.vests_at <= :at ORDER BY c.vests_at, c.task_id, c.epoch, c.node_id LIMIT :limit "
         "/*postgresql FOR UPDATE OF c*/",
         {"at": at, "limit": limit},
     )
@@ -90,7 +91,7 @@ def vest(at: Instant, limit: int, ids: Sequence[int]) -> Operation[int]:
             amount,
         )
         for account, amount in sorted(sums.items())
-        if account in holders and amount
+        if amount
     ]
     if vests:
         done = yield from record_transfers(vests, at)
@@ -108,6 +109,13 @@ def holders_of(accounts: Sequence[int]) -> Operation[dict[int, Holder]]:
         {"accounts": of_ids(accounts)},
     )
     return {row.account_id: (row.kind, row.id) for row in rows}
+
+
+@operation
+def account_holders(accounts: Sequence[int]) -> Operation[tuple[Holder, ...]]:
+    """Users and teams of accounts, in their order; deleted ones are absent."""
+    found = yield from holders_of(accounts)
+    return tuple(found[each] for each in accounts if each in found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +138,25 @@ def forfeit(node: NodeId, at: Instant, checked: Sequence[TaskId] = ()) -> Operat
         {"node": node},
     )
     right = set(checked)
-    rows = [row for row in rows if row.task_id not in right and row.microcredits > row.fee]
+    return (yield from _forfeit([row for row in rows if row.task_id not in right], at))
+
+
+@operation
+def forfeit_unsigned(before: Instant, at: Instant, limit: int) -> Operation[int]:
+    """Return charges that ended before an instant and whose work no node signed; return their number."""
+    rows = yield from select(
+        UnvestedCharge,
+        f"SELECT {UNVESTED} FROM charges c WHERE c.state = 'posted' AND c.vests_at IS NULL AND c.ended_at < :before "  # noqa: S608
+        "AND NOT EXISTS (SELECT 1 FROM work_signatures s WHERE s.task_id = c.task_id AND s.epoch = c.epoch "
+        "AND s.node_id = c.node_id) ORDER BY c.ended_at, c.task_id LIMIT :limit /*postgresql FOR UPDATE OF c*/",
+        {"before": before, "limit": limit},
+    )
+    done = yield from _forfeit(rows, at)
+    return len(done.leases)
+
+
+def _forfeit(charged: Sequence[UnvestedCharge], at: Instant) -> Operation[Forfeited]:
+    rows = [row for row in charged if row.microcredits > row.fee]
     if not rows:
         return Forfeited((), 0)
     requests = [
