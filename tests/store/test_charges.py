@@ -403,7 +403,9 @@ def test_a_changed_charge_is_found_by_verification(priced: Priced) -> None:
     priced.settle()
     pool.write(executed("UPDATE charges SET microcredits = microcredits + 1"))
     report = pool.database.run(verify(pool.database.store))
-    assert [each.thing for each in report.findings] == [f"transfer post:alloc:{task}:1:0:0"]
+    [transfer, account] = [each.thing for each in report.findings]
+    assert transfer == f"transfer post:alloc:{task}:1:0:0"
+    assert account.startswith("account ")  # of the earnings that have not vested
 
 
 def test_charges_outlive_their_task(priced: Priced) -> None:
@@ -423,7 +425,7 @@ def priced_gang(pool: Pool, balance: int) -> tuple[Priced, Site, TaskId, Applied
     (task,) = pool.submit(spec=spec, max_cost=None)
     wanted = [
         NewAccount(("user", pool.ann), kind, LedgerAccountId(next(pool.numbers)))
-        for kind in (AccountKind.USER, AccountKind.PENDING, AccountKind.OWNER)
+        for kind in (AccountKind.USER, AccountKind.PENDING, AccountKind.VESTING)
     ]
     place = meeting.place(task, spec)
     parts = [(place.node, place.allocation), *((m.node, m.allocation) for m in place.members)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AwareDatetime, Field, StringConstraints
 
@@ -28,6 +28,33 @@ class ReceiptSummaryDocument(Answer):
 class ReceiptPage(Answer):
     items: list[ReceiptSummaryDocument]
     next: str | None = None
+
+
+class ReceiptDocument(Answer):
+    """A receipt in canonical form, byte by byte (docs/guides/receipts-and-payouts.md)."""
+
+    version: int
+    work: dict[str, Any]
+    node_key: str
+    node_signature: str
+    charge: dict[str, Any]
+    pool_key: str
+    pool_signature: str
+
+
+class PayoutFileDocument(Answer):
+    """A payout file in canonical form, byte by byte."""
+
+    version: int
+    pool: str
+    period: int
+    lines: list[dict[str, str]]
+    total_due: str
+    total_cumulative: str
+    receipts_root: str
+    previous_sha3: str
+    distributor: dict[str, Any] | None = None
+    root: str | None = None
 
 
 class StatementLineDocument(Answer):

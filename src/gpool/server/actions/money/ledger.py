@@ -54,6 +54,9 @@ from gpool.wire.ledger import (
 LAST = (1 << 63) - 1
 """Above every number of an entry."""
 
+EARNED = (AccountKind.OWNER, AccountKind.VESTING)
+"""Accounts of earnings that were not paid out, vested or not."""
+
 REASONS = {
     TransferOutcome.ID_REUSED: "the id {id} belongs to another transfer; choose another id",
     TransferOutcome.NO_CHARGE: "{about} is no charge; a charge is a transfer of the kind `post`",
@@ -84,7 +87,7 @@ async def ledger(
         pending_microcredits=found[AccountKind.PENDING].balance
         if AccountKind.PENDING in found
         else 0,
-        earned_microcredits=found[AccountKind.OWNER].balance if AccountKind.OWNER in found else 0,
+        earned_microcredits=sum(found[kind].balance for kind in EARNED if kind in found),
         month=budget.month,
         spent_microcredits=budget.spent_microcredits,
         budget_microcredits=budget.budget_microcredits,

@@ -21,7 +21,9 @@ from gpool.wire.earnings import (
     ClosedPeriodDocument,
     ClosePeriodRequest,
     EarningsDocument,
+    PayoutFileDocument,
     PayoutPage,
+    ReceiptDocument,
     ReceiptPage,
     RewardsDocument,
     RewardsRequest,
@@ -65,7 +67,7 @@ async def list_receipts(
     return answer(await statements.receipts(server, own, query))
 
 
-@routes.get("/v1/receipts/{receipt}", Action.LEDGER_READ, problems=(400, 404))
+@routes.get("/v1/receipts/{receipt}", Action.LEDGER_READ, returns=ReceiptDocument)
 async def read_receipt(request: Request, receipt: RECEIPT) -> Response:
     """Read the canonical bytes of a receipt, which `gpool receipt verify` checks offline."""
     who = await user_of(request)
@@ -127,7 +129,7 @@ async def list_payouts(
     return answer(await payouts.payouts(server, own, before, limit))
 
 
-@routes.get("/v1/payouts/{period}", Action.LEDGER_READ, problems=(400, 404))
+@routes.get("/v1/payouts/{period}", Action.LEDGER_READ, returns=PayoutFileDocument)
 async def read_payout(request: Request, period: PERIOD) -> Response:
     """Read the payout file of a closed period, byte by byte, from which claims are made."""
     who, server = await user_of(request), server_of(request)
