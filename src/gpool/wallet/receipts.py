@@ -26,11 +26,12 @@ from gpool.wallet.receipt_keys import (
     OpaqueId,
     PublicKeyHex,
     ReceiptKey,
+    ReceiptWork,
     SignatureHex,
+    SignedWork,
     is_signed,
     key_id,
 )
-from gpool.wallet.receipt_work import ReceiptWork, SignedWork
 
 MAX_BYTES = 64 * 1024
 Microcredits = Annotated[int, Meta(ge=0, le=canonical_json.LARGEST_INTEGER)]

@@ -61,7 +61,7 @@ class Started(_Frame, frozen=True):
 
 
 class SignedGpu(msgspec.Struct, frozen=True, array_like=True):
-    """A GPU as the node's signature names it (`wallet.receipt_work.ReceiptGpu`)."""
+    """A GPU as the node's signature names it (`wallet.receipt_keys.ReceiptGpu`)."""
 
     gpu: str
     model: str
@@ -69,7 +69,7 @@ class SignedGpu(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkSignature(msgspec.Struct, frozen=True, array_like=True):
-    """The node's signature of the work of a priced lease (`wallet.receipt_work.ReceiptWork`)."""
+    """The node's signature of the work of a priced lease (`wallet.receipt_keys.ReceiptWork`)."""
 
     signature: bytes
     gpus: tuple[SignedGpu, ...] = ()

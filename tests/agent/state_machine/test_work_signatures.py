@@ -13,7 +13,7 @@ from gpool.agent.state_machine.work_signatures import WorkSigner
 from gpool.core.ids import encode
 from gpool.core.model import EndReason, Gpu, OutputFile
 from gpool.transfer.node_proofs import NodeKey
-from gpool.wallet.receipt_work import (
+from gpool.wallet.receipt_keys import (
     NO_RESULT,
     ReceiptGpu,
     ReceiptWork,

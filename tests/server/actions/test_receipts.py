@@ -19,8 +19,14 @@ from gpool.server.store.protocol import Operation, operation
 from gpool.transfer.node_proofs import NodeKey
 from gpool.wallet import canonical_json, payouts
 from gpool.wallet.errors import BadReceipt
-from gpool.wallet.receipt_keys import KeyHistory, parse_history
-from gpool.wallet.receipt_work import NO_RESULT, ReceiptGpu, ReceiptWork, opaque_gpu_id
+from gpool.wallet.receipt_keys import (
+    NO_RESULT,
+    KeyHistory,
+    ReceiptGpu,
+    ReceiptWork,
+    opaque_gpu_id,
+    parse_history,
+)
 from gpool.wallet.receipts import receipts_root, verified
 from gpool.wire.frames import Finished, Grants, Lease, SignedGpu, WorkSignature
 from tests.server.actions.test_charging import PRICE, Headers, charged, give, person, started

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from gpool.agent.state_machine.lease_queues import AgentLease
 from gpool.core.ids import encode
 from gpool.core.model import Gpu, Offer, Slice
-from gpool.wallet.receipt_work import (
+from gpool.wallet.receipt_keys import (
     NO_RESULT,
     ReceiptGpu,
     ReceiptWork,

@@ -310,7 +310,7 @@ class NodeChannel:
         batch: list[Line] = []
         size = 0
         weighed: set[int] = set()
-        receipts = self._receipts()
+        receipts = _receipts_name(self._server, self.node)
         for line in delivery.split_lines(lines):
             if receipts and not line.owner:
                 line = msgspec.structs.replace(line, receipts=receipts)
@@ -326,16 +326,6 @@ class NodeChannel:
             size += weight
         if batch:
             self._send_grants(batch, spec_of, secrets)
-
-    def _receipts(self) -> str:
-        """The pool's name in receipts, if leases of this node are charged; else empty."""
-        server = self._server
-        entry = server.picture.state.nodes.get(self.node)
-        if not server.settings.prices or server.sign_ins is None:
-            return ""
-        if entry is None or entry.node is None:
-            return ""
-        return server.identity.receipts.pool if is_priced(entry.node.offer) else ""
 
     def _send_grants(
         self, lines: list[Line], spec_of: Callable[[int], TaskSpec | None], secrets: OpenSecrets
@@ -451,6 +441,16 @@ class NodeChannel:
         forgotten = unstated & self._unstated
         self._unstated = unstated
         return forgotten
+
+
+def _receipts_name(server: Server, node: NodeId) -> str:
+    """The pool's name in receipts, if leases of this node are charged; else empty."""
+    entry = server.picture.state.nodes.get(node)
+    if not server.settings.prices or server.sign_ins is None:
+        return ""
+    if entry is None or entry.node is None:
+        return ""
+    return server.identity.receipts.pool if is_priced(entry.node.offer) else ""
 
 
 def _held_by(picture: StatePicture, node: NodeId) -> set[TaskId]:

@@ -29,13 +29,13 @@ from gpool.core.model import (
 from gpool.core.money.prices import MAX_MINIMUM, MAX_NOTICE_S
 from gpool.core.scheduler.place.kinds import MAX_GPUS
 from gpool.core.specs import fields
+from gpool.server.receipts.signatures import is_well_formed
 from gpool.server.store.batching import WriteBatcher
 from gpool.server.store.operations.leases import leases
 from gpool.server.store.operations.tasks.storage import NO_LIMITS, StorageLimits
 from gpool.server.store.protocol import Operation, brief
 from gpool.server.store.values import BatchResult, Recording
 from gpool.server.wakeups import AwaitedResults
-from gpool.wallet import receipt_work
 from gpool.wire.frames import (
     MAX_SPEC_BYTES,
     Checkpointed,
@@ -44,8 +44,6 @@ from gpool.wire.frames import (
     LogChunk,
     Released,
     ReportItem,
-    SignedGpu,
-    WorkSignature,
 )
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -193,11 +191,11 @@ def checked_report(item: ReportItem) -> ReportItem | None:
     """
     if isinstance(item, Checkpointed):
         return item if _is_valid_checkpoint(item) else None
-    if isinstance(item, Released) and not _is_valid_signature(item.work):
+    if isinstance(item, Released) and not is_well_formed(item.work):
         return Released(item.task, item.epoch)
     if not isinstance(item, Finished):
         return item
-    if not _is_valid_signature(item.work):
+    if not is_well_formed(item.work):
         item = msgspec.structs.replace(item, work=None)
     if item.reason in SERVER_REASONS:
         return _failed(item, f"its node reported {item.reason}, which only the server may")
@@ -259,29 +257,6 @@ def report_without_ids(item: ReportItem, gpus: Iterable[Gpu]) -> ReportItem:
     if not isinstance(item, Finished) or item.reason in OWN_WORDS or not item.error_text:
         return item
     return msgspec.structs.replace(item, error_text=hide_ids(item.error_text, gpus))
-
-
-SIGNATURE_BYTES = 64
-
-
-def _is_valid_signature(work: WorkSignature | None) -> bool:
-    """Whether sizes and letters are those of a signature; whose it is, is verified with the receipt."""
-    if work is None:
-        return True
-    if len(work.signature) != SIGNATURE_BYTES or len(work.gpus) > receipt_work.MAX_GPUS:
-        return False
-    try:
-        msgspec.convert(msgspec.to_builtins([_named(each) for each in work.gpus]), _RECEIPT_GPUS)
-    except msgspec.ValidationError:
-        return False
-    return all("\0" not in each.model + each.slice for each in work.gpus)
-
-
-def _named(gpu: SignedGpu) -> receipt_work.ReceiptGpu:
-    return receipt_work.ReceiptGpu(gpu.gpu, gpu.model, gpu.slice)
-
-
-_RECEIPT_GPUS = tuple[receipt_work.ReceiptGpu, ...]
 
 
 def _failed(item: Finished, why: str) -> Finished:

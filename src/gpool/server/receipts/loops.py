@@ -20,8 +20,7 @@ from gpool.server.store.operations.money import receipts, vesting
 from gpool.server.store.operations.money.receipts import IssuableCharge, IssuedReceipts
 from gpool.server.wakeups import Wake
 from gpool.transfer.node_proofs import public_from
-from gpool.wallet.receipt_keys import key_id
-from gpool.wallet.receipt_work import ReceiptGpu, ReceiptWork, SignedWork
+from gpool.wallet.receipt_keys import ReceiptGpu, ReceiptWork, SignedWork, key_id
 from gpool.wallet.receipts import ReceiptCharge, issue
 
 EVERY_S = 10.0
@@ -44,10 +43,14 @@ class IssueReceipts:
         self.wake = Wake()
         self.every_s = EVERY_S
         self._server = server
+        self._has_key = not server.settings.prices
 
     async def run_once(self, now: Instant) -> None:
         server = self._server
-        if server.sign_ins is None or not await server.store.read(receipts.has_issuable()):
+        if not self._has_key:  # with prices on, users can fetch the key before the first receipt
+            await self._key(now)
+            self._has_key = True
+        if not await server.store.read(receipts.has_issuable()):
             return
         key = await self._key(now)
         while True:

@@ -22,12 +22,6 @@ class OidcIdentitiesRecord(NamedTuple):
     user_id: UserId
 
 
-class SignInNoncesRecord(NamedTuple):
-    nonce: str
-    expires_at: Instant
-    purpose: str
-
-
 class UserInvitesRecord(NamedTuple):
     hashed: str
     made_by: UserId
@@ -91,16 +85,6 @@ class MembershipsRecord(NamedTuple):
     user_id: UserId
     role: str
     since: Instant
-
-
-class TeamInvitationsRecord(NamedTuple):
-    team_id: TeamId
-    invitee: str
-    user_id: UserId | None
-    role: str
-    made_by: UserId
-    created_at: Instant
-    expires_at: Instant
 
 
 class QuotasRecord(NamedTuple):
@@ -238,17 +222,6 @@ class ChargesRecord(NamedTuple):
     transfer_id: str | None
     state: str
     vests_at: Instant | None
-
-
-class WorkSignaturesRecord(NamedTuple):
-    task_id: TaskId
-    epoch: int
-    node_id: NodeId
-    node_key: str
-    signature: bytes
-    result: str
-    gpus: str
-    at: Instant
 
 
 class ReceiptsRecord(NamedTuple):
@@ -425,13 +398,6 @@ class AttemptsRecord(NamedTuple):
     detail: str
 
 
-class AttemptNotesRecord(NamedTuple):
-    task_id: TaskId
-    epoch: int
-    note: str
-    at: Instant
-
-
 class CheckpointsRecord(NamedTuple):
     task_id: TaskId
     epoch: int
@@ -440,20 +406,6 @@ class CheckpointsRecord(NamedTuple):
     files: int
     manifest: str
     stored_bytes: int
-
-
-class LogHeadsRecord(NamedTuple):
-    task_id: TaskId
-    size_bytes: int
-    truncated: int
-    stored_bytes: int
-
-
-class LogChunksRecord(NamedTuple):
-    task_id: TaskId
-    cursor: int
-    stream: int
-    data: bytes
 
 
 class ArtifactsRecord(NamedTuple):
@@ -471,14 +423,6 @@ class ArtifactRefsRecord(NamedTuple):
     user_id: UserId
     epoch: int
     team_id: TeamId | None
-
-
-class IdempotencyRecord(NamedTuple):
-    user_id: UserId
-    key: str
-    fingerprint: str
-    answer: bytes
-    created_at: Instant
 
 
 class SchedulerTermRecord(NamedTuple):
@@ -558,24 +502,11 @@ class NodeConnectionsRecord(NamedTuple):
     connected_at: Instant
 
 
-class ChangesRecord(NamedTuple):
-    xid: int
-    at: Instant
-    replica_id: int
-    ids: bytes
-
-
 class ReadingsRecord(NamedTuple):
     replica_id: int
     number: int
     at: Instant
     body: bytes
-
-
-class UsedProofsRecord(NamedTuple):
-    key: str
-    nonce: str
-    expires_at: Instant
 
 
 class ServerSecretsRecord(NamedTuple):
@@ -588,13 +519,6 @@ class LedgerAccountsRecord(NamedTuple):
     kind: str
     balance: int
     sequence: int
-
-
-class LedgerHoldersRecord(NamedTuple):
-    kind: str
-    id: int
-    purpose: str
-    account_id: int
 
 
 class LedgerTransfersRecord(NamedTuple):

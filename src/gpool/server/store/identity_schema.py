@@ -1,5 +1,5 @@
 """The tables of accounts: sign-in, teams, quotas, audit log, secrets, GPU bindings; and what accounts use and pay.
-`schema` has the others.
+`schema` has the others. One file because all of it belongs to accounts, and is read beside their rows.
 """
 
 from __future__ import annotations

@@ -67,11 +67,11 @@ async def list_receipts(
     return answer(await statements.receipts(server, own, query))
 
 
-@routes.get("/v1/receipts/{receipt}", Action.LEDGER_READ, returns=ReceiptDocument)
-async def read_receipt(request: Request, receipt: RECEIPT) -> Response:
+@routes.get("/v1/receipts/{id}", Action.LEDGER_READ, returns=ReceiptDocument)
+async def read_receipt(request: Request, id: RECEIPT) -> Response:
     """Read the canonical bytes of a receipt, which `gpool receipt verify` checks offline."""
     who = await user_of(request)
-    return raw(await statements.receipt(server_of(request), who, decode("receipt", receipt)))
+    return raw(await statements.receipt(server_of(request), who, decode("receipt", id)))
 
 
 @routes.get(
@@ -129,12 +129,12 @@ async def list_payouts(
     return answer(await payouts.payouts(server, own, before, limit))
 
 
-@routes.get("/v1/payouts/{period}", Action.LEDGER_READ, returns=PayoutFileDocument)
-async def read_payout(request: Request, period: PERIOD) -> Response:
+@routes.get("/v1/payouts/{id}", Action.LEDGER_READ, returns=PayoutFileDocument)
+async def read_payout(request: Request, id: PERIOD) -> Response:
     """Read the payout file of a closed period, byte by byte, from which claims are made."""
     who, server = await user_of(request), server_of(request)
     await statements.accounts_of(server, who, holder_of(who, None, None))
-    return raw(await payouts.payout_file(server, period))
+    return raw(await payouts.payout_file(server, id))
 
 
 @routes.post(

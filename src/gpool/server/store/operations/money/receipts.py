@@ -15,7 +15,7 @@ from gpool.server.store.generated_rows import ReceiptsRecord
 from gpool.server.store.operations.identity.receipt_keys import RECEIPT_KEYS_LOCK
 from gpool.server.store.protocol import Operation, Relation, Statement, operation
 from gpool.server.store.rows import columns, exists, of_ids, relation_columns, select, values
-from gpool.wallet.receipt_work import NO_RESULT, ReceiptGpu, result_hash
+from gpool.wallet.receipt_keys import NO_RESULT, ReceiptGpu, result_hash
 from gpool.wire.frames import Finished, Hold, Released, ReportItem
 
 RECEIPT = columns(ReceiptsRecord, ReceiptsRecord, "r")
