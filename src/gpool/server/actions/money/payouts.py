@@ -10,8 +10,10 @@ from gpool.core.ids import NodeId, UserId, encode
 from gpool.core.model import SECOND, Instant
 from gpool.core.money.rewards import Contribution, availability_ppm, shares_of, weights_of
 from gpool.core.money.transfers import format_month, month_of
-from gpool.server.actions.audit import audited, entry
+from gpool.core.permissions import Action, ObjectKind, Thing
+from gpool.server.actions.audit import audited, entry, note_read
 from gpool.server.actions.money.statements import LAST, parse_month, span_of
+from gpool.server.identity.authorization import permit
 from gpool.server.server import Once, Server
 from gpool.server.store.generated_rows import PayoutLinesRecord, PayoutsRecord
 from gpool.server.store.identity_values import Caller
@@ -34,6 +36,7 @@ from gpool.wire.earnings import (
 )
 
 PAGE = 1000
+MOST_DIGITS = 15
 REPAIR_US = 3600 * SECOND
 """Time that a loss of a node counts for in its availability."""
 
@@ -60,8 +63,14 @@ async def payouts(server: Server, own: tuple[int, ...], before: int, limit: int)
     return PayoutPage(items=items, next=str(found[-1].number) if len(found) == limit else None)
 
 
-async def payout_file(server: Server, number: int) -> bytes:
-    """Canonical bytes of a period's payout file."""
+async def payout_file(server: Server, who: Caller, text: str) -> bytes:
+    """Canonical bytes of a period's payout file, for everybody with an account: claims need all its lines."""
+    if not text.isdecimal() or not text.isascii() or len(text) > MOST_DIGITS:
+        raise Invalid(f"{text[:20]!r} is not the number of a period: gpool payout ls")
+    number = int(text)
+    own = Thing(ObjectKind.ACCOUNT, owner=who.user.id)
+    permit(who, Action.LEDGER_READ, own, text)
+    await note_read(server, who, Action.LEDGER_READ, Thing(ObjectKind.ACCOUNT), f"payout {number}")
     found = await server.store.read(operations.payouts(number + 1, 1))
     if not found or found[0].number != number:
         raise NotFound(f"no period {number} on this server: gpool payout ls")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
 from datetime import UTC, datetime
 
@@ -44,15 +45,18 @@ from gpool.wire.earnings import (
 )
 
 MOST_MONTHS = 24
+FIRST_YEAR, LAST_YEAR = 1973, 9000
+"""Months `MOST_MONTHS` before and after them exist too."""
+_MONTH = re.compile(r"([0-9]{4})-(0[1-9]|1[0-2])")
 LAST = (1 << 63) - 1
 
 
 def parse_month(text: str) -> int:
     """`2026-11` to the number of the month; `Invalid` otherwise."""
-    year, dash, month = text.partition("-")
-    if len(text) != 7 or not dash or not (year + month).isdecimal() or not 1 <= int(month) <= 12:
+    found = _MONTH.fullmatch(text)
+    if found is None or not FIRST_YEAR <= int(found[1]) <= LAST_YEAR:
         raise Invalid(f"{text[:20]!r} is not a month; write it like 2026-11")
-    return int(year) * 12 + int(month) - 1
+    return int(found[1]) * 12 + int(found[2]) - 1
 
 
 def span_of(month: int) -> tuple[Instant, Instant]:
