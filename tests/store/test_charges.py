@@ -200,6 +200,18 @@ def test_leases_of_one_allocation_share_its_meter_and_never_exceed_its_wall_time
     priced.check_books()
 
 
+def test_calls_reported_together_are_charged_what_each_claims(priced: Priced) -> None:
+    """Starts of calls are not reported: each ran before the next one, and all of them within the allocation's time."""
+    pool = priced.pool
+    tasks = pool.submit(4)
+    priced.grant(tasks)
+    claimed = (100_000, 200_000, 300_000, 150_000)
+    ends = [replace_duration(returned(task), us) for task, us in zip(tasks, claimed, strict=True)]
+    pool.record(priced.node, *ends)
+    assert [row.charged_us for row in priced.charges] == list(claimed)
+    assert sum(row.microcredits for row in priced.charges) == sum(claimed)
+
+
 def replace_duration(item: Any, duration_us: int) -> Any:
     return msgspec.structs.replace(item, duration_us=duration_us)
 

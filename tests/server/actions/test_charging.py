@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 
 from gpool.core.model import Permission
 from gpool.server.scheduling.charging import ChargeTasks
+from gpool.server.scheduling.picture import StatePicture
 from gpool.wire.frames import HandedBack, Started, Stop, StopReason
 from tests.server.actions.test_market import lent, quoted
 from tests.server.server_desk import Agent, Desk, StoppedClock, exited, open_desk
@@ -19,6 +21,7 @@ pytestmark = pytest.mark.anyio
 PRICE = 3_600_000  # micro-credits an hour: 1,000 a second and GPU
 FIRST = 300_000  # for five minutes
 Headers = dict[str, str]
+LOOPS: WeakKeyDictionary[StatePicture, ChargeTasks] = WeakKeyDictionary()
 
 
 @pytest.fixture
@@ -42,7 +45,10 @@ async def give(desk: Desk, to: str, amount: int) -> None:
 async def charged(desk: Desk, seconds: float = 0) -> None:
     """Let time pass and the loop run."""
     desk.clock.advance(seconds)
-    await ChargeTasks(desk.server, desk.server.scheduler.prices).run_once(desk.server.now)
+    loop = LOOPS.setdefault(
+        desk.server.picture, ChargeTasks(desk.server, desk.server.scheduler.prices)
+    )
+    await loop.run_once(desk.server.now)
 
 
 async def shown(desk: Desk, task: str, who: Headers) -> dict[str, Any]:

@@ -18,8 +18,9 @@ Money is set aside ahead of time: at every instant enough for `AHEAD` more (`set
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from gpool.core.model import SECOND, EndReason, Instant, Phase, Span
 
@@ -46,8 +47,7 @@ class ChargedPart(StrEnum):
     TO_END = "up to the end"
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseEnd:
+class LeaseEnd(NamedTuple):
     """End of a lease as the server recorded it. `started_at`: None if no start was recorded."""
 
     started_at: Instant | None
@@ -96,8 +96,7 @@ def charged_part(
     return ChargedPart.TO_END
 
 
-@dataclass(frozen=True, slots=True)
-class AllocationMeter:
+class AllocationMeter(NamedTuple):
     """Charges of one allocation so far. `until`: end of its last lease; at first the time it was granted."""
 
     price: FrozenPrice
@@ -106,8 +105,7 @@ class AllocationMeter:
     charged_microcredits: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseCharge:
+class LeaseCharge(NamedTuple):
     """`time`: charged time. `meter`: of the allocation after this lease."""
 
     time: Span
@@ -123,7 +121,8 @@ def charge(meter: AllocationMeter, end: LeaseEnd, reserved_microcredits: int) ->
     time = _charged_time(meter.until, end)
     until = Instant(max(meter.until, end.ended_at))
     if not time:
-        return LeaseCharge(_NO_TIME, 0, replace(meter, until=until))
+        still = AllocationMeter(meter.price, until, meter.charged_time, meter.charged_microcredits)
+        return LeaseCharge(_NO_TIME, 0, still)
     charged_time = Span(meter.charged_time + time)
     total = max(
         meter.charged_microcredits,

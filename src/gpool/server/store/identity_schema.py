@@ -361,8 +361,7 @@ partial_index(
 )
 Index("ix_charges_owner_id", charges.c.owner_id, charges.c.ended_at)
 Index("ix_charges_payer_id", charges.c.payer_id, charges.c.ended_at)
-Index("ix_charges_node_id", charges.c.node_id, charges.c.ended_at)
-partial_index("ix_charges_transfer_id", charges.c.transfer_id, where="transfer_id IS NOT NULL")
+partial_index("ix_charges_of_node", charges.c.node_id, where="state = 'posted'")
 
 # ---- receipts, earnings, payouts
 
@@ -379,7 +378,7 @@ work_signatures = Table(
     int_column("at"),
     Index("ix_work_signatures_at", "at"),
 )
-"""Valid signatures of ended, priced leases, until their receipt is issued. `result`: its SHA-256. `gpus`: as the node
+"""Signatures of ended, priced leases, until their receipt is issued. `result`: its SHA-256. `gpus`: as the node
 signed them (JSON)."""
 
 receipts = Table(

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from gpool.core.model import Instant
 from gpool.server.nodes.connection import NodeChannel
+from gpool.server.store.operations.money.charges import NewCharge
 from gpool.server.store.protocol import Operation, Row, Statement
 from gpool.testing.world.database import SimulatedDisk
 from gpool.testing.world.flaws import replaced_rows, rewritten
@@ -15,8 +16,6 @@ from gpool.wire.frames import Finished, Reports
 
 T = TypeVar("T")
 MOST = 1 << 40
-CHARGED_US, MICROCREDITS, RATE = 7, 8, 10
-"""Places in a row of `charges`."""
 
 
 class ChargingFlaw(StrEnum):
@@ -39,11 +38,10 @@ def agents_times() -> dict[str, Any]:
 
     def charged(rows: Sequence[Row]) -> Sequence[Row]:
         found = []
-        for row in rows:
-            time = claimed.get((row[0], row[1]), row[CHARGED_US])
-            amount = row[RATE] * time // 3_600_000_000
-            before, after = row[:CHARGED_US], row[MICROCREDITS + 1 :]
-            found.append((*before, time, amount, *after))
+        for row in map(NewCharge._make, rows):
+            time = claimed.get((row.task_id, row.epoch), row.charged_us)
+            amount = row.microcredits * time // max(1, row.charged_us)
+            found.append(row._replace(charged_us=time, microcredits=amount))
         return found
 
     class ClaimedTimes(SimulatedDisk):

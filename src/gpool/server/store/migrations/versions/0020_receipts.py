@@ -47,7 +47,7 @@ def upgrade() -> None:
     )
     op.create_index("ix_charges_owner_id", "charges", ["owner_id", "ended_at"])
     op.create_index("ix_charges_payer_id", "charges", ["payer_id", "ended_at"])
-    op.create_index("ix_charges_node_id", "charges", ["node_id", "ended_at"])
+    partial("ix_charges_of_node", "charges", ["node_id"], "state = 'posted'")
     op.create_table(
         "work_signatures",
         number("task_id"),

@@ -29,7 +29,7 @@ from gpool.server.store.operations.money.charges import (
     meter_ends,
     write_ends,
 )
-from gpool.server.store.operations.money.usage import UsedAllocation, add_usage
+from gpool.server.store.operations.money.usage import LeaseTotals, UsedAllocation, add_usage
 from gpool.server.store.operations.tasks.artifacts import NamedResult
 from gpool.server.store.operations.tasks.storage import (
     ATTEMPT_BYTES,
@@ -143,8 +143,8 @@ class EndedMember(NamedTuple):
     """A gang's member when its gang ends."""
 
     node: NodeId
-    allocation: str
-    started_at: Instant | None
+    allocation: str | None
+    started_at: int | None
 
 
 class _LeaseOver(NamedTuple):
@@ -345,15 +345,17 @@ class Ends:
             yield from write_ends(metered, self.at)
         yield from add_usage(self._used(), self.at)
 
-    def _used(self) -> list[UsedAllocation]:
-        found = []
+    def _used(self) -> dict[UsedAllocation, LeaseTotals]:
+        counted: dict[tuple[Account, NodeId, str | None], list[int]] = {}
         for row, _, started_at, _ in self._over:
-            of_gang = self._members.get(row.id)
-            if of_gang is None:
-                found.append(UsedAllocation(row.account, row.node_id, row.allocation, started_at))
-            else:
-                found += [UsedAllocation(row.account, *each) for each in of_gang]
-        return found
+            of_gang = self._members.get(row.id) if self._members else None
+            parts = ((row.node_id, row.allocation, started_at),) if of_gang is None else of_gang
+            for node, allocation, began in parts:
+                total = counted.setdefault((row.account, node, allocation), [0, 0])
+                total[0] += 1
+                if began is not None and began < self.at:
+                    total[1] += self.at - began
+        return {UsedAllocation(*key): LeaseTotals(*total) for key, total in counted.items()}
 
     def _meter(self) -> Operation[MeteredEnds | None]:
         """Charge the leases on metered allocations. A task that may not cost more ends instead of being queued again."""
@@ -390,7 +392,14 @@ class Ends:
             Span(over.duration),
             row.max_cost,
             row.settlement,
-            tuple(MemberStart(m.node, m.started_at) for m in self._members.get(row.id, ())),
+            self._starts(row.id) if row.allocation_number is None else (),
+            row.started_at is not None,
+        )
+
+    def _starts(self, task: TaskId) -> tuple[MemberStart, ...]:
+        return tuple(
+            MemberStart(each.node, None if each.started_at is None else Instant(each.started_at))
+            for each in self._members.get(task, ())
         )
 
     def _write_ended(self) -> Operation[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -22,7 +23,8 @@ from gpool.server.store.operations.leases.gang_members import (
     preemptible,
     write_granted,
 )
-from gpool.server.store.operations.money.funding import FundedPlaces, Funding, fund
+from gpool.server.store.operations.money.charges import MeterKey
+from gpool.server.store.operations.money.funding import FundedPlaces, Funding, add_leases, fund
 from gpool.server.store.operations.tasks.progress import add_notes, manifests
 from gpool.server.store.operations.tasks.submissions import FirstLease, NewTask
 from gpool.server.store.protocol import Operation, Relation, Row, operation
@@ -286,6 +288,8 @@ def apply_plan(
                 leases.append((spec, lease))
         if leases:
             lines.append(GrantedLine(place, tuple(leases)))
+    if funded.joined:
+        yield from add_leases(_joined(lines, funded))
     whole = [line.place for line in lines if line.place.members]
     if whole:
         meetings = yield from write_granted(whole, offers, gang_secrets)
@@ -298,6 +302,16 @@ def apply_plan(
         unfunded=funded.unfunded,
         warnings=funded.warnings,
     )
+
+
+def _joined(lines: Sequence[GrantedLine], funded: FundedPlaces) -> dict[MeterKey, int]:
+    """Number of written leases on each open meter."""
+    counts: Counter[MeterKey] = Counter()
+    for line in lines:
+        meter = funded.joined.get((line.place.node, line.place.allocation.number))
+        if meter is not None and not line.place.members:
+            counts[meter] += len(line.leases)
+    return dict(counts)
 
 
 def is_current_term(term: int) -> Operation[bool]:

@@ -6,7 +6,7 @@ a meter joins it and sets nothing aside: `meters.extend` does, when less than ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ from gpool.server.store.operations.money.accounts import NewAccount, open_accoun
 from gpool.server.store.operations.money.charges import (
     METER,
     PLACES,
+    MeterKey,
     spent_by,
 )
 from gpool.server.store.operations.money.meters import reserve_of, shares_of
@@ -64,12 +65,13 @@ class Funding:
 
 @dataclass(frozen=True, slots=True)
 class FundedPlaces:
-    """`metered`: tasks on allocations with a meter. `refused`: all others of places with a price."""
+    """`metered`: tasks on allocations with a meter. `refused`: all others of places with a price. `joined`: open meters."""
 
     metered: frozenset[TaskId] = frozenset()
     refused: frozenset[TaskId] = frozenset()
     unfunded: tuple[UnfundedPlace, ...] = ()
     warnings: tuple[BudgetWarning, ...] = ()
+    joined: Mapping[tuple[NodeId, int], MeterKey] = field(default_factory=dict)
 
 
 def payer_of(user: int, team: int | None) -> Holder:
@@ -100,46 +102,30 @@ class _PricedPlace:
     parts: list[tuple[int, GangPart]]  # with a price; the rank of each
     tasks: list[TaskId]
     left: int | None = None  # of all their `max_cost`; None: unlimited
-    joins: list[MetersRecord] = field(default_factory=list)
 
 
 def fund(places: Sequence[Placement], funding: Funding, at: Instant) -> Operation[FundedPlaces]:
-    """Set funds aside for the planned allocations with a price, as a step before their leases are written."""
+    """Set funds aside for the planned allocations with a price, as a step before their leases are written.
+
+    Leases that join a meter need none; the caller counts those that it wrote (`add_leases`).
+    """
     priced = [(place, parts) for place in places if (parts := _priced_parts(place, funding))]
     if not priced:
         return FundedPlaces()
-    named = {grant.task for place, _ in priced for grant in place.grants}
-    wanted: list[_PricedPlace] = []
-    grantable = yield from _grantable([place for place, _ in priced])
-    spent = yield from spent_by(id_ for id_, cap in grantable.items() if cap is not None)
-    taken: set[TaskId] = set()
-    for place, parts in priced:
-        tasks = []
-        for grant in place.grants:
-            cap = grantable.get(grant.task, 0)
-            if grant.task not in taken and (cap is None or cap > spent.get(grant.task, 0)):
-                tasks.append(grant.task)
-                taken.add(grant.task)
-        if tasks:
-            caps = [grantable[task] for task in tasks]
-            lefts = [
-                cap - spent.get(task, 0)
-                for task, cap in zip(tasks, caps, strict=True)
-                if cap is not None
-            ]
-            left = sum(lefts) if len(lefts) == len(tasks) else None
-            wanted.append(_PricedPlace(place, parts, tasks, left))
-    yield from _join(wanted)
-    new = [each for each in wanted if not each.joins]
+    joins = yield from _open_meters([place for place, _ in priced if not place.members])
+    joining = {_key(place) for place, _ in priced if not place.members and _key(place) in joins}
+    metered = {g.task for place, _ in priced if _key(place) in joining for g in place.grants}
+    new = [(place, parts) for place, parts in priced if _key(place) not in joining]
+    wanted = yield from _wanted(new, metered)
     accounts: Mapping[tuple[Holder, AccountKind], LedgerAccountId] = {}
-    if new:
+    if wanted:
         accounts = yield from open_accounts(funding.accounts)
-    opened = [_new_meters(each, funding, accounts, at) for each in new]
+    opened = [_new_meters(each, funding, accounts, at) for each in wanted]
     done = yield from record_bundles([[reserve for _, reserve in each] for each in opened], at)
     rows: list[MetersRecord] = []
-    metered: set[TaskId] = {task for each in wanted if each.joins for task in each.tasks}
+    named = {grant.task for place, _ in new for grant in place.grants} - metered
     unfunded: list[UnfundedPlace] = []
-    for each, meters, outcome in zip(new, opened, done.outcomes, strict=True):
+    for each, meters, outcome in zip(wanted, opened, done.outcomes, strict=True):
         if outcome is TransferOutcome.MOVED:
             rows += [meter for meter, _ in meters]
             metered.update(each.tasks)
@@ -148,9 +134,38 @@ def fund(places: Sequence[Placement], funding: Funding, at: Instant) -> Operatio
             payer = payer_of(shape.user, shape.team)
             unfunded.append(UnfundedPlace(tuple(each.tasks), payer, outcome, needed))
     yield from _insert(rows)
-    yield from _add_leases([each for each in wanted if each.joins])
     refused = frozenset(named - metered)
-    return FundedPlaces(frozenset(metered), refused, tuple(unfunded), done.warnings)
+    joined = {place: joins[place] for place in joining}
+    return FundedPlaces(frozenset(metered), refused, tuple(unfunded), done.warnings, joined)
+
+
+def _key(place: Placement) -> tuple[NodeId, int]:
+    return place.node, place.allocation.number
+
+
+def _wanted(
+    places: Sequence[tuple[Placement, list[tuple[int, GangPart]]]], granted: Collection[TaskId]
+) -> Operation[list[_PricedPlace]]:
+    """Places that need a new meter, with their tasks that can be granted and may cost more."""
+    if not places:
+        return []
+    grantable = yield from _grantable([place for place, _ in places])
+    spent = yield from spent_by(id_ for id_, cap in grantable.items() if cap is not None)
+    taken: set[TaskId] = set(granted)
+    wanted: list[_PricedPlace] = []
+    for place, parts in places:
+        tasks = []
+        for grant in place.grants:
+            cap = grantable.get(grant.task, 0)
+            if grant.task not in taken and (cap is None or cap > spent.get(grant.task, 0)):
+                tasks.append(grant.task)
+                taken.add(grant.task)
+        if tasks:
+            caps = [(task, grantable[task]) for task in tasks]
+            lefts = [cap - spent.get(task, 0) for task, cap in caps if cap is not None]
+            left = sum(lefts) if len(lefts) == len(tasks) else None
+            wanted.append(_PricedPlace(place, parts, tasks, left))
+    return wanted
 
 
 def _priced_parts(place: Placement, funding: Funding) -> list[tuple[int, GangPart]]:
@@ -174,25 +189,18 @@ def _grantable(places: Sequence[Placement]) -> Operation[dict[TaskId, int | None
     return {row.id: row.max_cost for row in rows}
 
 
-def _join(wanted: Sequence[_PricedPlace]) -> Operation[None]:
-    """Find open meters of allocations that further leases are added to; never of a gang, which has one lease."""
-    alone = {
-        (part.node, part.allocation.number): each
-        for each in wanted
-        if not each.place.members
-        for _, part in each.parts
-    }
-    if not alone:
-        return
+def _open_meters(places: Sequence[Placement]) -> Operation[dict[tuple[NodeId, int], MeterKey]]:
+    """Open meters of allocations that further leases may be added to; never of a gang, which has one lease."""
+    if not places:
+        return {}
     rows = yield from select(
         MetersRecord,
         f"SELECT {METER} FROM {{places}} AS p JOIN meters m ON m.node_id = p.node AND m.number = p.number "  # noqa: S608
         f"WHERE m.closed_at IS NULL {LOCKED}",
         {},
-        {"places": Relation(PLACES, sorted(alone))},
+        {"places": Relation(PLACES, sorted({_key(place) for place in places}))},
     )
-    for row in rows:
-        alone[row.node_id, row.number].joins.append(row)
+    return {(row.node_id, row.number): (row.task_id, row.epoch, row.rank) for row in rows}
 
 
 def _new_meters(
@@ -260,16 +268,13 @@ class _MoreLeases(NamedTuple):
     leases: int
 
 
-def _add_leases(joining: Sequence[_PricedPlace]) -> Operation[None]:
-    more = [
-        _MoreLeases(row.task_id, row.epoch, row.rank, len(each.tasks))
-        for each in joining
-        for row in each.joins
-    ]
+def add_leases(written: Mapping[MeterKey, int]) -> Operation[None]:
+    """Count leases that joined a meter, by meter."""
+    more = [_MoreLeases(*key, count) for key, count in sorted(written.items())]
     if more:
         yield Statement(
             "UPDATE meters SET leases = meters.leases + a.leases FROM {added} AS a "
             "WHERE meters.task_id = a.task AND meters.epoch = a.epoch AND meters.rank = a.rank",
             {},
-            {"added": Relation(relation_columns(_MoreLeases), sorted(more))},
+            {"added": Relation(relation_columns(_MoreLeases), more)},
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from gpool.core.ids import NodeId
@@ -21,12 +21,16 @@ from gpool.server.store.rows import (
 
 
 class UsedAllocation(NamedTuple):
-    """A lease that ended now. `allocation`: as stored; None: unknown, and without GPUs."""
+    """Allocation of one account on a node. `allocation`: as stored; None: unknown, and without GPUs."""
 
     holder: Holder
     node: NodeId
     allocation: str | None
-    started_at: int | None
+
+
+class LeaseTotals(NamedTuple):
+    attempts: int
+    ran_us: int
 
 
 class _LendingNode(NamedTuple):
@@ -34,20 +38,19 @@ class _LendingNode(NamedTuple):
     offer: str
 
 
-def add_usage(used: Sequence[UsedAllocation], at: Instant) -> Operation[None]:
-    """Add ended leases to the totals, as a step."""
-    shares = {each.allocation: _shares(each.allocation) for each in used}
-    models = yield from _models({each.node for each in used if shares[each.allocation]})
+def add_usage(used: Mapping[UsedAllocation, LeaseTotals], at: Instant) -> Operation[None]:
+    """Add leases that ended now to the totals, as a step."""
+    shares = {each: _shares(each.allocation) for each in used}
+    models = yield from _models({each.node for each in used if shares[each]})
     month = month_of(at)
     totals: dict[tuple[str, int, int, NodeId, str], list[int]] = {}
-    for each in used:
-        ran = 0 if each.started_at is None else max(0, at - each.started_at)
-        parts = shares[each.allocation]
+    for each, (attempts, ran) in used.items():
+        parts = shares[each]
         known = models.get(each.node, {})
         names = sorted({known.get(index, "") for index, _ in parts})
         key = (*each.holder, month, each.node, "+".join(filter(None, names)))
         total = totals.setdefault(key, [0, 0, 0])
-        total[0] += 1
+        total[0] += attempts
         total[1] += ran
         total[2] += ran * sum(share for _, share in parts) // 1000
     rows = [UsageTotalsRecord(*key, *total) for key, total in sorted(totals.items())]
