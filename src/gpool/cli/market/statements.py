@@ -34,7 +34,7 @@ CSV_COLUMNS = (
     "state",
     "receipt",
 )
-FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
+FORMULA = ("=", "+", "-", "@")
 
 
 @click.command(epilog=examples("gpool receipts", "gpool receipts --month 2026-11 --json"))
@@ -237,8 +237,8 @@ def _query(client: Client, team: str | None, month: str | None) -> str:
 
 
 def csv_cell(value: object) -> str:
-    """Text of a cell that no spreadsheet takes for a formula."""
-    text = "" if value is None else str(value)
+    """One line of text that no spreadsheet takes for a formula."""
+    text = "" if value is None else " ".join(str(value).split())
     return "'" + text if text.startswith(FORMULA) else text
 
 
