@@ -6,7 +6,8 @@ again when half of `AHEAD` is left, at 10:02:30. A lease has ended there at 10:0
     10:02:30   charged 0.02 (2:00), not metered 0:30    wanted: 0.02 + 0.005 + 0.05, in total 0.075
 
 The old pending transfer pays 0.02 to the owner and returns 0.03; the next one sets 0.055 aside. So at any time one pending
-transfer belongs to a meter, and an owner waits for the money of a long task for minutes, not days.
+transfer belongs to a meter, and an owner waits minutes for the money of ended leases. A lease is charged at its end: what
+one that still runs may cost stays set aside.
 """
 
 from __future__ import annotations
