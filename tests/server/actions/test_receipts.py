@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from gpool.core.ids import NodeId, decode, encode
-from gpool.core.model import Permission
+from gpool.core.model import Instant, Permission
 from gpool.server.receipts.loops import GRACE, IssueReceipts, VestEarnings
-from gpool.server.store.operations.money import vesting
+from gpool.server.store.operations.money import receipts, vesting
 from gpool.server.store.protocol import Operation, operation
 from gpool.transfer.node_proofs import NodeKey
 from gpool.wallet import canonical_json, payouts
@@ -271,3 +271,26 @@ async def test_rewards_are_shared_by_contribution_once(desk: Desk) -> None:
     assert await is_sound(desk)
     assert json.dumps(tried)
     assert decode("user", tried["items"][0]["owner"])
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        WorkSignature(b"\1" * 63),
+        WorkSignature(b"\1" * 64, (SignedGpu("gpu-1", "H100", "exclusive"),) * 65),
+        WorkSignature(b"\1" * 64, (SignedGpu("not opaque", "H100", "exclusive"),)),
+        WorkSignature(b"\1" * 64, (SignedGpu("gpu-1", "H" * 101, "exclusive"),)),
+        WorkSignature(b"\1" * 64, (SignedGpu("gpu-1", "H\0", "exclusive"),)),
+    ],
+)
+async def test_a_malformed_signature_is_dropped_and_the_end_recorded(
+    desk: Desk, work: WorkSignature
+) -> None:
+    bob, agent = await opened(desk)
+    task = await desk.command(bob, gpu="1")
+    lease = await started(desk, agent)
+    await agent.report(msgspec.structs.replace(exited(lease), work=work))
+    found = (await desk.get(f"/v1/tasks/{task}", headers=bob)).json()
+    assert found["status"] == "succeeded"
+    later = Instant(desk.server.now + 1)
+    assert not await desk.server.store.read(receipts.has_signatures(later))
