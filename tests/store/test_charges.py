@@ -90,7 +90,7 @@ class Priced:
         terms = PlaceTerms(price, pool.ann, '[{"model":"H100","slice":"0.5","position":0}]')
         wanted = [
             NewAccount(("user", pool.ann), kind, LedgerAccountId(next(pool.numbers)))
-            for kind in (AccountKind.USER, AccountKind.PENDING, AccountKind.OWNER)
+            for kind in (AccountKind.USER, AccountKind.PENDING, AccountKind.VESTING)
         ]
         funding = Funding({(self.node, number): terms}, tuple(wanted), FEE_PPM)
         return pool.write(leases.apply_plan([place], pool.term, pool.now(), funding=funding))
@@ -134,7 +134,7 @@ def test_funds_are_set_aside_with_the_grant_and_paid_to_owner_and_fee_at_the_end
     (task,) = pool.submit()
     before = priced.balances()["user"]
     priced.grant([task])
-    assert priced.balances() == {"user": before - AHEAD_COST, "pending": AHEAD_COST, "owner": 0}
+    assert priced.balances() == {"user": before - AHEAD_COST, "pending": AHEAD_COST, "vesting": 0}
     pool.record(priced.node, Started(task, 1))
     pool.record(priced.node, exited(task, code=0))
     (row,) = priced.charges
@@ -145,7 +145,7 @@ def test_funds_are_set_aside_with_the_grant_and_paid_to_owner_and_fee_at_the_end
     assert priced.meters == []
     (row,) = priced.charges
     assert (row.state, row.transfer_id) == ("posted", f"post:alloc:{task}:1:0:0")
-    assert priced.balances() == {"user": before - S, "pending": 0, "owner": S - S // 10}
+    assert priced.balances() == {"user": before - S, "pending": 0, "vesting": S - S // 10}
     assert pool.view(task).cost == (S, 0)
     priced.check_books()
 
@@ -308,7 +308,7 @@ def test_a_reservation_rolls_and_pays_the_owner_while_the_allocation_lives(price
     (meter,) = priced.meters
     assert (meter.roll, meter.posted) == (1, meter.charged)
     assert meter.renew_at > at
-    assert priced.balances()["owner"] == S - S // 10
+    assert priced.balances()["vesting"] == S - S // 10
     assert priced.balances()["pending"] == meter.reserved - meter.posted
     assert pool.write(meters.extend(at, 10)).count == 0
     priced.check_books()
@@ -322,7 +322,7 @@ def test_a_reservation_that_cannot_be_extended_is_reported_and_stays(pool: Pool)
     assert short.outcome is TransferOutcome.NO_FUNDS
     assert short.until - at <= 10 * SECOND
     assert [each.id for each in pool.read(limits.running_on([short]))] == [task]
-    assert priced.balances() == {"user": 0, "pending": AHEAD_COST, "owner": 0}
+    assert priced.balances() == {"user": 0, "pending": AHEAD_COST, "vesting": 0}
     late = Instant(
         at + 3600 * SECOND
     )  # the server was away: the charge is cut at what was set aside
@@ -357,7 +357,7 @@ def test_held_charges_wait_for_the_verdict(
         assert priced.balances() == {
             "user": before["user"] + AHEAD_COST - S,
             "pending": S,
-            "owner": 0,
+            "vesting": 0,
         }
     assert [row.state for row in priced.charges] == ["held"]
     resolve = charges.accept_held if accepted else charges.reject_held
@@ -368,7 +368,7 @@ def test_held_charges_wait_for_the_verdict(
     assert priced.balances() == {
         "user": before["user"] + AHEAD_COST - paid,
         "pending": 0,
-        "owner": paid - paid // 10,
+        "vesting": paid - paid // 10,
     }
     assert [row.state for row in priced.charges] == ["posted" if accepted else "void"]
     priced.check_books()
@@ -415,7 +415,9 @@ def test_a_changed_charge_is_found_by_verification(priced: Priced) -> None:
     priced.settle()
     pool.write(executed("UPDATE charges SET microcredits = microcredits + 1"))
     report = pool.database.run(verify(pool.database.store))
-    assert [each.thing for each in report.findings] == [f"transfer post:alloc:{task}:1:0:0"]
+    [transfer, account] = [each.thing for each in report.findings]
+    assert transfer == f"transfer post:alloc:{task}:1:0:0"
+    assert account.startswith("account ")  # of the earnings that have not vested
 
 
 def test_charges_outlive_their_task(priced: Priced) -> None:
@@ -435,7 +437,7 @@ def priced_gang(pool: Pool, balance: int) -> tuple[Priced, Site, TaskId, Applied
     (task,) = pool.submit(spec=spec, max_cost=None)
     wanted = [
         NewAccount(("user", pool.ann), kind, LedgerAccountId(next(pool.numbers)))
-        for kind in (AccountKind.USER, AccountKind.PENDING, AccountKind.OWNER)
+        for kind in (AccountKind.USER, AccountKind.PENDING, AccountKind.VESTING)
     ]
     place = meeting.place(task, spec)
     parts = [(place.node, place.allocation), *((m.node, m.allocation) for m in place.members)]

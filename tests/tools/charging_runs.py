@@ -54,7 +54,7 @@ SPEC = TaskSpec(TaskKind.COMMAND, "work", command=("work",), checkpoint="state/"
 ACCOUNTS = (
     NewAccount(("user", PAYER), AccountKind.USER, LedgerAccountId(50)),
     NewAccount(("user", PAYER), AccountKind.PENDING, LedgerAccountId(51)),
-    NewAccount(("user", OWNER), AccountKind.OWNER, LedgerAccountId(52)),
+    NewAccount(("user", OWNER), AccountKind.VESTING, LedgerAccountId(52)),
 )
 MONEY = 10**14
 FEE_PPM = 30_000

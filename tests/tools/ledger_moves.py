@@ -32,8 +32,10 @@ from gpool.core.money.transfers import (
     TREASURY,
     AccountKind,
     Expire,
+    Forfeit,
     Grant,
     LedgerAccountId,
+    Payout,
     Post,
     Posting,
     Refund,
@@ -41,6 +43,7 @@ from gpool.core.money.transfers import (
     TransferId,
     TransferKind,
     TransferRequest,
+    Vest,
     Void,
 )
 from gpool.server.store.drivers.sqlite import SqliteStore
@@ -69,6 +72,15 @@ def owner(number: int) -> LedgerAccountId:
     return LedgerAccountId(102 + 3 * number)
 
 
+def unvested(number: int) -> LedgerAccountId:
+    """Stays empty: without rows of `charges`, verification expects nothing in it."""
+    return LedgerAccountId(1000 + 2 * number)
+
+
+def paid_out(number: int) -> LedgerAccountId:
+    return LedgerAccountId(1001 + 2 * number)
+
+
 NEW = [
     NewAccount(("user", 1 + number), kind, id_)
     for number in range(PAYERS)
@@ -76,6 +88,8 @@ NEW = [
         (AccountKind.USER, payer(number)),
         (AccountKind.PENDING, held(number)),
         (AccountKind.OWNER, owner(number)),
+        (AccountKind.VESTING, unvested(number)),
+        (AccountKind.PAID, paid_out(number)),
     )
 ]
 
@@ -99,7 +113,7 @@ def _request(dice: random.Random, batch: int, place: int) -> TransferRequest:
         place, batch = dice.randrange(BATCH), batch - 1
     kind = TransferKind.RESERVE
     if place >= RESERVES:
-        kind = dice.choices(list(TransferKind), (6, 3, 2, 20, 6, 3))[0]
+        kind = dice.choices(list(TransferKind), (6, 3, 2, 20, 6, 3, 1, 1, 4))[0]
     who = dice.randrange(PAYERS)
     amount = dice.choice((1, dice.randint(1, 5_000), dice.randint(1, 2_000_000)))
     own = TransferId(f"{kind.value[0]}-{batch}-{place}")
@@ -118,6 +132,12 @@ def _request(dice: random.Random, batch: int, place: int) -> TransferRequest:
             return Void(own, about)
         case TransferKind.EXPIRE:
             return Expire(own, about)
+        case TransferKind.VEST:
+            return Vest(own, unvested(who), owner(who), amount)
+        case TransferKind.FORFEIT:
+            return Forfeit(own, TransferId(f"p{about[1:]}"), unvested(who), amount, 1)
+        case TransferKind.PAYOUT:
+            return Payout(own, owner(who), paid_out(who), amount)
 
 
 class ModelBooks:
@@ -134,7 +154,7 @@ class ModelBooks:
 
     def write(self, requests: Sequence[TransferRequest], at: Instant) -> LedgerChanges:
         about = {each.pending for each in requests if isinstance(each, Post | Void | Expire)}
-        charged = {each.charge for each in requests if isinstance(each, Refund)}
+        charged = {each.charge for each in requests if isinstance(each, Refund | Forfeit)}
         view = LedgerView(
             self.accounts,
             {id_: self.pending[id_] for id_ in about if id_ in self.pending},

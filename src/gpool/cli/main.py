@@ -72,8 +72,21 @@ SECTIONS = {
         "account": ("gpool.cli.listings", "Export or delete your account."),
     },
     "Market": {
-        "receipt": ("gpool.cli.market.receipts", "Verify receipts of charged attempts, offline."),
-        "payout": ("gpool.cli.market.payouts", "Build and verify payout files; claim payouts."),
+        "usage": ("gpool.cli.market.statements", "Show what you spent and earned in a month."),
+        "invoice": (
+            "gpool.cli.market.statements",
+            "Write the charges of a month, each with its receipt and task, as HTML or CSV.",
+        ),
+        "receipts": (
+            "gpool.cli.market.statements",
+            "List receipts of charged attempts, newest first.",
+        ),
+        "receipt": ("gpool.cli.market.receipts", "Fetch receipts; verify them offline."),
+        "earnings": (
+            "gpool.cli.market.statements",
+            "Show what your nodes have earned, by month, node and GPU.",
+        ),
+        "payout": ("gpool.cli.market.payouts", "List, build and verify payouts; claim them."),
         "balance": (
             "gpool.cli.market.ledger",
             "Show your balance, pending funds and recent entries.",

@@ -239,6 +239,35 @@ CASES: dict[tuple[str, str, str], Cell] = {
         "query": "?user={id}",
         "body": {"cap_microcredits": 5},
     },
+    **{
+        ("GET", path, "of a user"): {
+            **_USER,
+            "may": words("self operator"),
+            "own_account": False,
+            "query": "?user={id}",
+        }
+        for path in ("/v1/receipts", "/v1/usage", "/v1/earnings", "/v1/payouts")
+    },
+    **{
+        ("GET", path, "of a team"): {
+            **_TEAM,
+            "may": words("owner member viewer operator"),
+            "own_account": False,
+            "query": "?team={id}",
+        }
+        for path in ("/v1/receipts", "/v1/usage")
+    },
+    ("GET", "/v1/receipts/{id}", ""): {
+        "objects": ("receipt:p", "receipt:-"),
+        "may": words("self operator"),
+        "own_account": False,
+    },
+    ("GET", "/v1/payouts/{id}", ""): {"objects": ("payout:p",)},
+    ("POST", "/v1/admin/payouts", ""): {"objects": ("earned:p",), "body": {"month": "2001-01"}},
+    ("POST", "/v1/admin/rewards", ""): {
+        "objects": ("used:p",),
+        "body": {"month": "2001-01", "pool_microcredits": 5},
+    },
     ("POST", "/v1/admin/ledger/grants", ""): {
         "objects": ("user:p",),
         "body": lambda ids: {"to": ids["id"], "amount_microcredits": 5},

@@ -27,7 +27,7 @@ from tests.server.identity_routes.people_desk import (
     wallet,
 )
 from tests.server.server_desk import Desk, an_offer
-from tests.tools.ledger_charges import charged
+from tests.tools.ledger_charges import charged, earned
 from tests.tools.nodes import a_key
 
 T = TypeVar("T")
@@ -178,6 +178,8 @@ async def _objects(pool: Pool, people: dict[str, Somebody]) -> None:
     ids["session:p"] = (await ada.ask("GET", "/v1/sessions")).json()["items"][0]["id"]
     ids["user:p"] = ada.id
     ids["charge:p"] = await charged(desk.server, ada.id, 100)
+    ids["receipt:p"] = await earned(desk.server, ada.id, ids["node:p"])
+    ids |= {"payout:p": "1", "earned:p": "", "used:p": ""}
     linking = {**await signed(pool.desk, wallet(7), "link", "ada"), "password": PASSWORD}
     assert (await ada.ask("POST", "/v1/wallets", linking)).status_code == 201
     ids["wallet:p"] = wallet(7).address
@@ -196,12 +198,24 @@ async def _objects(pool: Pool, people: dict[str, Somebody]) -> None:
         "session:-": "0" * 26,
         "user:-": f"u-{NONE}",
         "wallet:-": wallet(8).address,
+        "receipt:-": f"rc-{NONE}",
         "artifact:-": "f" * 64,
     }
 
 
 async def _askers(pool: Pool, people: dict[str, Somebody]) -> None:
-    personal = ["task", "batch", "node", "gpu", "key", "session", "user", "wallet", "artifact"]
+    personal = [
+        "task",
+        "batch",
+        "node",
+        "gpu",
+        "key",
+        "session",
+        "user",
+        "wallet",
+        "artifact",
+        "receipt",
+    ]
     own = {f"{kind}:p": frozenset({"self"}) for kind in personal}
     own["batch:done"] = frozenset({"self"})
     of_team = ["task", "batch", "artifact", "team", "member", "invited"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from gpool.cli.admin import alerts, gpus, keys_and_audit, ledger, policy, recovery, users
+from gpool.cli.admin import alerts, gpus, keys_and_audit, ledger, payouts, policy, recovery, users
 
 
 @click.group()
@@ -35,5 +35,7 @@ for _verb in (
     policy.preempt,
     policy.reservations,
     ledger.ledger,
+    payouts.payout,
+    payouts.rewards,
 ):
     admin.add_command(_verb)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from gpool.cli.command import as_json, examples
+from gpool.cli.command import as_json, client_of, examples
 from gpool.cli.market.receipts import file_argument, read_bytes
-from gpool.cli.printing import emit_json, show
+from gpool.cli.printing import emit_json, show, table
 from gpool.core.errors import Conflict, Invalid, NotFound
 
 if TYPE_CHECKING:
@@ -59,7 +59,55 @@ class Sending:
 
 @click.group()
 def payout() -> None:
-    """Build and verify payout files; claim payouts."""
+    """List, build and verify payouts; claim them."""
+
+
+@payout.command("ls", epilog=examples("gpool payout ls", "gpool payout ls --json"))
+@as_json
+@click.pass_context
+def payout_ls(ctx: click.Context, as_json: bool) -> None:
+    """List closed periods with your part of each."""
+    from gpool.core.money.transfers import format_credits
+
+    items = client_of(ctx).api.get_json("/v1/payouts?limit=200")["items"]
+    if as_json:
+        emit_json(items)
+        return
+    rows = [
+        (
+            one["number"],
+            one["month"],
+            one["accounts"],
+            format_credits(int(one["total_due"])),
+            format_credits(one["own_microcredits"]),
+            one["own_payee"] or "-",
+        )
+        for one in items
+    ]
+    columns = ("period", "month", "accounts", "due", "yours", "paid to")
+    table(columns, rows, "No period is closed yet.")
+
+
+@payout.command("fetch", epilog=examples("gpool payout fetch 1 -o payout-1.json"))
+@click.argument("period", type=click.IntRange(min=1))
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Payout file to write.",
+)
+@click.pass_context
+def payout_fetch(ctx: click.Context, period: int, output: Path) -> None:
+    """Fetch the payout file of a closed period, to verify it and to claim."""
+    from gpool.wallet import payouts
+    from gpool.wallet.canonical_json import encode
+
+    data = encode(client_of(ctx).api.get_json(f"/v1/payouts/{period}"))
+    payouts.parse(data)
+    output.write_bytes(data)
+    click.echo(str(output))
 
 
 @payout.command(

@@ -1,4 +1,4 @@
-"""`gpool receipt`: verify receipts without server and network. Only `fetch-keys` asks the server."""
+"""`gpool receipt`: fetch receipts, and verify them without server and network."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from gpool.cli.printing import emit_json, fields, table
 from gpool.core.errors import Invalid, NotFound
 
 if TYPE_CHECKING:
+    from gpool.client.client import Client
     from gpool.wallet.receipt_keys import KeyHistory
     from gpool.wallet.receipts import Receipt
 
@@ -29,7 +30,52 @@ keys_option = click.option(
 
 @click.group()
 def receipt() -> None:
-    """Verify receipts of charged attempts, offline."""
+    """Fetch receipts; verify them offline."""
+
+
+@receipt.command("fetch", epilog=examples("gpool receipt fetch rc-… -o receipt.json"))
+@click.argument("ids", metavar="RECEIPT...", nargs=-1, required=True)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="File to write, or a folder for several (default: RECEIPT.json here).",
+)
+@click.pass_context
+def receipt_fetch(ctx: click.Context, ids: tuple[str, ...], output: Path | None) -> None:
+    """Fetch receipts as files that can be verified offline."""
+    if len(ids) > 1 and output is not None and not output.is_dir():
+        raise Invalid(f"{output} is not a folder; several receipts are written into one")
+    client = client_of(ctx)
+    for id_ in ids:
+        path = output or Path(f"{id_}.json")
+        if path.is_dir():
+            path = path / f"{id_}.json"
+        path.write_bytes(_fetched(client, id_))
+        click.echo(f"{path}")
+
+
+@receipt.command("show", epilog=examples("gpool receipt show rc-…"))
+@click.argument("id_", metavar="RECEIPT")
+@as_json
+@click.pass_context
+def receipt_show(ctx: click.Context, id_: str, as_json: bool) -> None:
+    """Fetch a receipt, check both signatures and show it."""
+    from gpool.wallet.canonical_json import encode
+    from gpool.wallet.receipt_keys import parse_history
+    from gpool.wallet.receipts import verified
+
+    client = client_of(ctx)
+    history = parse_history(encode(client.api.get_json("/v1/receipt-keys")))
+    _show(verified(_fetched(client, id_), history), None, as_json)
+
+
+def _fetched(client: Client, id_: str) -> bytes:
+    """Canonical bytes: the server's answer is parsed JSON, which has one canonical spelling."""
+    from gpool.wallet.canonical_json import encode
+
+    return encode(client.api.get_json(f"/v1/receipts/{id_}"))
 
 
 @receipt.command(

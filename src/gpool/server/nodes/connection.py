@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
+import msgspec
+
 from gpool.core.errors import Forbidden, GpoolError, NotFound
 from gpool.core.ids import NodeId, SpecId, TaskId
 from gpool.core.model import SECOND, EndReason, Instant, Offer, TaskSpec, TaskStatus
+from gpool.core.money.prices import is_priced
 from gpool.server.nodes import reconciliation
 from gpool.server.nodes.reconciliation import NotRegistered, StoredLeases
 from gpool.server.nodes.registry import HeartbeatNumber, OpenSecrets
@@ -313,7 +316,10 @@ class NodeChannel:
         batch: list[Line] = []
         size = 0
         weighed: set[int] = set()
+        receipts = _receipts_name(self._server, self.node)
         for line in delivery.split_lines(lines):
+            if receipts and not line.owner:
+                line = msgspec.structs.replace(line, receipts=receipts)
             weight = delivery.weight(line)
             if line.spec not in weighed and SpecId(line.spec) not in self._specs_sent:
                 weighed.add(line.spec)
@@ -443,6 +449,16 @@ class NodeChannel:
         forgotten = unstated & self._unstated
         self._unstated = unstated
         return forgotten
+
+
+def _receipts_name(server: Server, node: NodeId) -> str:
+    """The pool's name in receipts, if leases of this node are charged; else empty."""
+    entry = server.picture.state.nodes.get(node)
+    if not server.settings.prices or server.sign_ins is None:
+        return ""
+    if entry is None or entry.node is None:
+        return ""
+    return server.identity.receipts.pool if is_priced(entry.node.offer) else ""
 
 
 def _held_by(picture: StatePicture, node: NodeId) -> set[TaskId]:

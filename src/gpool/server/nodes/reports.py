@@ -29,13 +29,22 @@ from gpool.core.model import (
 from gpool.core.money.prices import MAX_MINIMUM, MAX_NOTICE_S
 from gpool.core.scheduler.place.kinds import MAX_GPUS
 from gpool.core.specs import fields
+from gpool.server.receipts.signatures import is_well_formed
 from gpool.server.store.batching import WriteBatcher
 from gpool.server.store.operations.leases import leases
 from gpool.server.store.operations.tasks.storage import NO_LIMITS, StorageLimits
 from gpool.server.store.protocol import Operation, brief
 from gpool.server.store.values import BatchResult, Recording
 from gpool.server.wakeups import AwaitedResults
-from gpool.wire.frames import MAX_SPEC_BYTES, Checkpointed, Finished, Hold, LogChunk, ReportItem
+from gpool.wire.frames import (
+    MAX_SPEC_BYTES,
+    Checkpointed,
+    Finished,
+    Hold,
+    LogChunk,
+    Released,
+    ReportItem,
+)
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
 SITE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -182,8 +191,12 @@ def checked_report(item: ReportItem) -> ReportItem | None:
     """
     if isinstance(item, Checkpointed):
         return item if _is_valid_checkpoint(item) else None
+    if isinstance(item, Released) and not is_well_formed(item.work):
+        return Released(item.task, item.epoch)
     if not isinstance(item, Finished):
         return item
+    if not is_well_formed(item.work):
+        item = msgspec.structs.replace(item, work=None)
     if item.reason in SERVER_REASONS:
         return _failed(item, f"its node reported {item.reason}, which only the server may")
     if len(item.value) > INLINE_LIMIT_BYTES:

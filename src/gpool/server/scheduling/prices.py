@@ -50,7 +50,7 @@ class PlanPrices:
                 payer = payer_of(place.shape.user, place.shape.team)
                 holders[payer, payer_kind(payer)] = None
                 holders[payer, AccountKind.PENDING] = None
-                holders[("user", node.owner), AccountKind.OWNER] = None
+                holders[("user", node.owner), AccountKind.VESTING] = None
         if not terms:
             return None
         new = zip(holders, self._ids.take(len(holders)), strict=True)

@@ -22,12 +22,6 @@ class OidcIdentitiesRecord(NamedTuple):
     user_id: UserId
 
 
-class SignInNoncesRecord(NamedTuple):
-    nonce: str
-    expires_at: Instant
-    purpose: str
-
-
 class UserInvitesRecord(NamedTuple):
     hashed: str
     made_by: UserId
@@ -91,16 +85,6 @@ class MembershipsRecord(NamedTuple):
     user_id: UserId
     role: str
     since: Instant
-
-
-class TeamInvitationsRecord(NamedTuple):
-    team_id: TeamId
-    invitee: str
-    user_id: UserId | None
-    role: str
-    made_by: UserId
-    created_at: Instant
-    expires_at: Instant
 
 
 class QuotasRecord(NamedTuple):
@@ -240,6 +224,51 @@ class ChargesRecord(NamedTuple):
     vests_at: Instant | None
 
 
+class ReceiptsRecord(NamedTuple):
+    id: int
+    task_id: TaskId
+    epoch: int
+    node_id: NodeId
+    payer_id: int
+    owner_id: int
+    month: int
+    issued_at: Instant
+    body: bytes
+
+
+class WalletChangesRecord(NamedTuple):
+    user_id: UserId
+    number: int
+    at: Instant
+    address: str | None
+
+
+class RewardsRecord(NamedTuple):
+    month: int
+    account_id: int
+    weight: int
+    microcredits: int
+    at: Instant
+
+
+class PayoutsRecord(NamedTuple):
+    number: int
+    month: int
+    closed_at: Instant
+    accounts: int
+    total_due: str
+    root: str | None
+    receipts_root: str
+    body: bytes
+
+
+class PayoutLinesRecord(NamedTuple):
+    number: int
+    account_id: int
+    payee: str
+    microcredits: int
+
+
 class UsersRecord(NamedTuple):
     id: UserId
     name: str
@@ -369,13 +398,6 @@ class AttemptsRecord(NamedTuple):
     detail: str
 
 
-class AttemptNotesRecord(NamedTuple):
-    task_id: TaskId
-    epoch: int
-    note: str
-    at: Instant
-
-
 class CheckpointsRecord(NamedTuple):
     task_id: TaskId
     epoch: int
@@ -384,20 +406,6 @@ class CheckpointsRecord(NamedTuple):
     files: int
     manifest: str
     stored_bytes: int
-
-
-class LogHeadsRecord(NamedTuple):
-    task_id: TaskId
-    size_bytes: int
-    truncated: int
-    stored_bytes: int
-
-
-class LogChunksRecord(NamedTuple):
-    task_id: TaskId
-    cursor: int
-    stream: int
-    data: bytes
 
 
 class ArtifactsRecord(NamedTuple):
@@ -415,14 +423,6 @@ class ArtifactRefsRecord(NamedTuple):
     user_id: UserId
     epoch: int
     team_id: TeamId | None
-
-
-class IdempotencyRecord(NamedTuple):
-    user_id: UserId
-    key: str
-    fingerprint: str
-    answer: bytes
-    created_at: Instant
 
 
 class SchedulerTermRecord(NamedTuple):
@@ -502,24 +502,11 @@ class NodeConnectionsRecord(NamedTuple):
     connected_at: Instant
 
 
-class ChangesRecord(NamedTuple):
-    xid: int
-    at: Instant
-    replica_id: int
-    ids: bytes
-
-
 class ReadingsRecord(NamedTuple):
     replica_id: int
     number: int
     at: Instant
     body: bytes
-
-
-class UsedProofsRecord(NamedTuple):
-    key: str
-    nonce: str
-    expires_at: Instant
 
 
 class ServerSecretsRecord(NamedTuple):
@@ -532,13 +519,6 @@ class LedgerAccountsRecord(NamedTuple):
     kind: str
     balance: int
     sequence: int
-
-
-class LedgerHoldersRecord(NamedTuple):
-    kind: str
-    id: int
-    purpose: str
-    account_id: int
 
 
 class LedgerTransfersRecord(NamedTuple):

@@ -54,6 +54,9 @@ from gpool.wire.ledger import (
 LAST = (1 << 63) - 1
 """Above every number of an entry."""
 
+EARNED = (AccountKind.OWNER, AccountKind.VESTING)
+"""Accounts of earnings that were not paid out, vested or not."""
+
 REASONS = {
     TransferOutcome.ID_REUSED: "the id {id} belongs to another transfer; choose another id",
     TransferOutcome.NO_CHARGE: "{about} is no charge; a charge is a transfer of the kind `post`",
@@ -69,7 +72,7 @@ async def ledger(
     server: Server, who: Caller, holder: Holder, before: int | None, limit: int
 ) -> LedgerDocument:
     """Balances and entries of a user or team, for its members and operators."""
-    thing = await _thing(server, who, holder)
+    thing = await account_thing(server, who, holder)
     permit(who, Action.LEDGER_READ, thing, encode(*holder))
     await note_read(server, who, Action.LEDGER_READ, thing, encode(*holder))
     found = {row.kind: row for row in await server.store.read(operations.balances(holder))}
@@ -84,7 +87,7 @@ async def ledger(
         pending_microcredits=found[AccountKind.PENDING].balance
         if AccountKind.PENDING in found
         else 0,
-        earned_microcredits=found[AccountKind.OWNER].balance if AccountKind.OWNER in found else 0,
+        earned_microcredits=sum(found[kind].balance for kind in EARNED if kind in found),
         month=budget.month,
         spent_microcredits=budget.spent_microcredits,
         budget_microcredits=budget.budget_microcredits,
@@ -94,7 +97,7 @@ async def ledger(
     )
 
 
-async def _thing(server: Server, who: Caller, holder: Holder) -> Thing:
+async def account_thing(server: Server, who: Caller, holder: Holder) -> Thing:
     """The account; one that is neither the caller's nor of a team of the caller's is looked up, as it may not exist."""
     kind, number = holder
     known: object
@@ -239,7 +242,7 @@ async def budget_of(server: Server, holder: Holder) -> BudgetDocument:
 async def set_budget(
     server: Server, who: Caller, holder: Holder, cap: int | None, once: Once | None
 ) -> BudgetDocument:
-    permit(who, Action.BUDGET_SET, await _thing(server, who, holder), encode(*holder))
+    permit(who, Action.BUDGET_SET, await account_thing(server, who, holder), encode(*holder))
     payer = NewAccount(holder, payer_kind(holder), LedgerAccountId(server.ids.next()))
     facts = {"cap_microcredits": "none" if cap is None else str(cap)}
     note = entry(server.now, who, "budget.set", encode(*holder), **facts)

@@ -55,7 +55,7 @@ async def read_ledger(
 ) -> Response:
     """Read balance, funds set aside, spending of the month and entries, newest first."""
     who = await user_of(request)
-    holder = _holder(who, team, user)
+    holder = holder_of(who, team, user)
     return answer(await ledger.ledger(server_of(request), who, holder, cursor, limit))
 
 
@@ -64,7 +64,7 @@ async def set_budget(request: Request, team: OfTeam = None, user: OfUser = None)
     """Set the monthly budget of your account or of a team that you own; operators set any. Null removes it."""
     who = await user_of(request)
     wanted, once = await document_of(request, BudgetRequest)
-    holder = _holder(who, team, user)
+    holder = holder_of(who, team, user)
     cap = wanted.cap_microcredits
     return answer(await ledger.set_budget(server_of(request), who, holder, cap, once))
 
@@ -124,7 +124,7 @@ async def check_ledger(
     return answer(_check(await verification.verify(server_of(request).store, anchors)))
 
 
-def _holder(who: Caller, team: str | None, user: str | None) -> Holder:
+def holder_of(who: Caller, team: str | None, user: str | None) -> Holder:
     if team is not None and user is not None:
         raise Invalid("'team' and 'user' name two accounts; send one of them")
     if team is not None:

@@ -35,7 +35,7 @@ SUMS = (
         "SELECT COUNT(*) FROM (SELECT c.transfer_id FROM charges c WHERE c.state = 'posted' GROUP BY c.transfer_id "
         "HAVING SUM(c.microcredits) <> (SELECT COALESCE(SUM(e.amount), 0) FROM ledger_entries e "
         "JOIN ledger_accounts a ON a.id = e.account_id WHERE e.transfer_id = c.transfer_id "
-        "AND a.kind IN ('owner', 'fee')))",
+        "AND a.kind IN ('vesting', 'fee')))",
     ),
     (
         "open meters without the funds that they count on:",

@@ -27,6 +27,7 @@ from gpool.server.store.operations.leases.ends import (
 from gpool.server.store.operations.leases.finished import HELD, HeldTask, fault_in, without_missing
 from gpool.server.store.operations.leases.gangs import MemberReports, lose_members, record_members
 from gpool.server.store.operations.leases.grants import is_current_term
+from gpool.server.store.operations.money.receipts import put_signatures
 from gpool.server.store.operations.tasks.artifacts import NamedResult, keep_results
 from gpool.server.store.operations.tasks.progress import append_chunks, note_phases, save
 from gpool.server.store.operations.tasks.results import results_of
@@ -210,9 +211,16 @@ def record(
         if reports.rest:
             refused += yield from _refused(node, reports.rest)
     recording = _merged(recordings, refused)
+    signed = [(node, item) for node, item in items if _is_signed(item)]
+    if signed:
+        yield from put_signatures(signed, set(refused), at)
     if awaited:
         return replace(recording, results=(yield from results_of(awaited)))
     return recording
+
+
+def _is_signed(item: ReportItem) -> bool:
+    return (type(item) is Finished or type(item) is Released) and item.work is not None
 
 
 @operation

@@ -252,9 +252,16 @@ ORPHANS = (
         "its postings to owner and fee differ from the charges that it paid",
         "SELECT c.transfer_id FROM charges c WHERE c.transfer_id IS NOT NULL GROUP BY c.transfer_id HAVING "
         "SUM(c.microcredits) <> (SELECT COALESCE(SUM(e.amount), 0) FROM ledger_entries e JOIN ledger_accounts a "
-        "ON a.id = e.account_id WHERE e.transfer_id = c.transfer_id AND a.kind IN ('owner', 'fee')) OR SUM(c.fee) <> "
+        "ON a.id = e.account_id WHERE e.transfer_id = c.transfer_id AND a.kind IN ('owner', 'vesting', 'fee')) OR SUM(c.fee) <> "
         "(SELECT COALESCE(SUM(e.amount), 0) FROM ledger_entries e WHERE e.transfer_id = c.transfer_id "
         "AND e.account_id = 2) ORDER BY 1 LIMIT 20",
+    ),
+    (
+        "account",
+        "its balance is not the sum of the earnings that have not vested",
+        "SELECT CAST(a.id AS TEXT) FROM ledger_accounts a WHERE a.kind = 'vesting' AND a.balance <> "
+        "(SELECT COALESCE(SUM(c.microcredits - c.fee), 0) FROM charges c WHERE c.owner_id = a.id AND c.state = 'posted') "
+        "ORDER BY 1 LIMIT 20",
     ),
     (
         "charge",

@@ -232,7 +232,7 @@ def _new_meters(
             part.allocation.number,
             accounts[payer, payer_kind(payer)],
             accounts[payer, AccountKind.PENDING],
-            accounts[("user", each.owner), AccountKind.OWNER],
+            accounts[("user", each.owner), AccountKind.VESTING],
             each.price.rate_microcredits,
             each.price.minimum_microcredits,
             funding.fee_ppm,

@@ -1,0 +1,296 @@
+"""From a signed end to the payout: receipts, vesting, forfeits, statements, rewards and closed periods on a real server."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from gpool.core.ids import NodeId, decode, encode
+from gpool.core.model import Instant, Permission
+from gpool.server.receipts.loops import GRACE, IssueReceipts, VestEarnings
+from gpool.server.store.operations.money import receipts, vesting
+from gpool.server.store.protocol import Operation, operation
+from gpool.transfer.node_proofs import NodeKey
+from gpool.wallet import canonical_json, payouts
+from gpool.wallet.errors import BadReceipt
+from gpool.wallet.receipt_keys import (
+    NO_RESULT,
+    KeyHistory,
+    ReceiptGpu,
+    ReceiptWork,
+    opaque_gpu_id,
+    parse_history,
+)
+from gpool.wallet.receipts import receipts_root, verified
+from gpool.wire.frames import Finished, Grants, Lease, SignedGpu, WorkSignature
+from tests.server.actions.test_charging import PRICE, Headers, charged, give, person, started
+from tests.server.actions.test_market import lent
+from tests.server.server_desk import Agent, Desk, StoppedClock, exited, open_desk
+
+pytestmark = pytest.mark.anyio
+
+AMOUNT, FEE = 10_000, 1_000
+DAY = 86_400
+
+
+@pytest.fixture
+async def desk(data: Path) -> AsyncIterator[Desk]:
+    made = await open_desk(data, StoppedClock(), prices=True, fee_ppm=100_000, vest_hours=96)
+    async with made.http:
+        yield made
+    await made.server.store.close()
+
+
+def signed(desk: Desk, agent: Agent, lease: Lease, key: NodeKey | None = None) -> Finished:
+    """The end of a lease, signed as an agent does."""
+    [line] = [
+        line for frame in agent.frames(Grants) for line in frame.lines if lease in line.leases
+    ]
+    assert line.receipts == desk.server.identity.receipts.pool
+    gpus = tuple(
+        ReceiptGpu(opaque_gpu_id(gpu.uuid), gpu.model, "exclusive") for gpu in agent.offer.gpus[:1]
+    )
+    node = encode("node", agent.credentials.node)
+    work = ReceiptWork(
+        line.receipts, encode("task", lease.task), lease.epoch, node, gpus, NO_RESULT
+    )
+    own = key or NodeKey(hashlib.sha256(b"n1").digest())
+    named = tuple(SignedGpu(each.gpu, each.model, each.slice) for each in gpus)
+    proof = WorkSignature(own.sign_work(work.message()), named)
+    return msgspec.structs.replace(exited(lease), work=proof)
+
+
+async def paid_task(
+    desk: Desk, bob: Headers, agent: Agent, *, key: NodeKey | None = None, is_signed: bool = True
+) -> str:
+    """A task that ran for ten seconds and whose charge is posted."""
+    task = await desk.command(bob, gpu="1")
+    lease = await started(desk, agent)
+    desk.clock.advance(10)
+    report = signed(desk, agent, lease, key) if is_signed else exited(lease)
+    await agent.report(report)
+    await charged(desk)
+    return task
+
+
+async def opened(desk: Desk) -> tuple[Headers, Agent]:
+    bob, id_ = await person(desk)
+    agent = await desk.agent("n1", lent(PRICE))
+    await give(desk, id_, 10_000_000)
+    return bob, agent
+
+
+async def looped(desk: Desk) -> None:
+    await IssueReceipts(desk.server).run_once(desk.server.now)
+    await VestEarnings(desk.server).run_once(desk.server.now)
+
+
+async def history(desk: Desk) -> KeyHistory:
+    return parse_history(canonical_json.encode((await desk.get("/v1/receipt-keys")).json()))
+
+
+async def receipts_of(desk: Desk, who: Headers | None, query: str = "") -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = (await desk.get(f"/v1/receipts{query}", headers=who)).json()[
+        "items"
+    ]
+    return found
+
+
+async def is_sound(desk: Desk) -> bool:
+    found = (await desk.get("/v1/admin/ledger/check")).json()
+    assert found["findings"] == []
+    return bool(found["sound"])
+
+
+async def test_a_receipt_is_issued_with_the_first_key_and_outlives_key_and_node(desk: Desk) -> None:
+    bob, agent = await opened(desk)
+    task = await paid_task(desk, bob, agent)
+    await looped(desk)
+    [mine] = await receipts_of(desk, bob)
+    assert (mine["side"], mine["task"], mine["amount_microcredits"]) == ("paid", task, AMOUNT)
+    [owned] = await receipts_of(desk, None, f"?task={task}")
+    assert (owned["id"], owned["side"]) == (mine["id"], "earned")
+    assert await receipts_of(desk, bob, "?month=2001-01") == []
+    data = (await desk.get(f"/v1/receipts/{mine['id']}", headers=bob)).content
+    await desk.post("/v1/admin/receipt-keys/rotate", {})
+    assert (await desk.http.delete(f"/v1/nodes/{mine['node']}")).status_code < 300
+    receipt = verified(data, await history(desk))
+    assert (receipt.charge.amount, receipt.charge.fee) == (AMOUNT, FEE)
+    assert receipt.charge.charged_ms == 10_000
+    eve = await desk.person("eve", Permission.CONSUMER)
+    assert (await desk.get(f"/v1/receipts/{mine['id']}", headers=eve)).status_code == 404
+    assert await receipts_of(desk, eve) == []
+
+
+async def test_every_altered_byte_of_an_issued_receipt_is_found(desk: Desk) -> None:
+    bob, agent = await opened(desk)
+    await paid_task(desk, bob, agent)
+    await looped(desk)
+    [mine] = await receipts_of(desk, bob)
+    data = (await desk.get(f"/v1/receipts/{mine['id']}", headers=bob)).content
+    keys = await history(desk)
+    verified(data, keys)
+    for place in range(len(data)):
+        altered = bytearray(data)
+        altered[place] ^= 1
+        with pytest.raises(BadReceipt):
+            verified(bytes(altered), keys)
+
+
+@pytest.mark.parametrize("kind", ["none", "wrong"])
+async def test_work_without_its_nodes_signature_earns_nothing_and_returns(
+    desk: Desk, kind: str
+) -> None:
+    bob, agent = await opened(desk)
+    before = (await desk.get("/v1/ledger", headers=bob)).json()["balance_microcredits"]
+    other = NodeKey(b"\1" * 32)
+    await paid_task(desk, bob, agent, key=other, is_signed=kind == "wrong")
+    await looped(desk)
+    assert await receipts_of(desk, bob) == []
+    desk.clock.advance(GRACE / 1_000_000 + 60)
+    await looped(desk)
+    after = (await desk.get("/v1/ledger", headers=bob)).json()["balance_microcredits"]
+    assert after == before
+    desk.clock.advance(10 * DAY)
+    await looped(desk)
+    found = (await desk.get("/v1/earnings")).json()
+    assert (found["unvested_microcredits"], found["vested_microcredits"]) == (0, 0)
+    assert await is_sound(desk)
+
+
+async def test_earnings_vest_after_the_window_and_are_paid_in_a_closed_period(desk: Desk) -> None:
+    bob, agent = await opened(desk)
+    await paid_task(desk, bob, agent)
+    await looped(desk)
+    share = AMOUNT - FEE
+    found = (await desk.get("/v1/earnings")).json()
+    assert (found["unvested_microcredits"], found["vested_microcredits"]) == (share, 0)
+    assert [(one["state"], one["microcredits"]) for one in found["items"]] == [("posted", share)]
+    desk.clock.advance(96 * 3600 + 1)
+    await looped(desk)
+    found = (await desk.get("/v1/earnings")).json()
+    assert (found["unvested_microcredits"], found["vested_microcredits"]) == (0, share)
+    assert await is_sound(desk)
+    month = found["items"][0]["month"]
+    wanted = {"month": month}
+    assert (await desk.post("/v1/admin/payouts", wanted)).status_code == 409  # it is not over
+    desk.clock.advance(40 * DAY)
+    tried = (await desk.post("/v1/admin/payouts", {**wanted, "dry_run": True})).json()
+    done = (await desk.post("/v1/admin/payouts", wanted)).json()
+    assert done == tried
+    file = payouts.parse(done["file"].encode())
+    assert file.total_due == str(share)
+    [mine] = await receipts_of(desk, bob)
+    data = (await desk.get(f"/v1/receipts/{mine['id']}", headers=bob)).content
+    assert file.receipts_root == "0x" + receipts_root([data]).hex()
+    [period] = (await desk.get("/v1/payouts")).json()["items"]
+    assert (period["own_microcredits"], period["month"]) == (share, month)
+    assert (await desk.get("/v1/payouts/1")).content == done["file"].encode()
+    assert (await desk.get("/v1/payouts/2")).status_code == 404
+    assert (await desk.get("/v1/earnings")).json()["paid_microcredits"] == share
+    assert (await desk.post("/v1/admin/payouts", wanted)).status_code == 409
+    assert await is_sound(desk)
+
+
+@operation
+def caught(node: NodeId, at: Any) -> Operation[vesting.Forfeited]:
+    return (yield from vesting.forfeit(node, at))
+
+
+async def test_a_caught_nodes_unvested_charges_return_to_their_payers(desk: Desk) -> None:
+    bob, agent = await opened(desk)
+    before = (await desk.get("/v1/ledger", headers=bob)).json()["balance_microcredits"]
+    first = await paid_task(desk, bob, agent)
+    await looped(desk)
+    desk.clock.advance(97 * 3600)
+    await looped(desk)  # the first one has vested
+    agent = agent.again()
+    await agent.connect()
+    second = await paid_task(desk, bob, agent)
+    await looped(desk)
+    done = await desk.server.write(caught(agent.credentials.node, desk.server.now))
+    assert [encode("task", task) for task, _ in done.leases] == [second]
+    assert done.microcredits == AMOUNT
+    after = (await desk.get("/v1/ledger", headers=bob)).json()["balance_microcredits"]
+    assert after == before - AMOUNT  # of the first task
+    states = {one["task"]: one["state"] for one in await usage_of(desk, bob)}
+    assert states == {first: "vested", second: "forfeited"}
+    again = await desk.server.write(caught(agent.credentials.node, desk.server.now))
+    assert again.leases == ()
+    assert await is_sound(desk)
+
+
+async def usage_of(desk: Desk, who: Headers | None, query: str = "") -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    months = (await desk.get("/v1/earnings?months=24")).json()["items"]
+    for month in sorted({one["month"] for one in months}):
+        page = (await desk.get(f"/v1/usage?month={month}{query}", headers=who)).json()
+        found += page["items"]
+    return found
+
+
+async def test_usage_has_both_sides_of_a_charge_in_pages(desk: Desk) -> None:
+    bob, agent = await opened(desk)
+    tasks = [await paid_task(desk, bob, agent) for _ in range(3)]
+    await looped(desk)
+    spent = await usage_of(desk, bob)
+    assert [one["task"] for one in spent] == tasks
+    assert {one["side"] for one in spent} == {"spent"}
+    assert all(one["receipt"].startswith("rc-") for one in spent)
+    assert spent[0]["gpus"] == [agent.offer.gpus[0].model]
+    earned = await usage_of(desk, None)
+    assert [(one["side"], one["amount_microcredits"]) for one in earned] == [("earned", AMOUNT)] * 3
+    page = (await desk.get("/v1/usage?limit=2", headers=bob)).json()
+    rest = (await desk.get(f"/v1/usage?limit=2&cursor={page['next']}", headers=bob)).json()
+    assert [one["task"] for one in page["items"] + rest["items"]] == tasks
+    assert (await desk.get("/v1/usage?month=2026-13")).status_code == 400
+    assert (await desk.get("/v1/usage?cursor=x")).status_code == 400
+
+
+async def test_rewards_are_shared_by_contribution_once(desk: Desk) -> None:
+    bob, agent = await opened(desk)
+    await paid_task(desk, bob, agent)
+    month = (await desk.get("/v1/earnings")).json()["items"][0]["month"]
+    desk.clock.advance(40 * DAY)
+    wanted = {"month": month, "pool_microcredits": 1_000}
+    tried = (await desk.post("/v1/admin/rewards", {**wanted, "dry_run": True})).json()
+    assert sum(one["microcredits"] for one in tried["items"]) == 1_000
+    assert (await desk.post("/v1/admin/rewards", wanted)).json() == tried
+    assert (await desk.post("/v1/admin/rewards", wanted)).status_code == 409
+    found = (await desk.get("/v1/earnings")).json()
+    assert found["rewards"] == [{"month": month, "microcredits": 1_000}]
+    assert found["vested_microcredits"] == 1_000
+    empty = await desk.post("/v1/admin/rewards", {**wanted, "month": "2001-01"})
+    assert empty.status_code == 400
+    assert await is_sound(desk)
+    assert json.dumps(tried)
+    assert decode("user", tried["items"][0]["owner"])
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        WorkSignature(b"\1" * 63),
+        WorkSignature(b"\1" * 64, (SignedGpu("gpu-1", "H100", "exclusive"),) * 65),
+        WorkSignature(b"\1" * 64, (SignedGpu("not opaque", "H100", "exclusive"),)),
+        WorkSignature(b"\1" * 64, (SignedGpu("gpu-1", "H" * 101, "exclusive"),)),
+        WorkSignature(b"\1" * 64, (SignedGpu("gpu-1", "H\0", "exclusive"),)),
+    ],
+)
+async def test_a_malformed_signature_is_dropped_and_the_end_recorded(
+    desk: Desk, work: WorkSignature
+) -> None:
+    bob, agent = await opened(desk)
+    task = await desk.command(bob, gpu="1")
+    lease = await started(desk, agent)
+    await agent.report(msgspec.structs.replace(exited(lease), work=work))
+    found = (await desk.get(f"/v1/tasks/{task}", headers=bob)).json()
+    assert found["status"] == "succeeded"
+    later = Instant(desk.server.now + 1)
+    assert not await desk.server.store.read(receipts.has_signatures(later))
