@@ -156,6 +156,12 @@ def _deadline(ctx: click.Context, option: click.Parameter, text: str | None) -> 
 @scheduling("--preemptible", is_flag=True, default=None, help="Allow preemption and restart.")
 @scheduling("--grace", metavar="TIME", help="Time from SIGTERM to SIGKILL (default: 10s).")
 @scheduling("--team", metavar="TEAM", help="Submit for this team of yours.")
+@placement(
+    "--verify",
+    type=click.Choice(["2", "3"]),
+    callback=lambda _ctx, _option, text: None if text is None else int(text),
+    help="Accept the result only if nodes of this many other owners agree.",
+)
 @gangs("--nodes", type=click.IntRange(1, 1024), metavar="N", help="Run on N nodes at once.")
 @gangs(
     "--engine",

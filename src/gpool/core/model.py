@@ -120,6 +120,7 @@ class EndReason(StrEnum):
     BAD_OUTPUT = "bad_output"  # a named output is missing, special, or over its quota
     LOSES_NODES = "loses_nodes"
     SANDBOX_FAILED = "sandbox_failed"  # a fault of gpool or the node
+    NO_QUORUM = "no_quorum"  # a verified task's siblings gave different answers
 
     LOST = "lost"  # the node missed its heartbeats until the lease expired
     HANDED_BACK = "handed_back"  # the agent returned it unstarted
@@ -160,12 +161,14 @@ class GpuRequest:
 class Owners:
     """Owners whose nodes a task accepts: these users, and the members of these teams at the time of planning.
 
-    `asked`: as the consumer wrote it ("me", "team:lab"), for messages; names may have changed since.
+    `asked`: as the consumer wrote it ("me", "team:lab"), for messages; names may have changed since. With `node` and
+    neither users nor teams, the consumer accepts anyone.
     """
 
     asked: str
     users: tuple[int, ...] = ()  # sorted
     teams: tuple[int, ...] = ()  # sorted
+    node: int | None = None  # drawn by the server for a sibling: this node alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +188,7 @@ class Requirements:
     on: Owners | None = None  # None: nodes of anyone
     cpu_by_gpus: bool = False  # more CPUs where they are free: the GPUs' part (`shares`) ...
     memory_by_gpus: bool = False  # ... and memory; only if `memory_bytes` is None
+    siblings: int = 0  # answers that must agree: the task is placed nowhere, its siblings are
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +243,7 @@ class TaskSpec:
     engine: Engine = Engine.NONE  # of a gang
     on_loss: OnLoss = OnLoss.REFORM
     trace: str = ""  # W3C `traceparent` of the submission, if it was sampled
+    tolerance: float | None = None  # of compared numbers; None: answers are compared by their hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,6 +448,7 @@ class TaskRow:
     losses: int = 0  # different nodes lost while it ran
     queued_at: Instant | None = None  # since when it waits this time
     team: int | None = None  # whose it is; None: the user's own
+    parent: TaskId | None = None  # the verified task of which it is a sibling
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,9 @@ class TaskRequest(Document):
     (SIGTERM, then `grace_s`), restored for the next attempt. `nodes` above 1: a gang on that many nodes of one site,
     started by `engine`; `on_loss`: policy when a node is lost. `on`: owners whose nodes may run it and so read its
     inputs and secrets: "anyone", or "me", "team" (yours and your teams'), "team:NAME", "user:NAME", several with commas;
-    null: the pool's default, for tasks with secrets at most "team".
+    null: the pool's default, for tasks with secrets at most "team". `verify`: run it on nodes of that many owners, not
+    the caller's, and accept the answer only if they agree; `compare`: by hash, or numbers in a function's value by a
+    tolerance, absolute and relative.
     """
 
     name: Name | None = None
@@ -159,6 +161,8 @@ class TaskRequest(Document):
     ] = []  # all required
     max_price: str | int | float | None = None  # "0.40/h": credits per hour on one node
     on: Annotated[str, StringConstraints(min_length=1, max_length=1500)] | None = None
+    verify: Literal[2, 3] | None = None  # answers of different owners that must agree
+    compare: Literal["hash"] | Annotated[float, Field(gt=0, lt=1)] = "hash"  # or a tolerance
 
 
 class SubmittedDocument(Answer):
@@ -203,6 +207,23 @@ class MemberDocument(Answer):
     node_name: str | None = None
     status: str
     exit_code: int | None = None
+
+
+class VerificationDocument(Answer):
+    """Siblings of a verified task. `agreed`, `differed`: known when it has ended; `no_answer`: replaced ones.
+
+    `outcome`: `open`, `accepted`, `no_quorum` or `cancelled`.
+    """
+
+    needed: int
+    tolerance: float | None = None
+    waiting: int = 0
+    running: int = 0
+    answered: int = 0
+    agreed: int = 0
+    differed: int = 0
+    no_answer: int = 0
+    outcome: str = "open"
 
 
 class TaskDocument(Answer):
@@ -261,6 +282,8 @@ class TaskDocument(Answer):
     granted_cpus: float | None = None
     granted_memory_bytes: int | None = None
     closeness: str | None = None  # of its GPUs ("NVLink", "across sockets"), while it is leased
+    verify: int | None = None  # answers of different owners that must agree
+    verification: VerificationDocument | None = None  # not in listings
 
 
 class BatchDocument(Answer):

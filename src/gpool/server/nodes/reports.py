@@ -54,7 +54,9 @@ MAX_ITEMS = 20_000
 MAX_ERROR_LETTERS = 64 * KIB
 """Twice what an agent sends; each listing of the task contains it."""
 
-SERVER_REASONS = frozenset({EndReason.CANCELLED, EndReason.LOSES_NODES, EndReason.NODE_FAILED})
+SERVER_REASONS = frozenset(
+    {EndReason.CANCELLED, EndReason.LOSES_NODES, EndReason.NODE_FAILED, EndReason.NO_QUORUM}
+)
 """Ends without a retry that only consumers and the server decide. A node *releases* a cancelled lease."""
 
 

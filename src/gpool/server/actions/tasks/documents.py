@@ -37,6 +37,7 @@ from gpool.wire.documents import (
     OutputDocument,
     ProgressDocument,
     TaskDocument,
+    VerificationDocument,
     instant_to_datetime,
 )
 
@@ -173,7 +174,11 @@ def _outputs(view: TaskView) -> tuple[OutputFile, ...]:
     return tuple(file for file in view.outputs if is_asked_for(file.path))
 
 
-def task(view: TaskView, closeness: str | None = None) -> TaskDocument:
+def task(
+    view: TaskView,
+    closeness: str | None = None,
+    verification: VerificationDocument | None = None,
+) -> TaskDocument:
     row, spec = view.row, view.spec
     asked = spec.requirements
     return TaskDocument(
@@ -228,6 +233,8 @@ def task(view: TaskView, closeness: str | None = None) -> TaskDocument:
         granted_cpus=None if row.allocation is None else row.allocation.cpu_milli / 1000,
         granted_memory_bytes=None if row.allocation is None else row.allocation.memory_bytes,
         closeness=closeness,
+        verify=asked.siblings or None,
+        verification=verification,
     )
 
 

@@ -1,0 +1,85 @@
+"""Progress of a verified task for its consumer: numbers of siblings, and why it waits. Shows no answer and no node."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from gpool.core.ids import TaskId, UserId
+from gpool.core.model import TaskStatus
+from gpool.core.scheduler.explain.mismatch import Explanation, counted
+from gpool.core.trust.rounds import RunState
+from gpool.server.server import Server
+from gpool.server.store.operations.verification import siblings as operations
+from gpool.server.store.operations.verification import standings
+from gpool.server.store.operations.verification.siblings import SiblingRow
+from gpool.server.store.values import TaskView
+from gpool.server.verification.draws import candidates
+from gpool.server.verification.sibling_runs import run_of
+from gpool.wire.documents import VerificationDocument
+
+
+async def summary(server: Server, view: TaskView) -> VerificationDocument | None:
+    """Return numbers of siblings; None for a task that is not verified."""
+    needed = view.spec.requirements.siblings
+    if not needed:
+        return None
+    rows = await _siblings(server, view.row.id)
+    by_run = Counter(run_of(row).state for row in rows)
+    by_state = Counter(row.state for row in rows)
+    is_over = view.row.status.is_final
+    outcome = "open"
+    if view.row.status is TaskStatus.CANCELLED:
+        outcome = "cancelled"
+    elif is_over:
+        is_agreed = by_state["agreed"] > 0
+        outcome = "accepted" if is_agreed else "no_quorum"
+    return VerificationDocument(
+        needed=needed,
+        tolerance=view.spec.tolerance,
+        waiting=0 if is_over else by_run[RunState.WAITING],
+        running=0 if is_over else by_run[RunState.RUNNING],
+        answered=0 if is_over else by_run[RunState.ANSWERED],
+        agreed=by_state["agreed"],
+        differed=by_state["differed"],
+        no_answer=by_state["void"] if is_over else by_run[RunState.VOID],
+        outcome=outcome,
+    )
+
+
+async def explanation(server: Server, view: TaskView) -> Explanation:
+    """Say what a verified task that has not ended waits for."""
+    needed, row = view.spec.requirements.siblings, view.row
+    rows = await _siblings(server, row.id)
+    runs = [run_of(each) for each in rows]
+    states = Counter(run.state for run in runs)
+    if states[RunState.RUNNING] or states[RunState.WAITING]:
+        parts = [
+            f"{states[state]} {state.value}"
+            for state in (RunState.RUNNING, RunState.WAITING, RunState.ANSWERED)
+            if states[state]
+        ]
+        said = (
+            f"Nodes of different owners run it, {needed} of which must agree: {', '.join(parts)}."
+        )
+        return Explanation("verifying", said)
+    banned = await server.store.read(standings.banned_nodes(server.now))
+    found = candidates(server.picture.state, view.spec, row.user, row.team, banned)
+    answered = {
+        each.owner_id
+        for each, run in zip(rows, runs, strict=True)
+        if run.state is RunState.ANSWERED
+    }
+    owners: set[UserId] = found.owners(answered)
+    if len(owners) + len(answered) < needed:
+        there = counted(len(owners) + len(answered), "such owner has", "such owners have")
+        said = f"It needs nodes of {needed} owners other than you that can run it; {there} one. It starts when more join."
+        return Explanation("too_few_owners", said)
+    if answered:
+        said = f"Its {len(answered)} answers differ; nodes of further owners are drawn, as soon as enough can run it."
+        return Explanation("verifying", said)
+    return Explanation("verifying", "Nodes are drawn for it with the next tick of the server.")
+
+
+async def _siblings(server: Server, parent: TaskId) -> list[SiblingRow]:
+    found = await server.store.read(operations.siblings_of([parent]))
+    return found.get(parent, [])
