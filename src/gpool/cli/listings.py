@@ -355,6 +355,16 @@ def show_node_tasks(tasks: dict[str, Any], date: str | None) -> None:
         ]
         click.echo(f"\n{title}:")
         table(("id", "user", "status", "since", "duration", "with"), rows, "")
+    checks = tasks.get("failed_checks") or []
+    if checks:
+        click.echo("\nAnswers that differed from the accepted one:")
+        rows = [
+            (one["task"], local_time(one["at"], date), one["wanted"], one["found"])
+            for one in checks
+        ]
+        table(("task", "at", "wanted", "found"), rows, "")
+    if tasks.get("banned_until"):
+        click.echo(f"\nNo verified tasks until {local_time(tasks['banned_until'], date)}.")
 
 
 def _resources(task: dict[str, Any]) -> str:

@@ -158,9 +158,9 @@ def _deadline(ctx: click.Context, option: click.Parameter, text: str | None) -> 
 @scheduling("--team", metavar="TEAM", help="Submit for this team of yours.")
 @placement(
     "--verify",
-    type=click.Choice(["2", "3"]),
-    callback=lambda _ctx, _option, text: None if text is None else int(text),
-    help="Accept the result only if nodes of this many other owners agree.",
+    type=click.Choice(["2", "3", "spot"]),
+    callback=lambda _ctx, _option, word: int(word) if word in ("2", "3") else word,
+    help="Accept the result only if nodes of 2 or 3 other owners agree; spot: check some results.",
 )
 @gangs("--nodes", type=click.IntRange(1, 1024), metavar="N", help="Run on N nodes at once.")
 @gangs(

@@ -52,7 +52,7 @@ class TaskOptions(TypedDict, total=False):
     on: str | None
     show_output: bool | None
     results: Literal["pickle"] | None
-    verify: Literal[2, 3] | None
+    verify: Literal[2, 3, "spot"] | None
     compare: Literal["hash"] | float | None
 
 
@@ -90,7 +90,7 @@ MEANINGS: Mapping[str, str] = {
     "on": 'owners whose nodes may run it: `"me"`, `"team:NAME"`, `"user:NAME"`, `"anyone"`, several with commas',
     "show_output": "`False`: do not show a function's output on standard error",
     "results": '`"pickle"`: unpickle values from nodes of other accounts too (one team\'s: `GPOOL_TRUST`); functions only',
-    "verify": "accept the result only if nodes of 2 or 3 other owners agree on it",
+    "verify": 'accept the result only if nodes of `2` or `3` other owners agree on it; `"spot"`: check some results',
     "compare": 'how answers are compared: `"hash"` (default), or a tolerance for numbers, `1e-6`; functions only',
 }
 """One line per option, for docs/options.md and `help(gpool.task)`."""
@@ -169,7 +169,7 @@ class Options:
     results: str | None = (
         None  # "pickle": send values pickled, and unpickle those of other accounts' nodes too
     )
-    verify: int | None = None  # owners whose answers must agree
+    verify: int | str | None = None  # owners whose answers must agree, or "spot"
     compare: str | float | None = None  # "hash", or a tolerance of numbers
 
     @classmethod
@@ -250,8 +250,11 @@ class Options:
 
 
 def _check_verified(verify: object, compare: object) -> None:
-    if verify is not None and (type(verify) is not int or verify not in (2, 3)):
-        raise Invalid(f"verify is {verify!r}; give the number of owners that must agree, 2 or 3")
+    is_number = type(verify) is int and verify in (2, 3)
+    if verify is not None and verify != "spot" and not is_number:
+        raise Invalid(
+            f'verify is {verify!r}; give the number of owners that must agree, 2 or 3, or "spot"'
+        )
     if compare is None or compare == "hash":
         return
     if not isinstance(compare, int | float) or not 0 < compare < 1:

@@ -161,7 +161,7 @@ class TaskRequest(Document):
     ] = []  # all required
     max_price: str | int | float | None = None  # "0.40/h": credits per hour on one node
     on: Annotated[str, StringConstraints(min_length=1, max_length=1500)] | None = None
-    verify: Literal[2, 3] | None = None  # answers of different owners that must agree
+    verify: Literal[2, 3, "spot"] | None = None  # answers of different owners that must agree
     compare: Literal["hash"] | Annotated[float, Field(gt=0, lt=1)] = "hash"  # or a tolerance
 
 
@@ -212,7 +212,8 @@ class MemberDocument(Answer):
 class VerificationDocument(Answer):
     """Siblings of a verified task. `agreed`, `differed`: known when it has ended; `no_answer`: replaced ones.
 
-    `outcome`: `open`, `accepted`, `no_quorum` or `cancelled`.
+    `outcome`: `open`, `accepted`, `no_quorum`, `cancelled`, or, when the node of an unchecked result was caught later,
+    `withdrawn` (`rerun`: the task that runs it again) or `refunded`. `needed` is 1 for spot checks.
     """
 
     needed: int
@@ -224,6 +225,7 @@ class VerificationDocument(Answer):
     differed: int = 0
     no_answer: int = 0
     outcome: str = "open"
+    rerun: str | None = None
 
 
 class TaskDocument(Answer):
@@ -282,7 +284,7 @@ class TaskDocument(Answer):
     granted_cpus: float | None = None
     granted_memory_bytes: int | None = None
     closeness: str | None = None  # of its GPUs ("NVLink", "across sockets"), while it is leased
-    verify: int | None = None  # answers of different owners that must agree
+    verify: int | Literal["spot"] | None = None  # answers of different owners that must agree
     verification: VerificationDocument | None = None  # not in listings
 
 

@@ -190,6 +190,7 @@ class VerificationsRecord(NamedTuple):
     siblings: int
     decided_at: Instant | None
     outcome: str
+    rerun_id: int | None
 
 
 class SiblingsRecord(NamedTuple):

@@ -284,13 +284,21 @@ verifications = Table(
     int_column("siblings"),
     maybe_int("decided_at"),
     note("outcome"),
+    maybe_int("rerun_id"),
 )
-"""Verified tasks. `siblings`: as in their requirements; `decided_at`: NULL while their answers are awaited."""
+"""Verified tasks. `siblings`: as in their requirements; `decided_at`: NULL while their answers are awaited. `outcome`:
+`accepted`, `no_quorum`, `cancelled` or, when its node was caught later, `withdrawn` (`rerun_id`: the task that runs it
+again) or `refunded`."""
 partial_index(
     "ix_verifications_open",
     verifications.c.user_id,
     verifications.c.task_id,
     where="decided_at IS NULL",
+)
+partial_index(
+    "ix_verifications_withdrawn",
+    verifications.c.task_id,
+    where="outcome = 'withdrawn' AND rerun_id IS NULL",
 )
 
 siblings = Table(
@@ -305,8 +313,8 @@ siblings = Table(
     maybe_text("digest"),
     Index("ix_siblings_parent_id_number", "parent_id", "number", unique=True),
 )
-"""Runs of a verified task, on the node drawn for each. `state`: `open`, `void` (no answer), `agreed` or `differed`.
-`digest`: of the answer, once it was compared."""
+"""Runs of a verified task, on the node drawn for each. `state`: `open`, `void` (no answer), `agreed`, `differed`, or
+`unchecked` (accepted without a spot check). `digest`: of the answer, once it was compared."""
 Index(
     "ix_siblings_owner",
     siblings.c.parent_id,
@@ -315,6 +323,8 @@ Index(
     sqlite_where=text("state <> 'void'"),
     postgresql_where=text("state <> 'void'"),
 )
+
+partial_index("ix_siblings_unchecked", siblings.c.node_id, where="state = 'unchecked'")
 
 failed_checks = Table(
     "failed_checks",

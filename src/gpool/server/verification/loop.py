@@ -13,6 +13,13 @@ from gpool.core.scheduler.place.fit import is_open
 from gpool.core.trust import rounds
 from gpool.core.trust.quorum import Disagreed, More, QuorumReached
 from gpool.core.trust.rounds import RunState, SiblingRun
+from gpool.core.trust.spot import (
+    DEFAULT_SPOT,
+    ReliabilityKey,
+    check_rate,
+    is_chosen,
+    passed_checks,
+)
 from gpool.observability.logs import get_logger
 from gpool.server.actions.tasks import deletion
 from gpool.server.server import Server
@@ -32,6 +39,7 @@ from gpool.server.store.values import Recording
 from gpool.server.verification.answers import SiblingAnswer, read_answers, same_answers
 from gpool.server.verification.draws import SiblingCandidates, candidates, draw_nodes
 from gpool.server.verification.sibling_runs import run_of
+from gpool.server.verification.spot import ready_for_spot, stakes
 from gpool.server.wakeups import Wake
 
 log = get_logger(__name__)
@@ -55,6 +63,7 @@ class VerifyResults:
         server = self._server
         if server.picture.is_stale:
             return
+        await self._run_again(now)
         found = await server.store.read(operations.open_verifications(OF_EACH_USER, AT_ONCE))
         if not found:
             return
@@ -68,6 +77,20 @@ class VerifyResults:
             if server.picture.is_stale:
                 return  # the state is rebuilt before more is drawn from it
             await Round(server, parent, rows.get(parent.task_id, []), banned, now).advance()
+
+    async def _run_again(self, now: Instant) -> None:
+        """Submit tasks again whose results were withdrawn, because their node was caught."""
+        server = self._server
+        for result in await server.store.read(verdicts.withdrawn_results(AT_ONCE)):
+            ids, term = server.ids, server.picture.term
+            task, batch, spec = TaskId(ids.next()), BatchId(ids.next()), SpecId(ids.next())
+            written = await server.write(verdicts.rerun(result, task, batch, spec, term, now))
+            if written is not None:
+                submission, submitted = written
+                server.picture.add_submission(submitted, submission)
+                server.picture.changed.call()
+            server.hub.publish((result.task_id,))
+            log.warning("a result was withdrawn: its node was caught", task=result.task_id)
 
 
 class Round:
@@ -126,14 +149,22 @@ class Round:
         spec = self._parent.spec
         rows = [r for r in self._rows if self._runs[r.task_id].state is RunState.ANSWERED]
         answers = await read_answers(self._server, spec, rows)
+        is_spot = self._parent.siblings == rounds.SPOT
+        is_checked = not is_spot or len(answers) > 1
+        if is_spot and len(answers) == 1:
+            is_checked = await self._is_drawn(rows[0], answers[0])
         found = rounds.verdict(
-            self._parent.siblings, len(answers), same_answers(spec, answers), is_checked=True
+            self._parent.siblings, len(answers), same_answers(spec, answers), is_checked=is_checked
         )
         match found:
             case More(siblings):
                 await self._start(siblings)
             case QuorumReached(accepted, winners, _):
-                await self._accept(answers, answers[accepted].task, set(winners))
+                states = ["agreed" if n in winners else "differed" for n in range(len(answers))]
+                own = answers[0].task if is_spot else None
+                await self._accept(
+                    answers, answers[accepted].task, states if is_checked else ["unchecked"], own
+                )
             case Disagreed(count):
                 text = f"its {count} siblings gave different answers and no value has the lead it needs"
                 await self._refuse(answers, text)
@@ -141,12 +172,15 @@ class Round:
     async def _start(self, count: int) -> None:
         server, parent = self._server, self._parent
         first = 1 + max((row.number for row in self._rows), default=-1)
+        found = self._candidates()
+        if parent.siblings == rounds.SPOT and not first:
+            found = await ready_for_spot(server, found, parent.spec.environment, self._now)
         answered = [r for r in self._rows if self._runs[r.task_id].state is RunState.ANSWERED]
         drawn = draw_nodes(
             draw_secret(server),
             parent.task_id,
             range(first, first + count),
-            self._candidates(),
+            found,
             self._taken(),
             answered[0].node_id if answered else None,
         )
@@ -173,18 +207,31 @@ class Round:
     def _is_void(self, row: SiblingRow) -> bool:
         return self._runs[row.task_id].state is RunState.VOID
 
+    async def _is_drawn(self, row: SiblingRow, answer: SiblingAnswer) -> bool:
+        """Return whether the only answer of a spot-checked task is checked. Its node has answered before the draw."""
+        server, node = self._server, row.node_id
+        record = (await server.store.read(standings.node_records([node])))[node]
+        environment = self._parent.spec.environment
+        model = next((o.model for o in self._candidates().capable if o.node == node), "")
+        passed = passed_checks(record.passed, ReliabilityKey(node, model, environment))
+        price, stake = await stakes(server, row.task_id, node)
+        rate = check_rate(DEFAULT_SPOT, record.standing, passed, price, stake)
+        epoch = row.epoch or 0
+        return is_chosen(draw_secret(server), row.task_id, epoch, answer.digest, rate)
+
     async def _accept(
-        self, answers: Sequence[SiblingAnswer], accepted: TaskId, winners: set[int]
+        self,
+        answers: Sequence[SiblingAnswer],
+        accepted: TaskId,
+        states: Sequence[str],
+        own: TaskId | None,
     ) -> None:
-        compared = [
-            _compared(one, "agreed" if place in winners else "differed")
-            for place, one in enumerate(answers)
-        ]
+        compared = [_compared(one, state) for one, state in zip(answers, states, strict=True)]
         parent = self._parent
         found = {
             one.node: (one.model, parent.spec.environment) for one in self._candidates().capable
         }
-        await self._write(Verdict(parent.task_id, compared, accepted, keys=found))
+        await self._write(Verdict(parent.task_id, compared, accepted, keys=found, own=own))
 
     async def _refuse(self, answers: Sequence[SiblingAnswer], text: str) -> None:
         compared = [_compared(one, "void") for one in answers]

@@ -19,6 +19,7 @@ from gpool.core.model import (
     TaskStatus,
 )
 from gpool.core.specs import fields, gpu, owners
+from gpool.core.trust.rounds import SPOT
 from gpool.server.store.values import (
     PREEMPTING,
     Batch,
@@ -233,7 +234,7 @@ def task(
         granted_cpus=None if row.allocation is None else row.allocation.cpu_milli / 1000,
         granted_memory_bytes=None if row.allocation is None else row.allocation.memory_bytes,
         closeness=closeness,
-        verify=asked.siblings or None,
+        verify="spot" if asked.siblings == SPOT else asked.siblings or None,
         verification=verification,
     )
 

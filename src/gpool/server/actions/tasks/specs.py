@@ -23,6 +23,7 @@ from gpool.core.model import (
 )
 from gpool.core.specs import fields
 from gpool.core.specs import gpu as gpuspec
+from gpool.core.trust.rounds import SPOT
 from gpool.wire.documents import TaskRequest
 from gpool.wire.frames import MAX_SPEC_BYTES, weight_of
 
@@ -264,7 +265,7 @@ def _requirements(request: TaskRequest, recipe: Recipe | None) -> Requirements:
         else fields.parse_price(request.max_price),
         cpu_by_gpus=bool(gpus) and request.cpus is None,
         memory_by_gpus=bool(gpus) and memory is None,
-        siblings=request.verify or 0,
+        siblings=SPOT if request.verify == "spot" else request.verify or 0,
     )
 
 

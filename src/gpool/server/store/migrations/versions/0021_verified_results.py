@@ -49,9 +49,16 @@ def upgrade() -> None:
         number("siblings"),
         number("decided_at", nullable=True),
         words("outcome", default="''"),
+        number("rerun_id", nullable=True),
         sa.PrimaryKeyConstraint("task_id", name="pk_verifications"),
     )
     partial("ix_verifications_open", "verifications", ["user_id", "task_id"], "decided_at IS NULL")
+    partial(
+        "ix_verifications_withdrawn",
+        "verifications",
+        ["task_id"],
+        "outcome = 'withdrawn' AND rerun_id IS NULL",
+    )
     op.create_table(
         "siblings",
         number("task_id"),
@@ -69,6 +76,7 @@ def upgrade() -> None:
     partial(
         "ix_siblings_owner", "siblings", ["parent_id", "owner_id"], "state <> 'void'", unique=True
     )
+    partial("ix_siblings_unchecked", "siblings", ["node_id"], "state = 'unchecked'")
     op.create_table(
         "failed_checks",
         number("task_id"),

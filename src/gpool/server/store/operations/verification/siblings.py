@@ -16,6 +16,7 @@ from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
 from gpool.core.model import Instant, OutputFile, Owners, TaskSpec
 from gpool.core.permissions import TeamId
 from gpool.core.specs.owners import ANYONE
+from gpool.core.trust.rounds import SPOT
 from gpool.server.store.operations.leases.grants import is_current_term
 from gpool.server.store.operations.tasks.progress import EPOCH_SHIFT, STDOUT
 from gpool.server.store.operations.tasks.submissions import (
@@ -24,9 +25,12 @@ from gpool.server.store.operations.tasks.submissions import (
     SubmittedTasks,
     submit,
 )
+from gpool.server.store.operations.verification.standings import start_spot
 from gpool.server.store.protocol import Operation, Relation, Row, Statement, operation
 from gpool.server.store.rows import of_ids, outputs_from, select, spec_from
 from gpool.server.store.sealing import BODY_OF_TASK, LOG_DATA, PAYLOAD, VALUE, opened
+
+LOWEST_PRIORITY = -100
 
 
 class OpenVerification(NamedTuple):
@@ -170,12 +174,17 @@ def answers(tasks: Sequence[TaskId]) -> Operation[dict[TaskId, StoredAnswer]]:
     }
 
 
-def sibling_spec(spec: TaskSpec, node: NodeId) -> TaskSpec:
-    """Return the spec of a sibling on the drawn node. It keeps the owners that the consumer named."""
+def sibling_spec(spec: TaskSpec, node: NodeId, number: int) -> TaskSpec:
+    """Return the spec of a sibling on the drawn node. It keeps the owners that the consumer named.
+
+    A spot check has the lowest priority: it runs where no other task waits.
+    """
     on = spec.requirements.on
     pinned = Owners(ANYONE, node=node) if on is None else replace(on, node=node)
     needs = replace(spec.requirements, siblings=0, on=pinned)
-    return replace(spec, requirements=needs, tolerance=None)
+    is_check = spec.requirements.siblings == SPOT and number > 0
+    priority = LOWEST_PRIORITY if is_check else spec.priority
+    return replace(spec, requirements=needs, tolerance=None, priority=priority)
 
 
 @operation
@@ -202,7 +211,7 @@ def start_siblings(
             is_new_batch=True,
             closes_batch=True,
             spec_id=each.spec_id,
-            spec=sibling_spec(spec, each.node),
+            spec=sibling_spec(spec, each.node, each.number),
             user=parent.user_id,
             tasks=[NewTask(each.task, 0, bytes(found.payload or b""), found.payload_sha256)],
             at=at,
@@ -238,6 +247,8 @@ def start_siblings(
         {},
         relation,
     )
+    if parent.siblings == SPOT and new[0].number == 0:
+        yield from start_spot(new[0].node, at)
     return list(zip(wanted, submitted, strict=True))
 
 

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from gpool.core.ids import NodeId, TaskId, UserId
+from gpool.core.ids import NodeId, TaskId
 from gpool.core.model import Instant
-from gpool.core.trust.standing import Standing, banned, compared
-from gpool.server.store.generated_rows import FailedChecksRecord, StandingsRecord
+from gpool.core.trust.spot import DEFAULT_SPOT, ReliabilityKey, after_failure
+from gpool.core.trust.standing import Standing, banned, checked, compared, owner_caught, started
+from gpool.server.store.generated_rows import (
+    CheckRecordsRecord,
+    FailedChecksRecord,
+    StandingsRecord,
+)
 from gpool.server.store.protocol import Operation, Relation, Row, Statement, operation
-from gpool.server.store.rows import columns, of_ids, relation_columns, select
+from gpool.server.store.rows import columns, of_ids, relation_columns, select, values
 
 STANDING = columns(StandingsRecord, StandingsRecord, "s")
+RECORD = columns(CheckRecordsRecord, CheckRecordsRecord, "r")
 CHECK = columns(FailedChecksRecord, FailedChecksRecord, "f")
 
 
@@ -26,12 +32,14 @@ class ComparedSibling(NamedTuple):
     found: str
     model: str
     environment: str
+    is_own: bool  # it is the node's own result, which others checked
 
 
-class BannedNode(NamedTuple):
-    node_id: NodeId
-    owner_id: UserId
-    banned_until: Instant
+class NodeRecord(NamedTuple):
+    """Standing of a node and its passed checks by GPU model and environment."""
+
+    standing: Standing
+    passed: dict[ReliabilityKey, int]
 
 
 class _PassedCheck(NamedTuple):
@@ -63,6 +71,28 @@ def standings(nodes: Collection[NodeId]) -> Operation[dict[NodeId, Standing]]:
 
 
 @operation
+def node_records(nodes: Collection[NodeId]) -> Operation[dict[NodeId, NodeRecord]]:
+    known = yield from standings(nodes)
+    rows = yield from select(
+        CheckRecordsRecord,
+        f"SELECT {RECORD} FROM {{nodes}} AS i JOIN check_records r ON r.node_id = i.id",  # noqa: S608
+        {},
+        {"nodes": of_ids(nodes)},
+    )
+    found = {node: NodeRecord(standing, {}) for node, standing in known.items()}
+    for row in rows:
+        key = ReliabilityKey(row.node_id, row.model, row.environment)
+        found[row.node_id].passed[key] = row.passed
+    return found
+
+
+def start_spot(node: NodeId, at: Instant) -> Operation[None]:
+    """Record the start of a spot-checked task: a node on probation waits before it gets the next one."""
+    known = yield from standings([node])
+    yield from _put({node: started(known[node], at)}, at)
+
+
+@operation
 def banned_nodes(now: Instant) -> Operation[frozenset[NodeId]]:
     rows = yield from select(
         StandingsRecord,
@@ -84,26 +114,37 @@ def failed_checks(node: NodeId, limit: int) -> Operation[list[FailedChecksRecord
     )
 
 
-def record_comparisons(outcomes: Sequence[ComparedSibling], at: Instant) -> Operation[None]:
-    """Change the standing of nodes whose answers were compared. A caught node is banned from verified tasks."""
+def record_comparisons(outcomes: Sequence[ComparedSibling], at: Instant) -> Operation[set[NodeId]]:
+    """Change the standing of nodes whose answers were compared; return the caught ones.
+
+    A caught node is banned from verified tasks, and its owner's other nodes become suspect.
+    """
     known = yield from standings({one.node for one in outcomes})
     passed: dict[tuple[NodeId, str, str], int] = {}
     failed: list[Row] = []
     changed: dict[NodeId, Standing] = {}
+    caught: set[NodeId] = set()
     for one in outcomes:
         before = changed.get(one.node, known[one.node])
-        standing = compared(before, is_passed=one.is_passed)
+        change = checked if one.is_own else compared
+        standing = change(before, is_passed=one.is_passed)
         if one.is_passed:
             key = (one.node, one.model, one.environment)
             passed[key] = passed.get(key, 0) + 1
         else:
             failed.append((one.task, one.node, at, one.wanted, one.found))
-        if standing.is_caught:
+        if before.banned_until > at:
+            standing = before  # an answer from before the ban
+        elif standing.is_caught:
             standing = banned(standing, at)
+            caught.add(one.node)
         if standing != before:
             changed[one.node] = standing
     yield from _put(changed, at)
+    if caught:
+        yield from _suspect_relatives(caught, at)
     if failed:
+        yield from _lower_records({one.node for one in outcomes if not one.is_passed})
         yield Statement(
             "INSERT INTO failed_checks (task_id, node_id, at, wanted, found) "
             "SELECT f.task_id, f.node_id, f.at, f.wanted, f.found FROM {failed} AS f WHERE true "
@@ -120,6 +161,28 @@ def record_comparisons(outcomes: Sequence[ComparedSibling], at: Instant) -> Oper
             {},
             {"passed": Relation(relation_columns(_PassedCheck), rows)},
         )
+    return caught
+
+
+def _suspect_relatives(caught: Collection[NodeId], at: Instant) -> Operation[None]:
+    others = yield from values(
+        NodeId,
+        "SELECT o.id FROM {caught} AS c JOIN nodes n ON n.id = c.id JOIN nodes o ON o.owner_id = n.owner_id",
+        {},
+        {"caught": of_ids(caught)},
+    )
+    known = yield from standings(set(others).difference(caught))
+    yield from _put({node: owner_caught(standing) for node, standing in known.items()}, at)
+
+
+def _lower_records(failed: Collection[NodeId]) -> Operation[None]:
+    """Let the rate of checks rise again after a failed one."""
+    most = after_failure(DEFAULT_SPOT, 1 << 30)
+    yield Statement(
+        "UPDATE check_records SET passed = :most WHERE passed > :most AND node_id IN (SELECT id FROM {nodes} AS i)",
+        {"most": most},
+        {"nodes": of_ids(failed)},
+    )
 
 
 def _put(changed: dict[NodeId, Standing], at: Instant) -> Operation[None]:

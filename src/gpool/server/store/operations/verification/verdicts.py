@@ -5,13 +5,15 @@ agreed and who differed, tells the owners of the latter, and drops what the sibl
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from gpool.core.ids import BatchId, NodeId, TaskId, UserId
+from gpool.core.errors import InternalFault
+from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
 from gpool.core.lifecycle import Move
 from gpool.core.model import EndReason, Instant, Span, TaskStatus
 from gpool.core.permissions import TeamId
+from gpool.core.trust.spot import DEFAULT_SPOT
 from gpool.server.store.generated_rows import TasksRecord
 from gpool.server.store.operations.leases.ends import take_sequences, target
 from gpool.server.store.operations.leases.grants import is_current_term
@@ -19,13 +21,26 @@ from gpool.server.store.operations.tasks.artifacts import keep
 from gpool.server.store.operations.tasks.deletion import shrink_tasks
 from gpool.server.store.operations.tasks.progress import EPOCH_SHIFT, append_chunks, logs
 from gpool.server.store.operations.tasks.storage import END_BYTES, change, holder_of
+from gpool.server.store.operations.tasks.submissions import (
+    NewTask,
+    Submission,
+    SubmittedTasks,
+    submit,
+)
 from gpool.server.store.operations.verification.standings import (
     ComparedSibling,
     record_comparisons,
 )
 from gpool.server.store.protocol import Operation, Relation, Statement, operation
-from gpool.server.store.rows import columns, of_ids, outputs_from, select, values
-from gpool.server.store.sealing import ERROR_TEXT, VALUE, opened, sealing
+from gpool.server.store.rows import columns, of_ids, outputs_from, select, spec_from, values
+from gpool.server.store.sealing import (
+    BODY_OF_TASK,
+    ERROR_TEXT,
+    PAYLOAD,
+    VALUE,
+    opened,
+    sealing,
+)
 from gpool.server.store.values import EndedTask, Recording
 from gpool.wire.frames import LogChunk
 
@@ -42,6 +57,12 @@ class _VerifiedTask(NamedTuple):
     user_id: UserId
     team_id: TeamId | None
     status: str
+
+
+class _WithdrawnPayload(NamedTuple):
+    id: TaskId
+    payload: bytes | None
+    payload_sha256: str
 
 
 class _Accepted(NamedTuple):
@@ -67,7 +88,7 @@ ACCEPTED = columns(_Accepted, TasksRecord, "t")
 
 @dataclass(frozen=True, slots=True)
 class ComparedAnswer:
-    """Sibling with its part in a verdict: `agreed`, `differed`, or `void` if nobody is blamed."""
+    """Sibling with its part in a verdict: `agreed`, `differed`, `unchecked`, or `void` if nobody is blamed."""
 
     task: TaskId
     node: NodeId
@@ -85,6 +106,7 @@ class Verdict:
     accepted: TaskId | None = None
     text: str = ""
     keys: Mapping[NodeId, tuple[str, str]] | None = None  # GPU model and environment of each node
+    own: TaskId | None = None  # the sibling whose result the others checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +235,7 @@ def _record(verdict: Verdict, at: Instant) -> Operation[None]:
         return
     wanted = next(one.summary for one in verdict.compared if one.task == verdict.accepted)
     keys = verdict.keys or {}
-    yield from record_comparisons(
+    caught = yield from record_comparisons(
         [
             ComparedSibling(
                 one.task,
@@ -222,11 +244,29 @@ def _record(verdict: Verdict, at: Instant) -> Operation[None]:
                 wanted,
                 one.summary,
                 *keys.get(one.node, ("", "")),
+                one.task == verdict.own,
             )
             for one in verdict.compared
             if one.state in ("agreed", "differed")
         ],
         at,
+    )
+    for node in sorted(caught):
+        yield from _withdraw(node, at)
+
+
+def _withdraw(node: NodeId, at: Instant) -> Operation[None]:
+    """Withdraw the results of a caught node that no check has found right and that have not vested."""
+    parents = yield from values(
+        TaskId,
+        "SELECT v.task_id FROM siblings s JOIN verifications v ON v.task_id = s.parent_id "
+        "WHERE s.node_id = :node AND s.state = 'unchecked' AND v.outcome = 'accepted' AND v.decided_at > :since",
+        {"node": node, "since": at - DEFAULT_SPOT.window},
+    )
+    yield Statement(
+        "UPDATE verifications SET outcome = 'withdrawn' WHERE task_id IN (SELECT id FROM {parents} AS p)",
+        {},
+        {"parents": of_ids(parents)},
     )
 
 
@@ -251,3 +291,86 @@ def settle_ended(parents: Sequence[TaskId], term: int, at: Instant) -> Operation
         {"parents": of_ids(parents)},
     )
     yield from _close(over, "cancelled", at)
+
+
+# ---- results of caught nodes
+
+
+class WithdrawnResult(NamedTuple):
+    """A delivered result that is run again; `shrunk_at`: its arguments are gone."""
+
+    task_id: TaskId
+    user_id: UserId
+    team_id: TeamId | None
+    spec_id: SpecId
+    body: str
+    shrunk_at: Instant | None
+
+
+@operation
+def withdrawn_results(limit: int) -> Operation[list[WithdrawnResult]]:
+    """Read withdrawn results that have not been run again."""
+    rows = yield from select(
+        WithdrawnResult,
+        "SELECT t.id, t.user_id, t.team_id, t.spec_id, s.body, t.shrunk_at FROM verifications v "
+        "JOIN tasks t ON t.id = v.task_id JOIN specs s ON s.id = t.spec_id "
+        "WHERE v.outcome = 'withdrawn' AND v.rerun_id IS NULL ORDER BY v.task_id LIMIT :limit",
+        {"limit": limit},
+    )
+    return (yield from opened(rows, BODY_OF_TASK))
+
+
+@operation
+def rerun(
+    result: WithdrawnResult, task: TaskId, batch: BatchId, spec_id: SpecId, term: int, at: Instant
+) -> Operation[tuple[Submission, SubmittedTasks] | None]:
+    """Submit a withdrawn result's task again, verified by two owners; None: its inputs are gone, so it is refunded."""
+    if not (yield from is_current_term(term)):
+        return None
+    rows = yield from select(
+        _WithdrawnPayload,
+        "SELECT t.id, t.payload, t.payload_sha256 FROM tasks t WHERE t.id = :id AND t.shrunk_at IS NULL",
+        {"id": result.task_id},
+    )
+    rows = yield from opened(rows, PAYLOAD)
+    if not rows:
+        yield Statement(
+            "UPDATE verifications SET outcome = 'refunded' WHERE task_id = :id",
+            {"id": result.task_id},
+        )
+        return None
+    spec = spec_from(result.body)
+    wanted = Submission(
+        batch=batch,
+        is_new_batch=True,
+        closes_batch=True,
+        spec_id=spec_id,
+        spec=replace(spec, requirements=replace(spec.requirements, siblings=2)),
+        user=result.user_id,
+        tasks=[NewTask(task, 0, bytes(rows[0].payload or b""), rows[0].payload_sha256)],
+        at=at,
+        team=result.team_id,
+    )
+    [outcome] = yield from submit([wanted])
+    if not isinstance(outcome, SubmittedTasks):
+        raise InternalFault(f"task {result.task_id} could not be run again: {outcome}")
+    yield Statement(
+        "UPDATE verifications SET rerun_id = :task WHERE task_id = :id",
+        {"task": task, "id": result.task_id},
+    )
+    return wanted, outcome
+
+
+class VerificationState(NamedTuple):
+    outcome: str
+    rerun_id: int | None
+
+
+@operation
+def state_of(parent: TaskId) -> Operation[VerificationState | None]:
+    rows = yield from select(
+        VerificationState,
+        "SELECT v.outcome, v.rerun_id FROM verifications v WHERE v.task_id = :id",
+        {"id": parent},
+    )
+    return rows[0] if rows else None
