@@ -540,7 +540,7 @@ def test_a_task_of_one_node_never_pays_for_gangs(pool: Pool) -> None:
         *_asked(pool, leases.record([(node, [exited(task, code=0)])], pool.now())),
     ]
     assert pool.view(task).row.status is TaskStatus.SUCCEEDED
-    assert len(asked) == 3 + 2 + 7 + 3  # two of seven charge the output to its owner
+    assert len(asked) == 3 + 2 + 7 + 4  # two of seven charge the output to its owner
     assert not [sql for sql in asked if "members" in sql or "gangs" in sql]
 
 

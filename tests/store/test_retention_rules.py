@@ -23,6 +23,7 @@ from gpool.server.store.operations.identity import (
     teams,
 )
 from gpool.server.store.operations.money import accounts as ledger_accounts
+from gpool.server.store.operations.money import meters
 from gpool.server.store.operations.tasks import (
     artifacts,
     deletion,
@@ -61,6 +62,7 @@ RULES: dict[str, Any] = {
     "budgets": ledger_accounts.forget_holder,
     "check_records": standings.forget_standings,
     "changes": postgres_replica,
+    "charges": BOOKS,
     "checkpoints": progress.forget_checkpoints,
     "data_keys": sealed_fields.forget_data_key,
     "failed_checks": deletion._delete,
@@ -79,6 +81,7 @@ RULES: dict[str, Any] = {
     "log_heads": progress.delete_log_rows,
     "members": deletion._delete,
     "memberships": OF_ACCOUNT,
+    "meters": meters.settle,
     "node_connections": nodes.remove_node,
     "node_records": node_pages.forget_reliability_records,
     "nodes": nodes.remove_node,
@@ -109,6 +112,7 @@ RULES: dict[str, Any] = {
     "teams": teams.delete_team,
     "uploads": storage._delete_uploads,
     "usage": rules.forget_usage,
+    "usage_totals": ledger_accounts.forget_holder,
     "used_proofs": replicas.forget_proofs,
     "user_invites": expiry.forget_credentials,
     "users": account_deletion.finish_deletion,

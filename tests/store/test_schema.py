@@ -26,6 +26,7 @@ from gpool.server.store.migrations import newest_migration
 from gpool.server.store.migrations.upgrade import config, postgres_script
 from gpool.server.store.operations.identity import teams
 from gpool.server.store.operations.leases import leases
+from gpool.server.store.operations.money import limits, meters
 from gpool.server.store.operations.tasks import storage, submissions, tasks
 from gpool.server.store.protocol import Operation, Statement
 from gpool.server.store.row_generator import generated
@@ -152,6 +153,8 @@ def test_no_hot_statement_scans_the_tasks(tmp_path: Path, pool: Pool) -> None:
     node = NodeId(7)
     place = pool.place(node, [task.id])
     held = (task.id, 1, 1, 1, 1, "leased", 1, None, 0, 0, None, node, None)
+    held += (0, "[1000,1,[]]", None, None, "end", 0)
+    metered = (*held[:-3], 9, "end", 1)
     hot = [
         *statements_of(submissions.submit([pool.submission()])),
         *statements_of(storage.usage_of([("user", pool.ann)])),
@@ -159,6 +162,11 @@ def test_no_hot_statement_scans_the_tasks(tmp_path: Path, pool: Pool) -> None:
         *statements_of(leases.record([(node, [Started(task.id, 1)])], Instant(1)), [held]),
         *statements_of(leases.record([(node, [returned(task.id)])], Instant(1)), [held], [(1, 1)]),
         *statements_of(leases.record([(node, [Started(task.id, 1)])], Instant(1))),
+        *statements_of(leases.record([(node, [returned(task.id)])], Instant(1)), [metered]),
+        *statements_of(meters.extend(Instant(1), 10), [(1, 1, 0, 7, 0, *[1] * 16)]),
+        *statements_of(limits.capped_leases()),
+        *statements_of(limits.cost_of(task.id)),
+        *statements_of(meters.has_unheld()),
         *statements_of(leases.expire(node, Instant(1)), [held]),
         *statements_of(leases.held(node)),
         *statements_of(

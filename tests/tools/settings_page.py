@@ -9,7 +9,8 @@ from pydantic.fields import FieldInfo
 
 from gpool.agent.settings import AgentSettings
 from gpool.core.model import GIB
-from gpool.server.settings import OidcProvider, Settings
+from gpool.server.identity.oidc import OidcProvider
+from gpool.server.settings import Settings
 
 SECTIONS = {
     "host": "Network and TLS",

@@ -85,6 +85,9 @@ def _deadline(ctx: click.Context, option: click.Parameter, text: str | None) -> 
 )
 @placement("--max-price", metavar="PRICE", help="Maximum price per node, e.g. 0.40/h.")
 @placement(
+    "--max-cost", metavar="CREDITS", help="Maximum cost of a task over all its attempts, e.g. 2.00."
+)
+@placement(
     "--tier",
     type=click.Choice(["none", "container", "vm"]),
     help="Minimum isolation; none: only nodes of your own that allow it.",

@@ -48,6 +48,7 @@ class TaskOptions(TypedDict, total=False):
     on_loss: Literal["reform", "end"] | None
     labels: Sequence[str]
     max_price: str | float | None
+    max_cost: str | float | None
     team: str | None
     on: str | None
     show_output: bool | None
@@ -86,6 +87,7 @@ MEANINGS: Mapping[str, str] = {
     "on_loss": 'gang that lost a node: `"reform"` (default) or `"end"`',
     "labels": "a node must have all of these",
     "max_price": 'most credits per hour on one node, `"0.40/h"`',
+    "max_cost": 'most credits of a task over all its attempts, `"2.00"`',
     "team": "team that owns the task, by name or id",
     "on": 'owners whose nodes may run it: `"me"`, `"team:NAME"`, `"user:NAME"`, `"anyone"`, several with commas',
     "show_output": "`False`: do not show a function's output on standard error",
@@ -163,6 +165,7 @@ class Options:
     on_loss: str | None = None  # "reform" or "end": reaction of a gang to a lost node
     labels: Sequence[str] = ()  # a node must have all of these
     max_price: str | float | None = None  # "0.40/h", for its resources on one node
+    max_cost: str | float | None = None  # "2.00" credits, over all attempts of a task
     team: str | None = None  # team that owns the task, by name or id
     on: str | None = None  # owners whose nodes may run it: "me", "team:lab", "user:ana", "anyone"
     show_output: bool | None = None  # of functions, on standard error; None: yes
@@ -220,6 +223,7 @@ class Options:
             "on_loss": self.on_loss,
             "labels": _words("labels", self.labels, "ssd") or None,
             "max_price": self.max_price,
+            "max_cost": self.max_cost,
             "team": self.team,
             "on": self.on,
             "verify": self.verify,

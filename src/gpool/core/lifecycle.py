@@ -16,7 +16,7 @@ class Move(StrEnum):
     FAILED = "failed"  # by itself: exit code, exception, time-out, memory
     RETRIED = "retried"  # failed by itself with retries left
     REQUEUED = "requeued"  # the lease ended through no fault of the task
-    GAVE_UP = "gave_up"  # its nodes were lost three times
+    GAVE_UP = "gave_up"  # its nodes were lost three times, or it may not cost more
     CANCELLED = "cancelled"
     VERIFIED = "verified"  # a quorum of its siblings agreed on a success
     REFUSED = "refused"  # a quorum of its siblings agreed on a failure, or there was no quorum

@@ -121,6 +121,7 @@ class EndReason(StrEnum):
     LOSES_NODES = "loses_nodes"
     SANDBOX_FAILED = "sandbox_failed"  # a fault of gpool or the node
     NO_QUORUM = "no_quorum"  # a verified task's siblings gave different answers
+    OUT_OF_FUNDS = "out_of_funds"  # its max_cost, or its payer's funds or budget, is used up
 
     LOST = "lost"  # the node missed its heartbeats until the lease expired
     HANDED_BACK = "handed_back"  # the agent returned it unstarted

@@ -62,6 +62,7 @@ from gpool.server.replicas.shared_secrets import ROOT, SharedSecrets
 from gpool.server.scheduling.loops import LoopRunner, all_loops
 from gpool.server.scheduling.picture import StatePicture
 from gpool.server.scheduling.policy import ActivePolicy, known_orders
+from gpool.server.scheduling.prices import PlanPrices
 from gpool.server.scheduling.scheduler import Scheduler
 from gpool.server.server import VERSION, Server, SignInServices
 from gpool.server.settings import Settings, span
@@ -225,15 +226,18 @@ def wire(
         uncleared=monitor.uncleared,
     )
     metrics.add(*collectors(observed))
+    ids = system_ids(clock, None if membership is None else lambda: membership.slot)
     return Server(
         settings=settings,
         store=store,
         clock=clock,
-        ids=system_ids(clock, None if membership is None else lambda: membership.slot),
+        ids=ids,
         hub=hub,
         nodes=registry,
         picture=picture,
-        scheduler=Scheduler(picture, sealer, metrics),
+        scheduler=Scheduler(
+            picture, sealer, metrics, PlanPrices(ids, settings.fee_ppm) if settings.prices else None
+        ),
         reports=ReportBatches(picture.write, picture.absorb, settings.storage_limits),
         blobs=_blobs(settings),
         credentials=Credentials(store, clock.now, remember, root_key, sign_ins.signing),

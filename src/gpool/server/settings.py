@@ -10,7 +10,7 @@ import platform
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from gpool.core.errors import Invalid
@@ -19,6 +19,7 @@ from gpool.core.quotas import OwnerQuota, Quota
 from gpool.observability.logs import LogFormat, LogLevel
 from gpool.server.blobs.bucket import Bucket, bucket_of, credentials_of_environment
 from gpool.server.blobs.signatures import S3Credentials
+from gpool.server.identity.oidc import OidcProvider
 from gpool.server.identity.sealer import MasterSource
 from gpool.server.nodes.reports import SITE
 from gpool.server.outbound import own_address
@@ -28,25 +29,6 @@ from gpool.transfer.requests import WILDCARDS, is_loopback, origin_of, require_r
 
 Registration = Literal["open", "invite", "closed"]
 DefaultOn = Literal["anyone", "team", "me"]
-
-
-class OidcProvider(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str = Field(
-        pattern=r"^[a-z0-9-]{1,32}$", description="Name of the provider in URLs and account names."
-    )
-    issuer: str = Field(
-        pattern=r"^https?://",
-        description="Issuer URL; the discovery document is at ISSUER/.well-known/openid-configuration.",
-    )
-    client_id: str = Field(
-        min_length=1, description="Client id under which this server is registered there."
-    )
-    client_secret: SecretStr | None = Field(
-        default=None, description="Client secret; unset: a public client that uses PKCE alone."
-    )
-    scope: str = Field(default="openid", description="Scopes to request, separated by spaces.")
 
 
 class Settings(BaseSettings):
@@ -396,6 +378,14 @@ class Settings(BaseSettings):
         default=4096 * GIB,
         ge=0,
         description="Quota of a team: stored artifacts, logs, inline data, uploads in progress.",
+    )
+
+    prices: bool = Field(
+        default=False,
+        description="Charge tasks at the prices that owners ask; off: prices select nodes only, nothing is reserved or charged.",
+    )
+    fee_ppm: int = Field(
+        default=0, ge=0, le=1_000_000, description="The pool's part of each charge, in millionths."
     )
 
     encrypt_data: bool = Field(

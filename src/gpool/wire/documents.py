@@ -160,6 +160,7 @@ class TaskRequest(Document):
         list[Annotated[str, StringConstraints(max_length=200)]], Field(max_length=MAX_LABELS)
     ] = []  # all required
     max_price: str | int | float | None = None  # "0.40/h": credits per hour on one node
+    max_cost: str | int | float | None = None  # "2.00": credits of a task over all its attempts
     on: Annotated[str, StringConstraints(min_length=1, max_length=1500)] | None = None
     verify: Literal[2, 3, "spot"] | None = None  # answers of different owners that must agree
     compare: Literal["hash"] | Annotated[float, Field(gt=0, lt=1)] = "hash"  # or a tolerance
@@ -276,6 +277,9 @@ class TaskDocument(Answer):
     retries: int = 0
     labels: list[str] = []
     max_price: str | None = None  # "0.40/h"
+    max_cost_microcredits: int | None = None
+    cost_microcredits: int | None = None  # charged so far, over all attempts; null: no price
+    reserved_microcredits: int | None = None  # set aside for its allocation beyond the cost
     engine: str = "none"
     on_loss: str = "reform"
     on: str = "anyone"  # owners whose nodes may run it, as requested or by default

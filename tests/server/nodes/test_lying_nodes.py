@@ -21,7 +21,7 @@ from gpool.core.model import (
 )
 from gpool.server.nodes.reports import MAX_ERROR_LETTERS, MAX_ITEMS, offer_problem
 from gpool.server.scheduling.delivery import lines_on
-from gpool.server.store.operations.leases.ends import LATE, plausible_duration
+from gpool.server.store.operations.leases.finished import LATE, plausible_duration
 from gpool.server.store.operations.tasks import progress
 from gpool.wire.frames import PROTOCOL, Finished, Hello, Lease, LogChunk, Recorded, Refused, Started
 from tests.server.server_desk import Agent, Desk, an_offer

@@ -68,6 +68,7 @@ _OWN_ENDS = frozenset(
         EndReason.CANCELLED,
         EndReason.OUT_OF_MEMORY,
         EndReason.BAD_OUTPUT,
+        EndReason.OUT_OF_FUNDS,
     }
 )
 _FREE_ENDS = frozenset(
@@ -204,7 +205,7 @@ def as_markdown() -> str:
         "The charged time of a lease, by the reason of its end and the phase in which it ended.",
         "It begins at the later of the lease's own start and the end of the lease before it on the",
         "same allocation ([decision 0047](decisions/0047-prices-and-charges.md)).",
-        "This version does not charge yet: these are the rules that metering will follow.",
+        "Tasks are charged if the operator set `GPOOL_SERVER_PRICES` ([prices](guides/prices.md)).",
         "",
         f"| end reason | {' | '.join(phase.value for phase in Phase)} |",
         f"|---|{'---|' * len(Phase)}",

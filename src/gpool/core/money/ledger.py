@@ -14,7 +14,7 @@ balance after it, so that a removed, added or changed entry is found by reading 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, assert_never
 
@@ -133,6 +133,28 @@ def apply(view: LedgerView, requests: Iterable[TransferRequest], at: Instant) ->
     return _Book(view, at).run(requests)
 
 
+def apply_bundles(
+    view: LedgerView, bundles: Sequence[Sequence[TransferRequest]], at: Instant
+) -> tuple[LedgerChanges, tuple[TransferOutcome, ...]]:
+    """Decide bundles in order, each whole or not at all; return the changes and, for each, its first refusal or MOVED.
+
+    A refused bundle is left out and the others are decided again, since they may have counted on its money: each
+    round leaves out at least one.
+    """
+    refused: dict[int, TransferOutcome] = {}
+    while True:
+        taken = [number for number in range(len(bundles)) if number not in refused]
+        changes = apply(view, [each for number in taken for each in bundles[number]], at)
+        outcomes, before = iter(changes.outcomes), len(refused)
+        for number in taken:
+            for outcome in [next(outcomes) for _ in bundles[number]]:
+                if not outcome.is_done:
+                    refused.setdefault(number, outcome)
+        if len(refused) == before:
+            moved = TransferOutcome.MOVED
+            return changes, tuple(refused.get(number, moved) for number in range(len(bundles)))
+
+
 PAYER_KINDS = (
     [AccountKind.USER, AccountKind.PENDING],
     [AccountKind.TEAM, AccountKind.PENDING],
@@ -238,7 +260,8 @@ class _Book:
 
     def _reserve(self, request: Reserve) -> TransferOutcome:
         budget = self._spending.get(request.payer)
-        if budget is not None and budget.spent + request.amount > budget.cap:
+        is_over = budget is not None and budget.spent + request.amount > budget.cap
+        if is_over and not request.is_counted:
             return TransferOutcome.OVER_BUDGET
         payer, pending, amount = request.payer, request.pending, request.amount
         kinds = [self._accounts[id_].kind for id_ in (payer, pending) if id_ in self._accounts]

@@ -122,13 +122,17 @@ class Refund:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Pending transfer: set funds of `payer` aside in its account `pending`, until resolved or expired."""
+    """Pending transfer: set funds of `payer` aside in its account `pending`, until resolved or expired.
+
+    `is_counted`: the funds were set aside before, under another id, and the budget has allowed them then.
+    """
 
     id: TransferId
     payer: LedgerAccountId
     pending: LedgerAccountId
     amount: int
     expires_at: Instant
+    is_counted: bool = False
 
     def __post_init__(self) -> None:
         checked_id(self.id)

@@ -21,7 +21,7 @@ from gpool.server.store.operations import gpus, nodes
 from gpool.server.store.operations.leases import leases
 from gpool.server.store.operations.tasks import tasks as task_operations
 from gpool.server.store.protocol import Operation, operation
-from gpool.server.store.values import NodeRow, Recording
+from gpool.server.store.values import RECLAIMING, NodeRow, Recording
 from gpool.wire.frames import Hold, StopReason
 from gpool.wire.nodes import GpuDocument, NodeDocument, TelemetryDocument
 
@@ -237,7 +237,7 @@ async def reclaim(server: Server, id_: GpuId) -> None:
     if channel is not None:
         held = {hold for hold in await server.store.read(_holds(tasks)) if hold is not None}
         channel.stop(tuple(sorted(held, key=lambda hold: hold.task)), StopReason.RECLAIMED)
-    await preempt_tasks(server, tasks)
+    await preempt_tasks(server, tasks, RECLAIMING)
 
 
 @operation

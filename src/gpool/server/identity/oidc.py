@@ -18,6 +18,7 @@ from joserfc import jwk, jwt
 from joserfc.errors import InvalidPayloadError, JoseError, UnsupportedAlgorithmError
 from joserfc.jws import JWSRegistry
 from joserfc.util import urlsafe_b64decode
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from gpool.core.errors import NotSignedIn, Unreachable
 from gpool.core.model import SECOND, Instant
@@ -26,6 +27,25 @@ SKEW_S = 60
 MAX_TOKEN_LETTERS = 16_384
 MIN_RSA_BITS = 2048
 _ALGORITHM = {"RSA": "RS256", "EC": "ES256", "OKP": "EdDSA"}
+
+
+class OidcProvider(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(
+        pattern=r"^[a-z0-9-]{1,32}$", description="Name of the provider in URLs and account names."
+    )
+    issuer: str = Field(
+        pattern=r"^https?://",
+        description="Issuer URL; the discovery document is at ISSUER/.well-known/openid-configuration.",
+    )
+    client_id: str = Field(
+        min_length=1, description="Client id under which this server is registered there."
+    )
+    client_secret: SecretStr | None = Field(
+        default=None, description="Client secret; unset: a public client that uses PKCE alone."
+    )
+    scope: str = Field(default="openid", description="Scopes to request, separated by spaces.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,13 @@ MAX_ERROR_LETTERS = 64 * KIB
 """Twice what an agent sends; each listing of the task contains it."""
 
 SERVER_REASONS = frozenset(
-    {EndReason.CANCELLED, EndReason.LOSES_NODES, EndReason.NODE_FAILED, EndReason.NO_QUORUM}
+    {
+        EndReason.CANCELLED,
+        EndReason.LOSES_NODES,
+        EndReason.NODE_FAILED,
+        EndReason.OUT_OF_FUNDS,
+        EndReason.NO_QUORUM,
+    }
 )
 """Ends without a retry that only consumers and the server decide. A node *releases* a cancelled lease."""
 

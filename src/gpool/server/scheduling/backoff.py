@@ -15,6 +15,7 @@ goes to other nodes first (`Shape.avoids`).
 **A task whose plan the store rejects** (`RejectedPlans`). One rejection is normal: something was committed between
 plan and write. At the second in a row the picture is rebuilt. From the third on the task leaves the queue for 1, 2,
 4 ... 60 s, so that passes are not spent on it. Example: rejected at 0 s, 1 s and 2 s, it is planned at 3 s, then 5 s.
+A task whose payer lacks funds leaves the queue until the payer's balance or budget allows it, at most for 60 s.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from gpool.core.lifecycle import NO_FAULT
 from gpool.core.model import SECOND, Instant, Shape, Span, TaskStatus
 from gpool.core.reliability import Evidence, backoff_after, backoff_for_fault
 from gpool.core.scheduler.explain.mismatch import Explanation, counted
+from gpool.core.scheduler.order.limits import Holder
 from gpool.core.scheduler.state.events import Placement, QueuedTask, TasksQueued, TasksWithdrawn
 from gpool.core.scheduler.state.queue import epoch_of
 from gpool.core.scheduler.state.state import State
 from gpool.core.scheduler.state.waiting import HeldAllocation
 from gpool.observability.logs import get_logger
-from gpool.server.store.values import Recording
+from gpool.server.store.values import Recording, UnfundedPlace
 
 log = get_logger(__name__)
 
@@ -230,6 +232,7 @@ class _PausedTask:
     shape: Shape
     task: QueuedTask
     until: Instant
+    unfunded: UnfundedPlace | None = None  # None: its plans were rejected
 
 
 def pause_after(rejections: int) -> Span:
@@ -251,7 +254,7 @@ class RejectedPlans:
 
     def explanation(self, task: TaskId, now: Instant) -> Explanation | None:
         paused = self._paused.get(task)
-        if paused is None:
+        if paused is None or paused.unfunded is not None:
             return None
         times = counted(self._counts.get(task, 0), "time", "times")
         left = max(1, -(-(paused.until - now) // SECOND))
@@ -285,7 +288,38 @@ class RejectedPlans:
             if pause or state.queue_of(task) is None:  # cancelled meanwhile: it is forgotten
                 self._withdraw(state, task, Instant(now + pause))
 
-    def _withdraw(self, state: State, task: TaskId, until: Instant) -> None:
+    def block(self, state: State, places: Sequence[UnfundedPlace], now: Instant) -> None:
+        """Keep tasks without funds out of the queue until `release_payers`, at most for `LONGEST_PAUSE`."""
+        for place in places:
+            for task in place.tasks:
+                self._counts.setdefault(task, 0)
+                self._withdraw(state, task, Instant(now + LONGEST_PAUSE), place)
+
+    def unfunded(self, task: TaskId) -> UnfundedPlace | None:
+        paused = self._paused.get(task)
+        return None if paused is None else paused.unfunded
+
+    def blocked_payers(self) -> dict[Holder, int]:
+        """Payers of tasks without funds, with the least that one of their tasks needs."""
+        found: dict[Holder, int] = {}
+        for paused in self._paused.values():
+            place = paused.unfunded
+            if place is not None:
+                found[place.payer] = min(place.needed, found.get(place.payer, place.needed))
+        return found
+
+    def release_payers(self, payers: Collection[Holder]) -> list[TasksQueued]:
+        return self._end(
+            [
+                paused
+                for paused in self._paused.values()
+                if paused.unfunded is not None and paused.unfunded.payer in payers
+            ]
+        )
+
+    def _withdraw(
+        self, state: State, task: TaskId, until: Instant, unfunded: UnfundedPlace | None = None
+    ) -> None:
         waiting = state.queue_of(task)
         entry = None if waiting is None else waiting.queue.entry_of(task)
         if waiting is None or entry is None:
@@ -293,11 +327,13 @@ class RejectedPlans:
             return
         attained = state.attained(task, Instant(0))
         again = QueuedTask(task, epoch_of(entry), Instant(entry[0]), attained)
-        self._paused[task] = _PausedTask(waiting.shape, again, until)
+        self._paused[task] = _PausedTask(waiting.shape, again, until, unfunded)
         state.fold(TasksWithdrawn((task,)))
 
     def end_expired(self, now: Instant) -> list[TasksQueued]:
-        over = [paused for paused in self._paused.values() if paused.until <= now]
+        return self._end([paused for paused in self._paused.values() if paused.until <= now])
+
+    def _end(self, over: Sequence[_PausedTask]) -> list[TasksQueued]:
         for paused in over:
             del self._paused[paused.task.id]
         return [TasksQueued(paused.shape, (paused.task,)) for paused in over]
@@ -309,4 +345,4 @@ class RejectedPlans:
         }
         for task, paused in list(self._paused.items()):
             del self._paused[task]
-            self._withdraw(state, task, paused.until)
+            self._withdraw(state, task, paused.until, paused.unfunded)

@@ -30,6 +30,7 @@ from gpool.server.replicas.membership import Membership
 from gpool.server.replicas.moving import MoveNodes
 from gpool.server.replicas.readings import ExchangeReadings
 from gpool.server.scheduling import learning
+from gpool.server.scheduling.charging import ChargeTasks
 from gpool.server.scheduling.overdue import EndOverdueLeases
 from gpool.server.server import Server
 from gpool.server.settings import span
@@ -467,6 +468,8 @@ def all_loops(server: Server) -> tuple[Loop, ...]:
         TrainPricing(server),
         VerifyResults(server),
     )
+    if server.settings.prices or server.sign_ins is not None:
+        loops = (*loops, ChargeTasks(server, server.scheduler.prices))
     if isinstance(server.replica, Membership):
         loops = (
             *loops,

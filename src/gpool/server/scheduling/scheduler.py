@@ -34,6 +34,7 @@ from gpool.server.metrics import Metrics
 from gpool.server.nodes.registry import OpenSecrets
 from gpool.server.scheduling import delivery
 from gpool.server.scheduling.picture import StatePicture
+from gpool.server.scheduling.prices import PlanPrices
 from gpool.server.store.operations.leases import grants, leases
 from gpool.server.store.operations.tasks.submissions import Submission
 from gpool.server.store.protocol import brief
@@ -54,8 +55,17 @@ class Proposal:
 
 
 class Scheduler:
-    def __init__(self, picture: StatePicture, sealer: Sealer, metrics: Metrics) -> None:
+    """`prices`: of a pool whose tasks are charged."""
+
+    def __init__(
+        self,
+        picture: StatePicture,
+        sealer: Sealer,
+        metrics: Metrics,
+        prices: PlanPrices | None = None,
+    ) -> None:
         self._picture = picture
+        self.prices = prices
         self._sealer = sealer
         self._metrics = metrics
         self._index = PlacementIndex()
@@ -99,10 +109,13 @@ class Scheduler:
         asked = sum(len(place.grants) for place in places)
         shared, sealed = await delivery.new_gang_secrets(self._sealer, places)
         specs = picture.specs
+        funding = None if self.prices is None else self.prices.funding(places, picture.state)
         writing = leases.apply_plan(
-            places, term, now, specs.with_secrets, specs.with_checkpoints, sealed
+            places, term, now, specs.with_secrets, specs.with_checkpoints, sealed, funding
         )
         applied = await picture.write(brief(writing, asked))
+        if self.prices is not None:
+            self.prices.add_warnings(applied.warnings)
         self._fold(places, applied, now)
         await self._deliver(applied, shared, now)
         return sum(len(line.leases) for line in applied.lines)
@@ -112,8 +125,8 @@ class Scheduler:
     def propose(self, submissions: Sequence[Submission], now: Instant) -> Proposal | None:
         """Plan tasks that are not yet written, if no task waits. The caller holds `planning` until `accept`.
 
-        None: they wait for a pass, as do gangs, tasks with secrets and tasks that must preempt others; the picture is
-        as it was. The queue contains the tasks of a proposal until it is accepted or withdrawn; no pass runs meanwhile.
+        None: they wait for a pass, as do gangs, tasks with secrets, tasks that must preempt others and tasks on nodes
+        with a price; the picture is as it was. The queue contains the tasks of a proposal until it is accepted or withdrawn; no pass runs meanwhile.
         """
         picture, state = self._picture, self._picture.state
         if picture.is_stale or picture.waiting or not picture.term:
@@ -127,7 +140,8 @@ class Scheduler:
             proposed += [task.id for task in tasks]
         decided = self._plan(now)
         proposal = Proposal(tuple(proposed), decided.places, picture.term, now)
-        if decided.preemptions or not decided.places:
+        is_priced = self.prices is not None and self.prices.is_any(decided.places, state)
+        if decided.preemptions or not decided.places or is_priced:
             self.withdraw(proposal.tasks)
             return None
         return proposal
@@ -169,7 +183,11 @@ class Scheduler:
         picture, counted = self._picture, self._metrics.signals.planner
         granted = {TaskId(lease.task) for line in applied.lines for _, lease in line.leases}
         counted.count_grants(places, granted, now)
-        rejected = picture.rejected.count(places, granted)
+        unfunded = {task for place in applied.unfunded for task in place.tasks}
+        rejected = picture.rejected.count(places, granted | unfunded)
+        if unfunded and not picture.is_stale:
+            log.info("planned starts without funds", count=len(unfunded))
+            picture.rejected.block(picture.state, applied.unfunded, now)
         if not rejected:
             return
         counted.rejected.inc(len(rejected))

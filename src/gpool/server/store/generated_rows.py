@@ -228,6 +228,62 @@ class CheckRecordsRecord(NamedTuple):
     passed: int
 
 
+class UsageTotalsRecord(NamedTuple):
+    kind: str
+    id: int
+    month: int
+    node_id: NodeId
+    model: str
+    attempts: int
+    task_us: int
+    gpu_us: int
+
+
+class MetersRecord(NamedTuple):
+    task_id: TaskId
+    epoch: int
+    rank: int
+    node_id: NodeId
+    number: int
+    payer_id: int
+    pending_id: int
+    owner_id: int
+    rate: int
+    minimum: int
+    fee_ppm: int
+    gpus: str
+    until: Instant
+    charged_us: int
+    charged: int
+    posted: int
+    reserved: int
+    roll: int
+    leases: int
+    renew_at: Instant
+    closed_at: Instant | None
+
+
+class ChargesRecord(NamedTuple):
+    task_id: TaskId
+    epoch: int
+    node_id: NodeId
+    payer_id: int
+    owner_id: int
+    started_at: Instant | None
+    ended_at: Instant
+    charged_us: int
+    microcredits: int
+    fee: int
+    rate: int
+    minimum: int
+    reason: str
+    gpus: str
+    reserve_id: str
+    transfer_id: str | None
+    state: str
+    vests_at: Instant | None
+
+
 class UsersRecord(NamedTuple):
     id: UserId
     name: str
@@ -341,6 +397,9 @@ class TasksRecord(NamedTuple):
     team_id: TeamId | None
     stored_bytes: int
     shrunk_at: Instant | None
+    max_cost: int | None
+    settlement: str
+    metered: int
     parent_id: TaskId | None
 
 

@@ -1,5 +1,5 @@
-"""The tables of accounts: sign-in, teams, quotas, audit log, secrets, GPU bindings; and of verified results. `schema` has
-the others.
+"""The tables of accounts: sign-in, teams, quotas, audit log, secrets, GPU bindings; what accounts use and pay; and
+verified results. `schema` has the others. One file because each table is a few lines.
 """
 
 from __future__ import annotations
@@ -360,3 +360,84 @@ check_records = Table(
     counter("passed"),
 )
 """Passed checks for each GPU model and environment of a node."""
+# ---- use and charges
+
+usage_totals = Table(
+    "usage_totals",
+    metadata,
+    text_column("kind", primary_key=True),
+    int_column("id", primary_key=True),
+    int_column("month", primary_key=True),
+    int_column("node_id", primary_key=True),
+    text_column("model", primary_key=True),
+    counter("attempts"),
+    counter("task_us"),
+    counter("gpu_us"),
+)
+"""Ended attempts of a user or team (`kind`, `id`) in a month (year x 12 + month - 1) on a node, with their run time and
+the time of their GPUs (a half GPU counts half). `model`: of the GPUs; empty: none."""
+
+meters = Table(
+    "meters",
+    metadata,
+    int_column("task_id", primary_key=True),
+    int_column("epoch", primary_key=True),
+    int_column("rank", primary_key=True),
+    int_column("node_id"),
+    int_column("number"),
+    int_column("payer_id"),
+    int_column("pending_id"),
+    int_column("owner_id"),
+    int_column("rate"),
+    int_column("minimum"),
+    counter("fee_ppm"),
+    text_column("gpus"),
+    int_column("until"),
+    counter("charged_us"),
+    counter("charged"),
+    counter("posted"),
+    int_column("reserved"),
+    counter("roll"),
+    counter("leases"),
+    int_column("renew_at"),
+    maybe_int("closed_at"),
+    Index("ix_meters_renew_at", "renew_at"),
+)
+"""Meters of allocations with a price, one for each allocation of a gang; deleted when they are settled.
+
+Task, epoch and rank are those of the lease that opened it. `payer_id`, `pending_id`, `owner_id`: accounts of the ledger.
+`rate` and `minimum` are frozen. `until`, `charged_us`, `charged`: `core.money.charging.AllocationMeter`. `posted`: part of
+`charged` that earlier pending transfers have paid. `reserved`: `posted` and the amount of the open pending transfer, whose
+number is `roll`. `leases`: held ones on it. `renew_at`: when the reservation is looked at again. `closed_at`: its last lease has ended."""
+partial_index("ix_meters_open", meters.c.node_id, meters.c.number, where="closed_at IS NULL")
+partial_index("ix_meters_closed", meters.c.closed_at, where="closed_at IS NOT NULL")
+
+charges = Table(
+    "charges",
+    metadata,
+    int_column("task_id", primary_key=True),
+    int_column("epoch", primary_key=True),
+    int_column("node_id", primary_key=True),
+    int_column("payer_id"),
+    int_column("owner_id"),
+    maybe_int("started_at"),
+    int_column("ended_at"),
+    counter("charged_us"),
+    counter("microcredits"),
+    counter("fee"),
+    int_column("rate"),
+    int_column("minimum"),
+    text_column("reason"),
+    text_column("gpus"),
+    text_column("reserve_id"),
+    maybe_text("transfer_id"),
+    text_column("state"),
+    maybe_int("vests_at"),
+)
+"""One row for each ended lease on a metered allocation, of a gang one for each member; kept for ever, with opaque ids only.
+
+`payer_id`, `owner_id`: accounts of the ledger. `fee`: part of `microcredits`. `reserve_id`: pending transfer in which it is
+set aside. `transfer_id`: the post that paid it. `state`: `metered` (to be posted), `held` (until a verdict), `posted`,
+`void` (nothing is charged), `vested`, `forfeited`."""
+partial_index("ix_charges_open", charges.c.reserve_id, where="state IN ('metered', 'held')")
+partial_index("ix_charges_transfer_id", charges.c.transfer_id, where="transfer_id IS NOT NULL")

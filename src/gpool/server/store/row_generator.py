@@ -35,7 +35,9 @@ REFERENCES = {
     "used_by": "UserId",
     "user_id": "UserId",
 }
-INSTANTS = frozenset({"at", "idle_until", "since", "signs_from", "verifies_until"})
+LEDGER_ACCOUNTS = frozenset({("charges", "owner_id"), ("meters", "owner_id")})
+"""Columns with the name of a reference that hold an account of the ledger."""
+INSTANTS = frozenset({"at", "until", "idle_until", "since", "signs_from", "verifies_until"})
 TYPES = {BigInteger: "int", Text: "str", LargeBinary: "bytes"}
 
 HEAD = '''"""Rows of the tables. Written by `make docs` from `schema`; do not edit. One file because it is generated."""
@@ -53,7 +55,7 @@ from gpool.core.permissions import TeamId
 def type_of(table: str, column: Column[object]) -> str:
     if column.name == "id" and table in IDS:
         name = IDS[table]
-    elif column.name in REFERENCES:
+    elif column.name in REFERENCES and (table, column.name) not in LEDGER_ACCOUNTS:
         name = REFERENCES[column.name]
     elif column.name in INSTANTS or column.name.endswith("_at"):
         name = "Instant"

@@ -24,6 +24,9 @@ from gpool.core.model import (
     TaskSpec,
     TaskStatus,
 )
+from gpool.core.money.budgets import BudgetWarning
+from gpool.core.money.transfers import TransferOutcome
+from gpool.core.scheduler.order.limits import Holder
 from gpool.core.scheduler.state.events import GangPart, Leased, Placement, TasksLeased
 from gpool.server.store.generated_rows import TasksRecord
 from gpool.wire.frames import Hold, Lease
@@ -126,11 +129,23 @@ class GrantedLine:
 
 
 @dataclass(frozen=True, slots=True)
+class UnfundedPlace:
+    """Tasks that were not granted because `payer` cannot set `needed` micro-credits aside."""
+
+    tasks: tuple[TaskId, ...]
+    payer: Holder
+    outcome: TransferOutcome
+    needed: int
+
+
+@dataclass(frozen=True, slots=True)
 class AppliedPlan:
     lines: tuple[GrantedLine, ...]
     refused: tuple[TaskId, ...]  # not queued any more, or at another epoch
     deposed: bool = False  # another scheduler has taken the term; nothing was written
     secrets: SealedSecrets = NO_SECRETS
+    unfunded: tuple[UnfundedPlace, ...] = ()  # tasks that stay queued for lack of funds
+    warnings: tuple[BudgetWarning, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +256,10 @@ class AttemptNote:
 
 
 PREEMPTING = "preempting"
+RECLAIMING = "reclaiming"
+"""Asked to stop for the owner of its node, not for other tasks: the attempt is not charged."""
+UNFUNDED = "unfunded"
+"""Asked to stop because its max_cost, or its payer's funds or budget, is used up: the task ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +272,13 @@ class MemberView:
     allocation: Allocation
     status: str
     exit_code: int | None = None
+
+
+class TaskCost(NamedTuple):
+    """Micro-credits charged so far, over all attempts, and set aside beyond that."""
+
+    charged: int
+    reserved: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +295,7 @@ class TaskView:
     checkpoint: SavedCheckpoint | None = None
     members: tuple[MemberView, ...] = ()  # of a gang; `row` has the node and allocation of rank 0
     node_owner: UserId | None = None  # None: as in `BatchResult`
+    cost: TaskCost | None = None  # of a single task that was on a metered allocation
 
     @property
     def value_sha256(self) -> str:

@@ -33,6 +33,7 @@ from gpool.server.metrics import Metrics
 from gpool.server.nodes.connection import NodeChannel
 from gpool.server.nodes.registry import NodeRegistry, OpenSecrets
 from gpool.server.scheduling.picture import StatePicture
+from gpool.server.scheduling.prices import PlanPrices
 from gpool.server.scheduling.scheduler import Scheduler
 from gpool.server.server import Server
 from gpool.server.store.operations.leases import leases
@@ -129,13 +130,15 @@ class WritesInPart(SimulatedDisk):
     """Writes a gang without its last member."""
 
     async def write(self, operation: Operation[T]) -> T:
-        return await super().write(_with(operation, "INSERT INTO members", lambda rows: rows[:-1]))
+        return await super().write(
+            replaced_rows(operation, "INSERT INTO members", lambda rows: rows[:-1])
+        )
 
 
 class NeverGrants(SimulatedDisk):
     async def write(self, operation: Operation[T]) -> T:
         grants = "UPDATE tasks SET status = 'leased'"
-        return await super().write(_with(operation, grants, _of_one_node))
+        return await super().write(replaced_rows(operation, grants, _of_one_node))
 
 
 def _of_one_node(rows: Sequence[Row]) -> Sequence[Row]:
@@ -153,7 +156,7 @@ def _all_members(sql: str) -> str:
     return sql.replace("AND members.rank = c.rank ", "")
 
 
-def _with(
+def replaced_rows(
     operation: Operation[T], begins: str, keep: Callable[[Sequence[Row]], Sequence[Row]]
 ) -> Operation[T]:
     answer: object = None
@@ -350,8 +353,14 @@ class OpenLock(asyncio.Lock):
 class UnlockedScheduler(Scheduler):
     """Plans a submission while a pass waits for its commit: both take the same capacity."""
 
-    def __init__(self, picture: StatePicture, sealer: Sealer, metrics: Metrics) -> None:
-        super().__init__(picture, sealer, metrics)
+    def __init__(
+        self,
+        picture: StatePicture,
+        sealer: Sealer,
+        metrics: Metrics,
+        prices: PlanPrices | None = None,
+    ) -> None:
+        super().__init__(picture, sealer, metrics, prices)
         self.planning = OpenLock()
 
 

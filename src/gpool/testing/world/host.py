@@ -33,6 +33,7 @@ from gpool.server.replicas.membership import Membership, Replica, SoleServer
 from gpool.server.scheduling.loops import LoopRunner, all_loops
 from gpool.server.scheduling.picture import StatePicture
 from gpool.server.scheduling.policy import ActivePolicy
+from gpool.server.scheduling.prices import PlanPrices
 from gpool.server.scheduling.scheduler import Scheduler
 from gpool.server.server import Server
 from gpool.server.settings import Settings
@@ -45,6 +46,7 @@ from gpool.testing.world.database import DiskSpeed, SimulatedDisk
 from gpool.testing.world.machine import SimulatedMachine
 from gpool.testing.world.network import SimulatedLink
 from gpool.wire import frames
+from gpool.wire.documents import TaskRequest
 
 T = TypeVar("T")
 ROOT_KEY = b"the world's root key"
@@ -145,15 +147,17 @@ def wired(
     policy = ActivePolicy(Policy(order=settings.order))
     picture = parts.picture(disk, nodes, policy, hub, metrics, clock.now, lambda: replica.leads)
     sealer = Sealer(disk, MasterSource(site.folder / "master.key"), clock.now)
+    ids = Ids(clock, dice.branch("ids"), None if membership is None else lambda: membership.slot)
+    prices = PlanPrices(ids, settings.fee_ppm) if settings.prices else None
     return parts.server(
         settings=settings,
         store=disk,
         clock=clock,
-        ids=Ids(clock, dice.branch("ids"), None if membership is None else lambda: membership.slot),
+        ids=ids,
         hub=hub,
         nodes=nodes,
         picture=picture,
-        scheduler=parts.scheduler(picture, sealer, metrics),
+        scheduler=parts.scheduler(picture, sealer, metrics, prices),
         reports=ReportBatches(picture.write, picture.absorb),
         blobs=Blobs(site.folder / "blobs", settings.max_artifact_bytes),
         credentials=Credentials(disk, clock.now, settings.ttl, ROOT_KEY),
@@ -341,6 +345,12 @@ class OneServer:
 
     def end_all(self) -> None: ...
 
+    def offer(self, number: int, offer: Offer) -> Offer:  # noqa: ARG002 - as a `Deployment`
+        return offer
+
+    def request(self, request: TaskRequest) -> TaskRequest:
+        return request
+
 
 class Deployment(Protocol):
     """Servers of a run and their own faults, which end at `ends_us`."""
@@ -372,6 +382,14 @@ class Deployment(Protocol):
     def begin(self, loop: VirtualLoop) -> None: ...
 
     def end_all(self) -> None: ...
+
+    def offer(self, number: int, offer: Offer) -> Offer:
+        """Offer of a node, with what its owner asks for."""
+        ...
+
+    def request(self, request: TaskRequest) -> TaskRequest:
+        """Request of a consumer, with limits of its own."""
+        ...
 
 
 class ErrorLogHandler(logging.Handler):

@@ -33,12 +33,20 @@ class LiarPlan:
 
 
 class Liar:
-    def __init__(self, around: AgentEnvironment, name: str, secret: str, dice: Dice) -> None:
+    def __init__(
+        self,
+        around: AgentEnvironment,
+        name: str,
+        secret: str,
+        dice: Dice,
+        offer: Offer = OFFER,
+    ) -> None:
         self._around, self.name, self._secret, self._dice = around, name, secret, dice
+        self._offer = offer
         self._link: SimulatedLink | None = None
         self._beat = self._sequence = 0
         self._held: set[frames.Hold] = set()
-        self._truth = around.oracle.node(name, OFFER)
+        self._truth = around.oracle.node(name, offer)
 
     def start(self) -> None:
         self._around.loop.after_us(self._dice.between(1, 100 * MS), self._dial)
@@ -52,7 +60,7 @@ class Liar:
                 link.attach_agent(self._arrived, self._closed)
                 self._beat += 1
                 holds = tuple(sorted(self._held, key=lambda hold: (hold.task, hold.epoch)))
-                hello = frames.Hello(frames.PROTOCOL, "liar", OFFER, self._beat, holds)
+                hello = frames.Hello(frames.PROTOCOL, "liar", self._offer, self._beat, holds)
                 self._send(hello)
                 self._around.loop.after_us(BEAT_US, self._lie)
                 return

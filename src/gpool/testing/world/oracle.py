@@ -262,6 +262,7 @@ class Oracle:
         if (
             went
             and not old.status.is_final
+            and row.reason != EndReason.OUT_OF_FUNDS
             and (row.status is TaskStatus.FAILED or row.tries > old.tries)
         ):
             self._fail(f"a preempted attempt was counted as a failure: {old} became {row}")

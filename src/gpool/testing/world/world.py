@@ -183,8 +183,10 @@ class World:
         around = AgentEnvironment(
             self.loop, network, self.oracle, self.trace, self.host, parts, self.fail
         )
-        self.agents = _make_nodes(self._file, around, self.dice, clock.now())
-        hostile = _make_liars(self._file, around, self.dice, clock.now(), liars.count)
+        offers = [deployment.offer(number, offer) for number, offer in enumerate(OFFERS)]
+        self.agents = _make_nodes(self._file, around, self.dice, clock.now(), offers)
+        lies = [deployment.offer(len(OFFERS) + number, LIES) for number in range(liars.count)]
+        hostile = _make_liars(self._file, around, self.dice, clock.now(), lies)
         self.consumers = _make_consumers(
             self._file,
             ConsumerEnvironment(self.loop, network, self.host, self.oracle, self.trace, self.fail),
@@ -258,6 +260,7 @@ class World:
                 mine += draw_endless(
                     self.dice.branch("endless"), consumer.name, until_us, self._deployment.endless
                 )
+            mine = [replace(each, request=self._deployment.request(each.request)) for each in mine]
             self._lives.append(self.loop.create_task(consumer.live(mine)))
         for life in self._lives:
             life.add_done_callback(self._life_ended)
@@ -334,12 +337,12 @@ class World:
 
 
 def _make_nodes(
-    file: InlineStore, around: AgentEnvironment, dice: Dice, now: Instant
+    file: InlineStore, around: AgentEnvironment, dice: Dice, now: Instant, offers: Sequence[Offer]
 ) -> Sequence[Agent]:
     owner = User(UserId(1), "owner", frozenset({Permission.PROVIDER}), now)
     file.write_now(users.create_user(owner))
     agents = []
-    for number, offer in enumerate(OFFERS):
+    for number, offer in enumerate(offers):
         name, secret, id_ = f"n{number}", f"secret-{number}", NodeId(FIRST_NODE + number)
         gpu_ids = [GpuId(1000 + 10 * number + gpu.index) for gpu in offer.gpus]
         key = around.host.public_key(secret)
@@ -352,22 +355,22 @@ def _make_nodes(
 
 
 def _make_liars(
-    file: InlineStore, around: AgentEnvironment, dice: Dice, now: Instant, count: int
+    file: InlineStore, around: AgentEnvironment, dice: Dice, now: Instant, offers: Sequence[Offer]
 ) -> Sequence[Liar]:
-    if not count:
+    if not offers:
         return ()
     owner = User(UserId(2), "mallory", frozenset({Permission.PROVIDER}), now)
     file.write_now(users.create_user(owner))
     made = []
-    for number in range(count):
+    for number, offer in enumerate(offers):
         name, secret = f"liar{number}", f"liar-secret-{number}"
         id_ = NodeId(FIRST_NODE + len(OFFERS) + number)
-        gpu_ids = [GpuId(2000 + 10 * number + gpu.index) for gpu in LIES.gpus]
+        gpu_ids = [GpuId(2000 + 10 * number + gpu.index) for gpu in offer.gpus]
         credentials = file.write_now(
-            nodes.create_node(id_, name, owner.id, None, secret, LIES, gpu_ids, now)
+            nodes.create_node(id_, name, owner.id, None, secret, offer, gpu_ids, now)
         )
         around.host.know(secret, credentials)
-        made.append(Liar(around, name, secret, dice.branch(name)))
+        made.append(Liar(around, name, secret, dice.branch(name), offer))
         made[-1].start()
     return made
 

@@ -20,9 +20,14 @@ from gpool.server.actions.accounts import accounts, sessions
 from gpool.server.actions.accounts.accounts import FirstCredential
 from gpool.server.identity import oidc
 from gpool.server.identity.envelope import FieldLocation
-from gpool.server.identity.oidc import ExpectedClaims, ProviderEndpoints, ProviderIdentity
+from gpool.server.identity.oidc import (
+    ExpectedClaims,
+    OidcProvider,
+    ProviderEndpoints,
+    ProviderIdentity,
+)
 from gpool.server.server import Server
-from gpool.server.settings import OidcProvider, span
+from gpool.server.settings import span
 from gpool.server.store.identity_values import Account
 from gpool.server.store.operations.identity import accounts as operations
 from gpool.transfer.requests import is_loopback, origin_of

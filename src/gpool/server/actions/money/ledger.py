@@ -36,6 +36,7 @@ from gpool.server.store.operations.money.accounts import (
     MonthlySpending,
     NewAccount,
 )
+from gpool.server.store.operations.money.funding import payer_kind
 from gpool.server.store.operations.money.transfers import record_transfers
 from gpool.server.store.protocol import Operation, operation
 from gpool.wire.documents import instant_to_datetime
@@ -59,11 +60,6 @@ REASONS = {
     TransferOutcome.TOO_MUCH: "{amount} credits are more than is left of the charge {about}",
     TransferOutcome.NO_FUNDS: "the treasury cannot issue {amount} more credits",
 }
-
-
-def payer_kind(holder: Holder) -> AccountKind:
-    """Kind of the account that a user or team pays from."""
-    return AccountKind.USER if holder[0] == "user" else AccountKind.TEAM
 
 
 # ---- reading

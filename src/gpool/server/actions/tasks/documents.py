@@ -22,6 +22,8 @@ from gpool.core.specs import fields, gpu, owners
 from gpool.core.trust.rounds import SPOT
 from gpool.server.store.values import (
     PREEMPTING,
+    RECLAIMING,
+    UNFUNDED,
     Batch,
     BatchResult,
     MemberView,
@@ -72,6 +74,8 @@ NOTED = {
     Phase.RUN.value: "runs",
     Phase.COLLECT.value: "collects its outputs",
     PREEMPTING: "asked to make room for others",
+    RECLAIMING: "asked to make room for the owner of its node",
+    UNFUNDED: "asked to stop: its max_cost, or its payer's funds or budget, is used up",
 }
 """Texts for the notes of an attempt, with the task as subject."""
 
@@ -87,6 +91,8 @@ _ORDER = {
             "started",
             "run",
             PREEMPTING,
+            RECLAIMING,
+            UNFUNDED,
             "collect",
             "checkpoint",
         )
@@ -226,6 +232,9 @@ def task(
         max_price=None
         if asked.max_price_microcredits is None
         else fields.format_price(asked.max_price_microcredits),
+        max_cost_microcredits=view.record.max_cost,
+        cost_microcredits=None if view.cost is None else view.cost.charged,
+        reserved_microcredits=None if view.cost is None else view.cost.reserved,
         engine=spec.engine.value,
         on_loss=spec.on_loss.value,
         on=_on(view),

@@ -13,7 +13,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from gpool.core.ids import TaskId, UserId, encode
-from gpool.core.model import AttemptRow, EndReason, Engine, OnLoss, Phase, TaskRow, TaskStatus
+from gpool.core.model import (
+    SECOND,
+    AttemptRow,
+    EndReason,
+    Engine,
+    Instant,
+    OnLoss,
+    Phase,
+    TaskRow,
+    TaskStatus,
+)
+from gpool.core.money.charging import AHEAD
+from gpool.core.money.transfers import TransferOutcome, format_credits, format_month, month_of
 from gpool.core.permissions import TeamId
 from gpool.core.scheduler.explain.mismatch import Explanation, counted, list_of, ranked
 from gpool.core.scheduler.explain.resources import gpu_closeness, resource_lines
@@ -23,9 +35,10 @@ from gpool.server.actions.tasks import documents, query, verification
 from gpool.server.scheduling.learning import Estimate
 from gpool.server.server import Server
 from gpool.server.store.identity_values import Caller
+from gpool.server.store.operations.money import limits
 from gpool.server.store.operations.tasks import tasks as operations
 from gpool.server.store.protocol import Operation, operation
-from gpool.server.store.values import TaskView
+from gpool.server.store.values import TaskView, UnfundedPlace
 from gpool.wire.documents import (
     EstimateDocument,
     ExplainDocument,
@@ -52,7 +65,7 @@ async def explain(server: Server, who: Caller, id_: TaskId) -> ExplainDocument:
         return explanation_document(view, Explanation("ended", _end_of(view)))
     if view.spec.requirements.siblings:
         return explanation_document(view, await verification.explanation(server, view))
-    refused = server.picture.rejected.explanation(id_, server.now)
+    refused = await _refusal(server, id_)
     if refused is not None:
         return explanation_document(view, refused)
     if row.status is TaskStatus.RUNNING or view.note is not None:
@@ -287,8 +300,37 @@ async def _reasons(server: Server, group: list[TaskView]) -> list[Explanation]:
     return [first, *between, last]
 
 
+async def _refusal(server: Server, id_: TaskId) -> Explanation | None:
+    """Why a task is left out of planning for a while; None: it is not."""
+    rejected = server.picture.rejected
+    unfunded = rejected.unfunded(id_)
+    if unfunded is None:
+        return rejected.explanation(id_, server.now)
+    found = await server.store.read(limits.funds((unfunded.payer,), server.now))
+    return no_funds(unfunded, found.get(unfunded.payer), server.now)
+
+
+def no_funds(place: UnfundedPlace, found: limits.PayerFunds | None, now: Instant) -> Explanation:
+    """Explanation of a task whose payer lacks funds, with the figures of now."""
+    needed = f"needs {format_credits(place.needed)} for the first {AHEAD // SECOND // 60} minutes"
+    only_free = "or run it on free nodes only (--max-price 0)"
+    if place.outcome is TransferOutcome.OVER_BUDGET and found is not None and found.cap is not None:
+        spent = f"{format_credits(found.spent)} of {format_credits(found.cap)}"
+        return Explanation(
+            "over_budget",
+            f"Over budget: {spent} spent in {format_month(month_of(now))}, {needed}; raise the budget "
+            f"(gpool budget --set), wait for the next month, {only_free}.",
+        )
+    balance = format_credits(0 if found is None else found.balance)
+    return Explanation(
+        "no_funds",
+        f"No funds: balance {balance}, {needed}; ask an operator for credits "
+        f"(gpool admin ledger grant), {only_free}.",
+    )
+
+
 async def _reason(server: Server, id_: TaskId) -> Explanation:
-    refused = server.picture.rejected.explanation(id_, server.now)
+    refused = await _refusal(server, id_)
     if refused is not None:
         return refused
     return await server.explaining.why(server.picture, id_, server.now)

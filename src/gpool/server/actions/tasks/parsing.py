@@ -9,6 +9,7 @@ from dataclasses import replace
 from gpool.core.errors import Invalid, TooLarge
 from gpool.core.ids import BatchId, SpecId, TaskId, UserId, decode
 from gpool.core.model import INLINE_LIMIT_BYTES
+from gpool.core.money.transfers import parse_credits
 from gpool.core.permissions import TeamId
 from gpool.core.specs.owners import ANYONE
 from gpool.observability.context import current_trace
@@ -59,6 +60,7 @@ async def submission_of(
         team_key=who.team_key,
         secrets=secrets,
         secrets_mark=mark,
+        max_cost=None if request.max_cost is None else parse_credits(str(request.max_cost)),
     )
 
 

@@ -315,9 +315,11 @@ def _cancel_batch(id_: BatchId, who: Caller, at: Instant) -> Operation[Recording
 # ---- preemption
 
 
-async def preempt_tasks(server: Server, tasks: Sequence[TaskId]) -> Recording:
-    """The caller has checked the permission."""
-    recording = await server.write(grants.preempt(tasks, server.now))
+async def preempt_tasks(
+    server: Server, tasks: Sequence[TaskId], because: str | None = None
+) -> Recording:
+    """The caller has checked the permission. `because`: RECLAIMING; None: for other tasks."""
+    recording = await server.write(grants.preempt(tasks, server.now, because))
     _fold(server, recording)
     return recording
 

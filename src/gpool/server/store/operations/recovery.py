@@ -19,7 +19,8 @@ from gpool.core.lifecycle import Move
 from gpool.core.model import EndReason, Instant
 from gpool.server.identity.audit import AuditEntry
 from gpool.server.store.operations.identity import audit
-from gpool.server.store.operations.leases.ends import CANCELLED, HELD, Ends, HeldTask
+from gpool.server.store.operations.leases.ends import CANCELLED, Ends
+from gpool.server.store.operations.leases.finished import HELD, HeldTask
 from gpool.server.store.operations.leases.gang_members import delete_rows
 from gpool.server.store.operations.rules import READ_ONLY
 from gpool.server.store.operations.tasks.artifacts import ArtifactReference, release

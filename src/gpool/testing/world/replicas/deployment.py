@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpool.core.errors import Unreachable
+from gpool.core.model import Offer
 from gpool.testing.simulation import Dice, VirtualLoop, new_loop
 from gpool.testing.world.faults import FaultLimits
 from gpool.testing.world.host import HostEnvironment
@@ -20,6 +21,7 @@ from gpool.testing.world.replicas.flaws import SOUND, Planted
 from gpool.testing.world.replicas.host import ReplicaHost, ReplicaParts
 from gpool.testing.world.replicas.pausing import PausableLoop
 from gpool.testing.world.world import WorldOutcome, run
+from gpool.wire.documents import TaskRequest
 
 SETTINGS: Mapping[str, Any] = {
     "ttl_s": 9.0,
@@ -68,6 +70,12 @@ class Replicas:
     def end_all(self) -> None:
         assert self._faults is not None
         self._faults.end_all()
+
+    def offer(self, number: int, offer: Offer) -> Offer:  # noqa: ARG002 - as a `Deployment`
+        return offer
+
+    def request(self, request: TaskRequest) -> TaskRequest:
+        return request
 
 
 UNTIL_US = 15_000_000

@@ -13,13 +13,24 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
+from gpool.core.ids import BatchId, NodeId, SpecId, TaskId
 from gpool.core.lifecycle import Move, after, end_move
-from gpool.core.model import SECOND, EndReason, Fault, Instant, Span, TaskStatus
-from gpool.core.permissions import TeamId
+from gpool.core.model import EndReason, Fault, Instant, Span, TaskStatus
 from gpool.core.reliability import Unstarted, archived_as, given_up, unstarted_move
-from gpool.server.store.generated_rows import TasksRecord
-from gpool.server.store.operations.tasks.artifacts import NamedResult, missing_results
+from gpool.server.store.operations.leases.finished import (
+    HeldTask,
+    plausible_duration,
+    results_of,
+)
+from gpool.server.store.operations.money.charges import (
+    EndedLease,
+    MemberStart,
+    MeteredEnds,
+    meter_ends,
+    write_ends,
+)
+from gpool.server.store.operations.money.usage import UsedAllocation, add_usage
+from gpool.server.store.operations.tasks.artifacts import NamedResult
 from gpool.server.store.operations.tasks.storage import (
     ATTEMPT_BYTES,
     END_BYTES,
@@ -28,21 +39,17 @@ from gpool.server.store.operations.tasks.storage import (
     Account,
     StorageLimits,
     change,
-    holder_of,
     rooms,
     summed,
 )
 from gpool.server.store.protocol import Operation, Relation, Row, Statement
-from gpool.server.store.rows import STATUS, columns, of_ids, outputs_text, select, storable
+from gpool.server.store.rows import STATUS, of_ids, outputs_text, select, storable
 from gpool.server.store.sealing import ATTEMPT_DETAIL, ERROR_TEXT, VALUE, Sealing, sealing
 from gpool.server.store.values import EndedTask, Requeued
 from gpool.wire.frames import Finished
 
 CANCELLED = TaskStatus.CANCELLED.value
 DETAIL_LETTERS = 4000
-LATE = Span(10 * SECOND)
-"""Delay that a report of an end may have more than the report of its start."""
-
 ENDED = (
     ("task", "int"),
     ("epoch", "int"),
@@ -80,6 +87,8 @@ COUNTED = (("id", "int"), ("count", "int"))
 ON_NODE = (("id", "int"), ("node", "int"))
 INT = (1 << 31) - 1
 
+USED_UP = "its max_cost is used up; submit it again with a larger one"
+STOPPED = "stopped: its max_cost, or the funds or budget of its payer, is used up"
 NEVER_STARTED = frozenset(
     {
         EndReason.BAD_INPUT,
@@ -91,29 +100,6 @@ NEVER_STARTED = frozenset(
     }
 )
 """Reasons of ends that do not imply a start."""
-
-
-class HeldTask(NamedTuple):
-    id: TaskId
-    epoch: int
-    batch_id: BatchId
-    spec_id: SpecId
-    user_id: UserId
-    status: str
-    leased_at: Instant
-    started_at: Instant | None
-    tries: int
-    losses: int
-    queued_at: Instant | None
-    node_id: NodeId
-    team_id: TeamId | None
-
-    @property
-    def account(self) -> Account:
-        return holder_of(self.user_id, self.team_id)
-
-
-HELD = columns(HeldTask, TasksRecord, "t")
 
 
 class EndRow(NamedTuple):
@@ -151,6 +137,21 @@ class RequeuedRow(NamedTuple):
     losses: int
     queued_at: Instant
     stored_bytes: int
+
+
+class EndedMember(NamedTuple):
+    """A gang's member when its gang ends."""
+
+    node: NodeId
+    allocation: str
+    started_at: Instant | None
+
+
+class _LeaseOver(NamedTuple):
+    row: HeldTask
+    reason: EndReason
+    started_at: int | None
+    duration: int = 0  # as its node claims
 
 
 class FailedStart(NamedTuple):
@@ -211,6 +212,8 @@ class Ends:
     _requeued_rows: list[tuple[HeldTask, RequeuedRow]] = field(default_factory=list)
     _archived: list[tuple[Account, Row]] = field(default_factory=list)
     _released_rows: list[TaskId] = field(default_factory=list)
+    _over: list[_LeaseOver] = field(default_factory=list)  # all of these leases, as reported
+    _members: dict[TaskId, tuple[EndedMember, ...]] = field(default_factory=dict)
     _may_exceed: bool = False  # an end may have more data than its task's charge covers
 
     def end(
@@ -229,6 +232,7 @@ class Ends:
         duration: int = 0,
     ) -> None:
         becomes = target(row.status, move)
+        self._over.append(_LeaseOver(row, reason, started_at, duration))
         if len(value) + 4 * (len(error_text) + len(outputs or "")) > END_BYTES:
             self._may_exceed = True
         written = EndRow(
@@ -261,6 +265,7 @@ class Ends:
         fault: Fault | None = None,
     ) -> None:
         target(row.status, move)
+        self._over.append(_LeaseOver(row, reason, started_at))
         tries = row.tries + (move is Move.RETRIED)
         since = self.at
         if reason is EndReason.PREEMPTED and row.queued_at is not None:
@@ -288,6 +293,8 @@ class Ends:
         """Release the allocation of a cancelled task. A lost attempt is archived, so that its late reports are refused."""
         self._released_rows.append(row.id)
         self.released.append(row.id)
+        reason = EndReason.LOST if lost else EndReason.CANCELLED
+        self._over.append(_LeaseOver(row, reason, row.started_at))
         if lost:
             self._archive(row, EndReason.LOST, row.started_at, "")
 
@@ -298,7 +305,12 @@ class Ends:
         archived = (row.id, row.epoch, row.node_id, row.leased_at, started_at, reason.value, text)
         self._archived.append((row.account, archived))
 
+    def add_members(self, task: TaskId, members: Sequence[EndedMember]) -> None:
+        """Name the allocations of a gang that ends here."""
+        self._members[task] = tuple(members)
+
     def write(self) -> Operation[None]:
+        metered = yield from self._meter()
         if self._ended_rows:
             yield from self._write_ended()
         if self._requeued_rows:
@@ -329,6 +341,57 @@ class Ends:
                 {},
                 {"released": of_ids(self._released_rows)},
             )
+        if metered is not None:
+            yield from write_ends(metered, self.at)
+        yield from add_usage(self._used(), self.at)
+
+    def _used(self) -> list[UsedAllocation]:
+        found = []
+        for row, _, started_at, _ in self._over:
+            of_gang = self._members.get(row.id)
+            if of_gang is None:
+                found.append(UsedAllocation(row.account, row.node_id, row.allocation, started_at))
+            else:
+                found += [UsedAllocation(row.account, *each) for each in of_gang]
+        return found
+
+    def _meter(self) -> Operation[MeteredEnds | None]:
+        """Charge the leases on metered allocations. A task that may not cost more ends instead of being queued again."""
+        ended = [self._ended_lease(over) for over in self._over if over.row.metered]
+        if not ended:
+            return None
+        done = yield from meter_ends(ended)
+        unfunded = done.stopped | done.used_up
+        for row, again in [each for each in self._requeued_rows if each[0].id in unfunded]:
+            self._requeued_rows.remove((row, again))
+            self.requeued = [each for each in self.requeued if each.task != row.id]
+            self._archived = [each for each in self._archived if each[1][0] != row.id]
+            self.released.remove(row.id)
+            [over] = [each for each in self._over if each.row.id == row.id]
+            text = USED_UP if row.id in done.used_up else STOPPED
+            reason = EndReason.OUT_OF_FUNDS
+            self.end(row, Move.GAVE_UP, reason, started_at=over.started_at, error_text=text)
+            self._over.pop()  # it is there already
+        return done
+
+    def _ended_lease(self, over: _LeaseOver) -> EndedLease:
+        row = over.row
+        at = self.at
+        if row.finished_at is not None:
+            at = min(at, row.finished_at)  # cancelled then; its node took until now
+        return EndedLease(
+            row.id,
+            row.epoch,
+            row.node_id,
+            row.allocation_number,
+            None if over.started_at is None else Instant(over.started_at),
+            at,
+            over.reason,
+            Span(over.duration),
+            row.max_cost,
+            row.settlement,
+            tuple(MemberStart(m.node, m.started_at) for m in self._members.get(row.id, ())),
+        )
 
     def _write_ended(self) -> Operation[None]:
         if self._may_exceed:
@@ -406,18 +469,6 @@ def _without_data(held: HeldTask, row: EndRow, size: int) -> EndRow:
     )
 
 
-def plausible_duration(claimed: int, leased_at: int, started_at: int | None, at: Instant) -> int:
-    """Duration of an attempt in µs, for predictions: as its node claims, within bounds that the server saw.
-
-    At most the time since the lease. If the start was reported, at least half of the time since then, less `LATE`: a
-    node that claims less would have its owner's tasks predicted as short on every node. 0 means not measured.
-    """
-    if not claimed:
-        return 0
-    least = 0 if started_at is None else (at - started_at - LATE) // 2
-    return min(max(claimed, least), max(0, at - leased_at))
-
-
 def finish(
     ends: Ends, row: HeldTask, item: Finished, *, tries_left: bool, named: list[NamedResult]
 ) -> None:
@@ -444,47 +495,6 @@ def finish(
     )
     if item.value_sha256 or item.outputs:
         named += results_of(row, item)
-
-
-def results_of(row: HeldTask, item: Finished) -> list[NamedResult]:
-    found = [result_of(row, item.value_sha256)] if item.value_sha256 else []
-    return found + [result_of(row, output.sha256) for output in item.outputs]
-
-
-def without_missing(
-    ends: Sequence[tuple[HeldTask, Finished]],
-) -> Operation[list[tuple[HeldTask, Finished]]]:
-    """Ends of successes; those that name a result which was never uploaded become `bad_output`."""
-    missing = yield from missing_results([each for end in ends for each in results_of(*end)])
-    return [
-        (row, _bad_output(item) if missing.intersection(results_of(row, item)) else item)
-        for row, item in ends
-    ]
-
-
-def _bad_output(item: Finished) -> Finished:
-    return Finished(
-        item.task,
-        item.epoch,
-        EndReason.BAD_OUTPUT,
-        item.exit_code or None,
-        error_text="its node named outputs that it never uploaded",
-        duration_us=item.duration_us,
-    )
-
-
-def result_of(row: HeldTask, sha256: str) -> NamedResult:
-    return NamedResult(sha256, row.id, row.epoch, row.spec_id, row.user_id)
-
-
-def fault_in(item: Finished, *, begun: bool) -> Fault | None:
-    """Fault of an attempt that could not start, else None.
-
-    Older agents report no fault: without a reported start, such an attempt failed for an unclear reason.
-    """
-    if item.reason is not EndReason.SANDBOX_FAILED:
-        return None
-    return item.fault if item.fault is not None or begun else Fault.UNCLEAR
 
 
 def could_not_start(

@@ -156,6 +156,7 @@ class MemberStatus(NamedTuple):
     outputs: str | None
     host: str
     port: int
+    allocation: str
 
     @property
     def end(self) -> MemberEnd | None:

@@ -18,15 +18,18 @@ from gpool.server.store.generated_rows import MembersRecord
 from gpool.server.store.operations.leases.ends import (
     CANCELLED,
     DETAIL_LETTERS,
-    HELD,
     INT,
+    EndedMember,
     Ends,
     FailedStart,
-    HeldTask,
     could_not_start,
-    fault_in,
     finish,
     lose,
+)
+from gpool.server.store.operations.leases.finished import (
+    HELD,
+    HeldTask,
+    fault_in,
     result_of,
     without_missing,
 )
@@ -370,6 +373,10 @@ def _close(
     one: _Reported, gang: GangStatus, at: Instant, reports: MemberReports
 ) -> Operation[Ends]:
     ends = Ends(at, reports.limits)
+    ends.add_members(
+        one.task.id,
+        [EndedMember(each.node_id, each.allocation, each.started_at) for each in gang.members],
+    )
     if one.task.status == CANCELLED:
         ends.release(one.task)
         return ends

@@ -22,12 +22,20 @@ from gpool.server.store.operations.leases.gang_members import (
     preemptible,
     write_granted,
 )
+from gpool.server.store.operations.money.funding import FundedPlaces, Funding, fund
 from gpool.server.store.operations.tasks.progress import add_notes, manifests
 from gpool.server.store.operations.tasks.submissions import FirstLease, NewTask
 from gpool.server.store.protocol import Operation, Relation, Row, operation
 from gpool.server.store.rows import allocation_text, of_ids, select, values
 from gpool.server.store.sealing import PAYLOAD, opened
-from gpool.server.store.values import PREEMPTING, AppliedPlan, GangMeeting, GrantedLine, Recording
+from gpool.server.store.values import (
+    PREEMPTING,
+    UNFUNDED,
+    AppliedPlan,
+    GangMeeting,
+    GrantedLine,
+    Recording,
+)
 from gpool.wire.frames import Hold, Lease
 
 HOLDS = (("id", "int"), ("epoch", "int"))
@@ -46,8 +54,11 @@ class _Preempting(NamedTuple):
 
 
 @operation
-def preempt(ids: Sequence[TaskId], at: Instant) -> Operation[Recording]:
-    """Ask the nodes that hold these tasks to stop them. Recorded, so that a node that reconnects is asked again."""
+def preempt(ids: Sequence[TaskId], at: Instant, because: str | None = None) -> Operation[Recording]:
+    """Ask the nodes that hold these tasks to stop them. Recorded, so that a node that reconnects is asked again.
+
+    `because`: RECLAIMING or UNFUNDED; None: for other tasks.
+    """
     rows = yield from select(
         _HeldLease,
         "SELECT t.id, t.epoch, t.node_id FROM {wanted} AS w JOIN tasks t ON t.id = w.id "  # noqa: S608
@@ -56,11 +67,13 @@ def preempt(ids: Sequence[TaskId], at: Instant) -> Operation[Recording]:
         {},
         {"wanted": of_ids(ids)},
     )
-    return (yield from _ask_to_stop(rows, at))
+    return (yield from _ask_to_stop(rows, at, because))
 
 
 @operation
-def preempt_if_current(holds: Sequence[Hold], term: int, at: Instant) -> Operation[Recording]:
+def preempt_if_current(
+    holds: Sequence[Hold], term: int, at: Instant, because: str | None = None
+) -> Operation[Recording]:
     if not (yield from is_current_term(term)):
         return Recording()
     rows = yield from select(
@@ -71,10 +84,18 @@ def preempt_if_current(holds: Sequence[Hold], term: int, at: Instant) -> Operati
         {},
         {"wanted": Relation(HOLDS, [(hold.task, hold.epoch) for hold in holds])},
     )
-    return (yield from _ask_to_stop(rows, at))
+    return (yield from _ask_to_stop(rows, at, because))
 
 
-def _ask_to_stop(rows: Sequence[_HeldLease], at: Instant) -> Operation[Recording]:
+@operation
+def stop_unfunded(holds: Sequence[Hold], term: int, at: Instant) -> Operation[Recording]:
+    """Ask nodes to stop these leases, whose tasks then end; nothing, if another scheduler has taken over."""
+    return (yield from preempt_if_current(holds, term, at, UNFUNDED))
+
+
+def _ask_to_stop(
+    rows: Sequence[_HeldLease], at: Instant, because: str | None
+) -> Operation[Recording]:
     gangs = yield from preemptible(row.id for row in rows if row.node_id is None)
     asked: list[tuple[NodeId, Hold]] = []
     for row in rows:
@@ -83,7 +104,8 @@ def _ask_to_stop(rows: Sequence[_HeldLease], at: Instant) -> Operation[Recording
     holds = dict.fromkeys((hold.task, hold.epoch) for _, hold in asked)
     if not holds:
         return Recording()
-    yield from add_notes([(*hold, PREEMPTING) for hold in holds], at)
+    notes = (PREEMPTING,) if because is None else (PREEMPTING, because)
+    yield from add_notes([(*hold, note) for hold in holds for note in notes], at)
     return Recording(to_preempt=tuple(asked), noted=tuple(TaskId(task) for task, _ in holds))
 
 
@@ -104,6 +126,7 @@ GRANTS = (
     ("node", "int"),
     ("number", "int"),
     ("allocation", "text"),
+    ("metered", "int"),
 )
 NO_GANGS: Mapping[TaskId, bytes] = MappingProxyType({})
 GRANTABLE = ", ".join(f"'{status.value}'" for status in sources(Move.GRANTED))
@@ -122,6 +145,7 @@ class _GpuPosition(NamedTuple):
 
 
 DEPOSED = AppliedPlan((), (), deposed=True)
+NO_PRICES = FundedPlaces()
 
 
 class _Startable(NamedTuple):
@@ -199,17 +223,20 @@ def apply_plan(
     with_secrets: Collection[SpecId] = (),
     with_checkpoints: Collection[SpecId] = (),
     gang_secrets: Mapping[TaskId, bytes] = NO_GANGS,
+    funding: Funding | None = None,
 ) -> Operation[AppliedPlan]:
     """Grant the leases of a plan that are still possible.
 
     Tasks planned on a removed or draining node, a node of a disabled account or a flagged GPU stay queued. A gang is granted on all its nodes or none,
     and only where they reach each other. `with_secrets`: specs with secrets, returned sealed. `with_checkpoints`: specs
     that may have saved a checkpoint; others are not looked up. `gang_secrets`: a gang's sealed shared secret, by task.
+    `funding`: prices of the allocations; tasks whose payer lacks the funds stay queued (`AppliedPlan.unfunded`).
     """
     allowed = yield from startable(places, term)
     if allowed is None:
         return DEPOSED
     open_places, offers = allowed
+    funded = NO_PRICES if funding is None else (yield from fund(open_places, funding, at))
     grants: dict[TaskId, Row] = {}  # a task named twice goes to the first place that names it
     retried: set[TaskId] = set()
     for place in open_places:
@@ -219,16 +246,17 @@ def apply_plan(
         if place.members:  # the members' rows have the nodes and allocations of a gang
             node = number = text = None
         for grant in place.grants:
-            if grant.task not in grants:
-                grants[grant.task] = (grant.task, grant.epoch, node, number, text)
+            if grant.task not in grants and grant.task not in funded.refused:
+                metered = int(grant.task in funded.metered)
+                grants[grant.task] = (grant.task, grant.epoch, node, number, text, metered)
                 if grant.epoch > 1:
                     retried.add(grant.task)
     if not grants:
-        return AppliedPlan((), ())
+        return AppliedPlan((), (), unfunded=funded.unfunded, warnings=funded.warnings)
     rows = yield from select(
         _GrantedTask,
         "UPDATE tasks SET status = 'leased', epoch = g.epoch, node_id = g.node, holding = 1, "  # noqa: S608
-        "allocation_number = g.number, allocation = g.allocation, leased_at = :at FROM {grants} AS g "
+        "allocation_number = g.number, allocation = g.allocation, leased_at = :at, metered = g.metered FROM {grants} AS g "
         f"WHERE tasks.id = g.id AND tasks.epoch = g.epoch - 1 AND tasks.status IN ({GRANTABLE}) "
         "RETURNING tasks.id, spec_id, payload, payload_sha256",
         {"at": at},
@@ -262,7 +290,13 @@ def apply_plan(
         meetings = yield from write_granted(whole, offers, gang_secrets)
         lines = [_with_meeting(line, meetings) if line.place.members else line for line in lines]
     secret = {spec for line in lines for spec, _ in line.leases if spec in with_secrets}
-    return AppliedPlan(tuple(lines), tuple(refused), secrets=(yield from secrets_to_open(secret)))
+    return AppliedPlan(
+        tuple(lines),
+        tuple(refused),
+        secrets=(yield from secrets_to_open(secret)),
+        unfunded=funded.unfunded,
+        warnings=funded.warnings,
+    )
 
 
 def is_current_term(term: int) -> Operation[bool]:

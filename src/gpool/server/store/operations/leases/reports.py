@@ -17,17 +17,14 @@ from gpool.core.lifecycle import Move, sources
 from gpool.core.model import EndReason, Instant
 from gpool.server.store.operations.leases.ends import (
     CANCELLED,
-    HELD,
     ON_NODE,
     Ends,
     FailedStart,
-    HeldTask,
     could_not_start,
-    fault_in,
     finish,
     lose,
-    without_missing,
 )
+from gpool.server.store.operations.leases.finished import HELD, HeldTask, fault_in, without_missing
 from gpool.server.store.operations.leases.gangs import MemberReports, lose_members, record_members
 from gpool.server.store.operations.leases.grants import is_current_term
 from gpool.server.store.operations.tasks.artifacts import NamedResult, keep_results

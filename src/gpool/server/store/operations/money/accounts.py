@@ -68,7 +68,7 @@ def open_accounts(
 
 
 def forget_holder(holder: Holder) -> Operation[None]:
-    """Delete the links from a user's or team's accounts to it, and its budgets; the entries stay."""
+    """Delete the links from a user's or team's accounts to it, its budgets and totals of use; the entries stay."""
     names = {"kind": holder[0], "id": holder[1]}
     yield Statement(
         "DELETE FROM budgets WHERE account_id IN "
@@ -76,6 +76,7 @@ def forget_holder(holder: Holder) -> Operation[None]:
         names,
     )
     yield Statement("DELETE FROM ledger_holders WHERE kind = :kind AND id = :id", names)
+    yield Statement("DELETE FROM usage_totals WHERE kind = :kind AND id = :id", names)
 
 
 # ---- balances

@@ -21,6 +21,7 @@ from gpool.core.money.ledger import (
     PendingTransfer,
     Spending,
     apply,
+    apply_bundles,
 )
 from gpool.core.money.transfers import (
     TREASURY,
@@ -66,19 +67,34 @@ def record_transfers(
 
     A caller that must not do its own write without the transfer looks at the outcomes first: this step comes before.
     """
+    changes = apply((yield from _view(requests, at)), requests, at)
+    yield from _write(changes)
+    return RecordedTransfers(changes.outcomes, changes.warnings)
+
+
+def record_bundles(
+    bundles: Sequence[Sequence[TransferRequest]], at: Instant
+) -> Operation[RecordedTransfers]:
+    """Record bundles, each whole or not at all; `outcomes` has one for each bundle, MOVED also if it was repeated."""
+    requests = [each for bundle in bundles for each in bundle]
+    if not requests:
+        return RecordedTransfers(tuple(TransferOutcome.MOVED for _ in bundles), ())
+    changes, outcomes = apply_bundles((yield from _view(requests, at)), bundles, at)
+    yield from _write(changes)
+    return RecordedTransfers(outcomes, changes.warnings)
+
+
+def _view(requests: Sequence[TransferRequest], at: Instant) -> Operation[LedgerView]:
     pending = yield from _pending(requests)
     payers = yield from _charge_payers(requests)
     accounts = yield from _accounts(_named_accounts(requests, pending.values(), payers.values()))
-    view = LedgerView(
+    return LedgerView(
         accounts,
         pending,
         (yield from _digests(requests)),
         (yield from _charges(payers)),
         (yield from _spending(requests, at)),
     )
-    changes = apply(view, requests, at)
-    yield from _write(changes)
-    return RecordedTransfers(changes.outcomes, changes.warnings)
 
 
 @operation

@@ -75,6 +75,8 @@ class Submission:
     team_key: int | None = (
         None  # id of the API key for one team that submits; it names what it sees
     )
+    max_cost: int | None = None  # micro-credits of each task, over all its attempts
+    settlement: str = "end"  # "verdict": its charges are held until its result is accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,8 @@ class _SharedColumns(NamedTuple):
     created_at: Instant
     queued_at: Instant
     team_id: TeamId | None
+    max_cost: int | None
+    settlement: str
 
 
 class _OpenBatch(NamedTuple):
@@ -409,7 +413,9 @@ def _insert_tasks(
     shared: Row = ()
     is_one = len(submitted) == 1
     for s, outcome in submitted:
-        shared = _SharedColumns(s.batch, outcome.spec_id, s.user, s.at, s.at, s.team)
+        shared = _SharedColumns(
+            s.batch, outcome.spec_id, s.user, s.at, s.at, s.team, s.max_cost, s.settlement
+        )
         extra = () if is_one else shared
         account = holder_of(s.user, s.team)
         for task in outcome.tasks:

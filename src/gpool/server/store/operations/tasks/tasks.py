@@ -23,6 +23,7 @@ from gpool.server.store.generated_rows import (
 )
 from gpool.server.store.operations.leases import gang_members
 from gpool.server.store.operations.leases.ends import take_sequences, target
+from gpool.server.store.operations.money.limits import cost_of
 from gpool.server.store.operations.tasks.results import PRINTED, results
 from gpool.server.store.protocol import Operation, Relation, Row, Statement, operation
 from gpool.server.store.rows import (
@@ -42,6 +43,8 @@ from gpool.server.store.rows import (
 from gpool.server.store.sealing import ATTEMPT_DETAIL, BODY_OF_TASK, ERROR_TEXT, VALUE, opened
 from gpool.server.store.values import (
     PREEMPTING,
+    RECLAIMING,
+    UNFUNDED,
     AttemptNote,
     Batch,
     BatchResult,
@@ -114,7 +117,7 @@ CHECKPOINT = "c.epoch, c.saved_at, c.size_bytes, c.files"
 VIEW = (
     "SELECT {task}, s.id, s.body, n.name, "  # noqa: S608
     "CASE WHEN t.holding = 1 THEN (SELECT a.note FROM attempt_notes a WHERE a.task_id = t.id AND a.epoch = t.epoch "
-    f"AND a.note <> '{PREEMPTING}' ORDER BY a.at DESC, {PHASES} DESC LIMIT 1) END, n.owner_id, {CHECKPOINT} "
+    f"AND a.note NOT IN ('{PREEMPTING}', '{RECLAIMING}', '{UNFUNDED}') ORDER BY a.at DESC, {PHASES} DESC LIMIT 1) END, n.owner_id, {CHECKPOINT} "
     "FROM tasks t JOIN specs s ON s.id = t.spec_id LEFT JOIN nodes n ON n.id = t.node_id "
     "LEFT JOIN checkpoints c ON c.task_id = t.id "
 )
@@ -160,7 +163,11 @@ def task(
     theirs = [pair for pair in rows if _is_theirs(pair[0], user, teams)]
     found = yield from _opened_views(theirs)
     views = yield from _with_members(found)
-    return views[0] if views else None
+    if not views or not views[0].record.epoch:
+        return views[0] if views else None
+    cost = yield from cost_of(id)
+    is_priced = views[0].record.metered or cost.charged
+    return replace(views[0], cost=cost) if is_priced else views[0]
 
 
 @operation
