@@ -165,7 +165,7 @@ def test_a_wallet_belongs_to_one_account(pool: Pool) -> None:
     with pytest.raises(Conflict, match="another account"):
         pool.write(accounts.link_wallet(pool.ann, WALLET, pool.now()))
     assert pool.write(accounts.link_wallet(pool.ann, OTHER, pool.now())) is True
-    assert pool.write(accounts.unlink_wallet(pool.ann, WALLET)) is False
+    assert pool.write(accounts.unlink_wallet(pool.ann, WALLET, pool.now())) is False
     with pytest.raises(NotFound):
         pool.write(accounts.link_wallet(UserId(1), "0xcc", pool.now()))
 
@@ -174,7 +174,7 @@ def test_a_wallet_belongs_to_one_account(pool: Pool) -> None:
     ("ways", "removal"),
     [
         ({"password_hash": "x"}, lambda user: accounts.set_password(user, None)),
-        ({"wallet": WALLET}, lambda user: accounts.unlink_wallet(user, WALLET)),
+        ({"wallet": WALLET}, lambda user: accounts.unlink_wallet(user, WALLET, Instant(1))),
     ],
 )
 def test_the_last_way_in_cannot_be_removed(pool: Pool, ways: dict, removal: object) -> None:
@@ -185,7 +185,7 @@ def test_the_last_way_in_cannot_be_removed(pool: Pool, ways: dict, removal: obje
     pool.write(removal(bob))
     assert pool.read(accounts.user_by_wallet(OTHER)).user.id == bob
     with pytest.raises(Conflict, match="last login method"):
-        pool.write(accounts.unlink_wallet(bob, OTHER))
+        pool.write(accounts.unlink_wallet(bob, OTHER, pool.now()))
 
 
 def test_two_removals_at_once_leave_a_way_in(pool: Pool, database: Database) -> None:
@@ -194,7 +194,9 @@ def test_two_removals_at_once_leave_a_way_in(pool: Pool, database: Database) -> 
         bob = pool.account(f"bob{turn}", wallet=mine[0])
         for address in mine[1:]:
             pool.write(accounts.link_wallet(bob, address, pool.now()))
-        answers = race(database, [accounts.unlink_wallet(bob, address) for address in mine])
+        answers = race(
+            database, [accounts.unlink_wallet(bob, address, Instant(1)) for address in mine]
+        )
         assert sum(answer is True for answer in answers) == 3
         assert len(pool.read(accounts.wallets_of(bob))) == 1
 
@@ -203,10 +205,10 @@ def test_one_wallet_at_most_is_paid(pool: Pool) -> None:
     bob = pool.account("bob", wallet=WALLET)
     pool.write(accounts.link_wallet(bob, OTHER, pool.now()))
     assert pool.read(accounts.payout_wallet(bob)) == WALLET
-    assert pool.write(accounts.set_payout_wallet(bob, OTHER)) is True
+    assert pool.write(accounts.set_payout_wallet(bob, OTHER, pool.now())) is True
     assert [w.payout for w in pool.read(accounts.wallets_of(bob))] == [False, True]
-    assert pool.write(accounts.set_payout_wallet(pool.ann, OTHER)) is False
-    assert pool.write(accounts.set_payout_wallet(bob, None)) is True
+    assert pool.write(accounts.set_payout_wallet(pool.ann, OTHER, pool.now())) is False
+    assert pool.write(accounts.set_payout_wallet(bob, None, pool.now())) is True
     assert pool.read(accounts.payout_wallet(bob)) is None
 
 

@@ -23,7 +23,7 @@ from gpool.server.store.operations.identity import (
     teams,
 )
 from gpool.server.store.operations.money import accounts as ledger_accounts
-from gpool.server.store.operations.money import meters
+from gpool.server.store.operations.money import meters, receipts
 from gpool.server.store.operations.tasks import (
     artifacts,
     deletion,
@@ -87,13 +87,17 @@ RULES: dict[str, Any] = {
     "nodes": nodes.remove_node,
     "oidc_identities": OF_ACCOUNT,
     "pending_transfers": BOOKS,
+    "payout_lines": BOOKS,
+    "payouts": Bound("one row for each closed period, for ever: the next file continues it"),
     "quotas": OF_ACCOUNT,
     "readings": readings.put,
     "receipt_keys": Bound(
         "one row for each rotation by an operator, for ever: receipts stay valid"
     ),
+    "receipts": Bound("one row for each charge, for ever, with opaque ids only"),
     "replicas": replicas,
     "retired_names": Bound("one hash for each deleted account, for ever: policies name users"),
+    "rewards": BOOKS,
     "rules": Bound("one row for each cordon, reservation or certificate that an operator keeps"),
     "scheduler_term": Bound("one row"),
     "server_secrets": Bound("one row for each secret that replicas share"),
@@ -117,7 +121,9 @@ RULES: dict[str, Any] = {
     "user_invites": expiry.forget_credentials,
     "users": account_deletion.finish_deletion,
     "verifications": deletion._delete,
+    "wallet_changes": OF_ACCOUNT,
     "wallets": OF_ACCOUNT,
+    "work_signatures": receipts.forget_signatures,
 }
 
 

@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from gpool.wallet.receipt_keys import KeyHistory, ReceiptKey
+from gpool.wallet.receipt_work import ReceiptGpu, ReceiptWork, SignedWork
 from gpool.wallet.receipts import (
     Receipt,
     ReceiptCharge,
-    ReceiptGpu,
-    ReceiptWork,
-    SignedWork,
     issue,
 )
 

@@ -31,6 +31,7 @@ def loaded_by(code: str) -> set[str]:
         ("gpool.wallet.keystore", {"Crypto", "coincurve", "msgspec"}),
         ("gpool.wallet.canonical_json", {"msgspec"}),
         ("gpool.wallet.receipt_keys", {"msgspec"}),
+        ("gpool.wallet.receipt_work", {"msgspec"}),
         ("gpool.wallet.payouts", {"Crypto", "coincurve", "msgspec"}),
     ],
 )

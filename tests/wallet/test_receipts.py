@@ -11,7 +11,8 @@ from gpool.wallet import canonical_json
 from gpool.wallet.crypto import MerkleTree, verify
 from gpool.wallet.errors import BadReceipt
 from gpool.wallet.receipt_keys import KeyHistory, is_signed, parse_history
-from gpool.wallet.receipts import SignedWork, issue, parse, receipts_root, verified
+from gpool.wallet.receipt_work import SignedWork
+from gpool.wallet.receipts import issue, parse, receipts_root, verified
 from tests.wallet.sample_receipts import (
     POOL,
     START_MS,

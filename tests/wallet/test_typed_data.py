@@ -9,7 +9,8 @@ import pytest
 from eth_account import Account
 from eth_account.messages import encode_typed_data
 
-from gpool.wallet.receipts import Receipt, ReceiptGpu
+from gpool.wallet.receipt_work import ReceiptGpu
+from gpool.wallet.receipts import Receipt
 from gpool.wallet.signing import Signature, WalletKey, parse
 from gpool.wallet.typed_data import is_signed_by, typed_data, typed_hash
 from tests.wallet.sample_receipts import SamplePool, charge, signed_work, work

@@ -39,6 +39,7 @@ from gpool.agent.services import (
 from gpool.agent.settings import AgentSettings
 from gpool.agent.state_machine.agent_state import AgentState
 from gpool.agent.state_machine.instructions import Disconnected, Event, FrameArrived
+from gpool.agent.state_machine.work_signatures import WorkSigner
 from gpool.core.errors import Invalid
 from gpool.core.model import Gpu, Offer, Tier
 from gpool.observability.context import NamedWork, begin_work
@@ -199,7 +200,8 @@ async def run_agent(
     random = random if random is not None else SystemRandom()
     addresses = ServerAddresses(settings.addresses, random)
     identity = NodeIdentity(settings.node, settings.server_name)
-    credentials = AgentCredentials(settings.read_key(), identity, boot_clock)
+    key = settings.read_key()
+    credentials = AgentCredentials(key, identity, boot_clock)
     scratch = settings.data_dir / "scratch"
     scratch.mkdir(parents=True, exist_ok=True)
     begin_work(NamedWork({"node": settings.node}))
@@ -239,7 +241,8 @@ async def run_agent(
         )
 
     monitoring = MonitorLoop(survey, poll)
-    state = AgentState(next_boot(settings.data_dir), offer)
+    signer = WorkSigner(settings.node, key.sign_work)
+    state = AgentState(next_boot(settings.data_dir), offer, signer)
     daemon = monitoring.daemon = Daemon(state, send, context)
     gpus = GpuVerificationService(send)
 

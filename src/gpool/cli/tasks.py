@@ -148,6 +148,7 @@ def status(ctx: click.Context, task: str, as_json: bool) -> None:
         size = document.get(f"{name}_bytes")
         document[name] = None if size is None else gpu.typed_size(size)
     document |= granted_fields(document)
+    document |= _money(document)
     if timeout := document.get("timeout_s"):
         document["timeout"] = f"{timeout:.12g} s"
     if not document["nodes"]:
@@ -156,10 +157,24 @@ def status(ctx: click.Context, task: str, as_json: bool) -> None:
         document["batch"] = None
     document["members"] = [_member(member) for member in document.get("members") or ()]
     names = (
-        "id name batch user team status phase reason exit_code error_text command gpu gpu_indexes cpus memory disk on labels max_price tier "
+        "id name batch user team status phase reason exit_code error_text command gpu gpu_indexes cpus memory disk on labels max_price max_cost cost tier "
         "environment network timeout retries priority by preemptible nodes engine on_loss node members created_at started_at finished_at tries losses checkpoint outputs expired"
     )
     fields(document, names.split())
+
+
+def _money(document: dict[str, Any]) -> dict[str, str]:
+    """Cap, cost and reservation of a task, as far as it has them."""
+    from gpool.core.money.transfers import format_credits
+
+    found = {}
+    if (cap := document.get("max_cost_microcredits")) is not None:
+        found["max_cost"] = format_credits(cap)
+    if (cost := document.get("cost_microcredits")) is not None:
+        found["cost"] = format_credits(cost)
+        if reserved := document.get("reserved_microcredits"):
+            found["cost"] += f" ({format_credits(reserved)} more set aside)"
+    return found
 
 
 def _show_batch(document: dict[str, Any], as_json: bool) -> None:

@@ -27,6 +27,8 @@ PREFIXES = {
     "key": "k",
     "team": "tm",
     "reservation": "rs",
+    "account": "ac",
+    "receipt": "rc",
 }
 
 

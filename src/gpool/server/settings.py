@@ -384,6 +384,12 @@ class Settings(BaseSettings):
         default=False,
         description="Charge tasks at the prices that owners ask; off: prices select nodes only, nothing is reserved or charged.",
     )
+    vest_hours: float = Field(
+        default=96.0,
+        ge=0,
+        le=24 * 90,
+        description="Time after the end of a lease until its earning is the owner's; until then it returns if the node is caught.",
+    )
     fee_ppm: int = Field(
         default=0, ge=0, le=1_000_000, description="The pool's part of each charge, in millionths."
     )

@@ -96,6 +96,10 @@ class NodeKey:
     def sign(self, statement: ChallengeStatement | RequestStatement) -> str:
         return _b64(self._private.sign(statement.message()))
 
+    def sign_work(self, message: bytes) -> bytes:
+        """Sign the work of a priced lease: the message of a `ReceiptWork`, which begins like no statement."""
+        return self._private.sign(message)
+
     def request_proof(self, statement: RequestStatement) -> str:
         """Value of the `Gpool-Proof` header."""
         return f"{statement.at_s}.{statement.nonce}.{self.sign(statement)}"

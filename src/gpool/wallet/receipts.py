@@ -10,7 +10,7 @@ included, so neither side can exchange the other's part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
@@ -30,37 +30,10 @@ from gpool.wallet.receipt_keys import (
     is_signed,
     key_id,
 )
+from gpool.wallet.receipt_work import ReceiptWork, SignedWork
 
 MAX_BYTES = 64 * 1024
-NO_RESULT = "0" * 64
-"""`result_sha256` of an attempt that was charged but left no result, such as a cancelled one."""
-
-Label = Annotated[str, Meta(min_length=1, max_length=100)]
 Microcredits = Annotated[int, Meta(ge=0, le=canonical_json.LARGEST_INTEGER)]
-
-
-class ReceiptGpu(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    gpu: OpaqueId
-    model: Label
-    slice: Label
-    """Share of the GPU: `exclusive`, a MIG profile, `mps`, `timeslice`."""
-
-
-class ReceiptWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Part that the node signs."""
-
-    pool: OpaqueId
-    task: OpaqueId
-    attempt: Annotated[int, Meta(ge=0, le=canonical_json.LARGEST_INTEGER)]
-    """Epoch of the lease."""
-    node: OpaqueId
-    gpus: Annotated[tuple[ReceiptGpu, ...], Meta(max_length=64)]
-    """Empty for an attempt on CPU slots."""
-    result_sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
-
-    def message(self) -> bytes:
-        """Bytes that the node's key signs."""
-        return b"gpool receipt work 1\0" + canonical_json.encode(msgspec.to_builtins(self))
 
 
 class ReceiptCharge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -88,20 +61,6 @@ class ReceiptCharge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("charged_ms is longer than the attempt")
         if self.fee > self.amount:
             raise ValueError("the fee is larger than the amount")
-
-
-class SignedWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    work: ReceiptWork
-    node_key: PublicKeyHex
-    node_signature: SignatureHex
-
-    @staticmethod
-    def by(public: bytes, sign: Callable[[bytes], bytes], work: ReceiptWork) -> SignedWork:
-        """Sign with a node's Ed25519 key."""
-        return SignedWork(work, public.hex(), sign(work.message()).hex())
-
-    def is_genuine(self) -> bool:
-        return is_signed(self.node_key, self.node_signature, self.work.message())
 
 
 class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

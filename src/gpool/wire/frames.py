@@ -60,6 +60,21 @@ class Started(_Frame, frozen=True):
     epoch: int
 
 
+class SignedGpu(msgspec.Struct, frozen=True, array_like=True):
+    """A GPU as the node's signature names it (`wallet.receipt_work.ReceiptGpu`)."""
+
+    gpu: str
+    model: str
+    slice: str
+
+
+class WorkSignature(msgspec.Struct, frozen=True, array_like=True):
+    """The node's signature of the work of a priced lease (`wallet.receipt_work.ReceiptWork`)."""
+
+    signature: bytes
+    gpus: tuple[SignedGpu, ...] = ()
+
+
 class Finished(_Frame, frozen=True):
     """The attempt ended and its sandbox is gone: the allocation is free."""
 
@@ -73,6 +88,7 @@ class Finished(_Frame, frozen=True):
     duration_us: int = 0  # as the agent measured it; a hint, billing uses the server's times
     outputs: tuple[OutputFile, ...] = ()
     fault: Fault | None = None  # set for a failed start; older agents never send it
+    work: WorkSignature | None = None  # of a priced lease
 
 
 class Released(_Frame, frozen=True):
@@ -80,6 +96,7 @@ class Released(_Frame, frozen=True):
 
     task: int
     epoch: int
+    work: WorkSignature | None = None  # of a priced lease that had begun
 
 
 class HandedBack(_Frame, frozen=True):
@@ -274,6 +291,9 @@ class Line(msgspec.Struct, frozen=True, array_like=True):
     spec: int
     leases: tuple[Lease, ...]
     gang: Rendezvous | None = None
+    receipts: str = (
+        ""  # the pool's name in receipts, if the leases are priced: their ends are signed
+    )
 
 
 class Grants(_Frame, frozen=True):

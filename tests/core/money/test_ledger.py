@@ -27,8 +27,10 @@ from gpool.core.money.transfers import (
     TREASURY,
     AccountKind,
     Expire,
+    Forfeit,
     Grant,
     LedgerAccountId,
+    Payout,
     Post,
     Posting,
     Refund,
@@ -37,6 +39,7 @@ from gpool.core.money.transfers import (
     TransferKind,
     TransferOutcome,
     TransferRequest,
+    Vest,
     Void,
     floor_of,
     format_credits,
@@ -46,6 +49,7 @@ from gpool.core.money.transfers import (
 )
 
 ANN, HELD, BOB = LedgerAccountId(10), LedgerAccountId(11), LedgerAccountId(12)
+UNVESTED, PAID = LedgerAccountId(13), LedgerAccountId(14)
 NOW = Instant(1_790_000_000_000_000)
 LATER = Instant(NOW + 600_000_000)
 KINDS = {
@@ -54,7 +58,10 @@ KINDS = {
     ANN: AccountKind.USER,
     HELD: AccountKind.PENDING,
     BOB: AccountKind.OWNER,
+    UNVESTED: AccountKind.VESTING,
+    PAID: AccountKind.PAID,
 }
+RETURNS = (TransferKind.REFUND, TransferKind.FORFEIT)
 MOVED, REPEATED = TransferOutcome.MOVED, TransferOutcome.REPEATED
 
 
@@ -70,12 +77,21 @@ def after(view: LedgerView, changes: LedgerChanges) -> LedgerView:
         if each.resolved_by is not None and each.returned < each.amount:
             charges[each.resolved_by] = Charge(each.payer, each.amount - each.returned)
     for transfer in changes.transfers:
-        if transfer.kind is TransferKind.REFUND and transfer.refers_to is not None:
-            paid = sum(
-                e.amount for e in changes.entries if e.transfer == transfer.id and e.amount > 0
-            )
+        if transfer.kind in RETURNS and transfer.refers_to is not None:
             before = charges[transfer.refers_to]
-            charges[transfer.refers_to] = replace(before, refunded=before.refunded + paid)
+            paid = sum(
+                e.amount
+                for e in changes.entries
+                if e.transfer == transfer.id and e.amount > 0 and e.account == before.payer
+            )
+            taken = 0
+            if transfer.kind is TransferKind.FORFEIT:
+                taken = -sum(
+                    e.amount for e in changes.entries if e.transfer == transfer.id and e.amount < 0
+                )
+            charges[transfer.refers_to] = replace(
+                before, refunded=before.refunded + paid, forfeited=before.forfeited + taken
+            )
     month = month_of(NOW)
     spending = {
         payer: replace(each, spent=each.spent + changes.spent.get((payer, month), 0))
@@ -99,8 +115,8 @@ def reserve(name: str, amount: int, expires_at: Instant = LATER) -> Reserve:
     return Reserve(t(name), ANN, HELD, amount, expires_at)
 
 
-def post(name: str, pending: str, owner: int, fee: int = 0) -> Post:
-    postings = (Posting(BOB, owner), *((Posting(FEE, fee),) if fee else ()))
+def post(name: str, pending: str, owner: int, fee: int = 0, to: LedgerAccountId = UNVESTED) -> Post:
+    postings = (Posting(to, owner), *((Posting(FEE, fee),) if fee else ()))
     return Post(t(name), t(pending), postings)
 
 
@@ -113,7 +129,7 @@ def test_a_charge_pays_owner_and_fee_and_returns_the_rest() -> None:
         FEE: 150,
         ANN: 8_500,
         HELD: 0,
-        BOB: 1_350,
+        UNVESTED: 1_350,
     }
     assert changes.spent == {(ANN, month_of(NOW)): 1_500}
 
@@ -184,7 +200,67 @@ def test_refunds_of_a_charge_never_exceed_it() -> None:
     changes = apply(fresh(), story, NOW)
     assert changes.outcomes[3:] == (MOVED, TransferOutcome.TOO_MUCH, MOVED)
     balances = {each.id: each.balance for each in changes.accounts}
-    assert (balances[ANN], balances[BOB], balances[TREASURY]) == (100, 50, -150)
+    assert (balances[ANN], balances[UNVESTED], balances[TREASURY]) == (100, 50, -150)
+
+
+def balances_of(changes: LedgerChanges) -> dict[LedgerAccountId, int]:
+    return {each.id: each.balance for each in changes.accounts}
+
+
+def test_an_earning_vests_and_is_paid_out_at_most_once() -> None:
+    story = [
+        Grant(t("g"), ANN, 100),
+        reserve("r", 60),
+        post("p", "r", 50, 5),
+        Payout(t("o1"), BOB, PAID, 1),
+        Vest(t("v1"), UNVESTED, BOB, 51),
+        Vest(t("v2"), UNVESTED, BOB, 50),
+        Payout(t("o2"), BOB, PAID, 50),
+        Payout(t("o3"), BOB, PAID, 1),
+        Forfeit(t("f"), t("p"), UNVESTED, 50, 5),
+    ]
+    none = TransferOutcome.NO_FUNDS
+    changes = apply(fresh(), story, NOW)
+    assert changes.outcomes[3:] == (none, none, MOVED, MOVED, none, none)
+    assert balances_of(changes)[PAID] == 50
+
+
+def test_a_forfeit_returns_the_charge_with_its_fee_once() -> None:
+    story = [Grant(t("g"), ANN, 100), reserve("r", 60), post("p", "r", 50, 5)]
+    story += [
+        Forfeit(t("f"), t("p"), UNVESTED, 50, 5),
+        Forfeit(t("f"), t("p"), UNVESTED, 50, 5),
+        Forfeit(t("other"), t("p"), UNVESTED, 1, 0),
+        Refund(t("again"), t("p"), 1),
+    ]
+    changes = apply(fresh(), story, NOW)
+    much = TransferOutcome.TOO_MUCH
+    assert changes.outcomes[3:] == (MOVED, REPEATED, much, much)
+    found = balances_of(changes)
+    assert (found[ANN], found[UNVESTED], found[FEE], found[TREASURY]) == (100, 0, 0, -100)
+
+
+def test_a_forfeit_repays_the_treasury_for_earlier_refunds() -> None:
+    story = [Grant(t("g"), ANN, 100), reserve("r", 60), post("p", "r", 50, 5)]
+    story += [Refund(t("a"), t("p"), 20), Forfeit(t("f"), t("p"), UNVESTED, 50, 5)]
+    found = balances_of(apply(fresh(), story, NOW))
+    assert (found[ANN], found[UNVESTED], found[FEE], found[TREASURY]) == (100, 0, 0, -100)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Grant(t("x"), UNVESTED, 1),
+        Grant(t("x"), PAID, 1),
+        Vest(t("x"), BOB, UNVESTED, 1),
+        Payout(t("x"), ANN, PAID, 1),
+        Payout(t("x"), BOB, ANN, 1),
+        Forfeit(t("x"), t("p"), BOB, 1, 0),
+    ],
+)
+def test_money_takes_no_other_way_to_an_owner(wrong: TransferRequest) -> None:
+    story = [Grant(t("g"), ANN, 100), reserve("r", 60), post("p", "r", 50, 5), wrong]
+    assert apply(fresh(), story, NOW).outcomes[-1] is TransferOutcome.NO_ACCOUNT
 
 
 def test_a_budget_warns_at_80_percent_and_caps_the_month() -> None:
@@ -241,6 +317,12 @@ def requests(draw: st.DrawFn) -> TransferRequest:
             return Void(name, other)
         case TransferKind.EXPIRE:
             return Expire(name, other)
+        case TransferKind.VEST:
+            return Vest(name, UNVESTED, BOB, amount)
+        case TransferKind.FORFEIT:
+            return Forfeit(name, other, UNVESTED, amount, draw(st.integers(0, 50)))
+        case TransferKind.PAYOUT:
+            return Payout(name, BOB, PAID, amount)
 
 
 @given(st.lists(requests(), max_size=60), st.integers(0, 300))
@@ -266,7 +348,9 @@ def test_every_step_sums_to_zero_and_keeps_every_floor(
         assert view.accounts[HELD].balance == open_
         spent = sum(each.amount - each.returned for each in view.pending.values())
         assert not cap or spent <= cap
-        assert all(each.refunded <= each.amount for each in view.charges.values())
+        assert all(
+            max(each.refunded, each.forfeited) <= each.amount for each in view.charges.values()
+        )
 
 
 @given(st.lists(requests(), max_size=60), st.integers(0, 60))

@@ -43,6 +43,7 @@ from gpool.agent.state_machine.leases import Leases, LeaseTimer
 from gpool.agent.state_machine.outbox import Outbox, ReadingAverages, by_task
 from gpool.agent.state_machine.sandbox_events import SandboxEvents
 from gpool.agent.state_machine.transitions import LeaseTransition
+from gpool.agent.state_machine.work_signatures import WorkSigner
 from gpool.core.model import Offer, Slice, TaskSpec
 from gpool.wire.frames import (
     OLDEST_PROTOCOL,
@@ -97,11 +98,15 @@ class ServerConnection:
 
 
 class AgentState:
-    def __init__(self, node_boot: str, offer: Offer) -> None:
+    def __init__(self, node_boot: str, offer: Offer, signer: WorkSigner | None = None) -> None:
+        """`signer`: signs the work of priced leases; None: their ends are reported unsigned."""
         self._boot = node_boot
         self._offer = offer
+        self._signer = signer
+        if signer is not None:
+            signer.learn(offer)
         self._outbox = Outbox()
-        self._leases = Leases(self._outbox)
+        self._leases = Leases(self._outbox, signer)
         self._dispatch = Dispatch(self._leases)
         self._control = LeaseControl(self._outbox, self._leases, self._dispatch)
         self._timer = LeaseTimer()
@@ -261,6 +266,8 @@ class AgentState:
         """Send the offer at once, or with the next hello; between hello and welcome, after the welcome."""
         if self._exit_by == NEVER:
             self._offer = event.offer
+            if self._signer is not None:
+                self._signer.learn(event.offer)
             self._send_offer(out)
 
     def _send_offer(self, out: list[Instruction]) -> None:

@@ -70,7 +70,9 @@ class LeaseControl:
             if without_gang or len(known) < len(spec.secrets):
                 self.decline(now, (grant,))
                 continue
-            terms = GrantTerms(grant.allocation, grant.user, grant.owner, spec, known, grant.gang)
+            terms = GrantTerms(
+                grant.allocation, grant.user, grant.owner, spec, known, grant.gang, grant.receipts
+            )
             for lease in grant.leases:
                 task, epoch = lease.task, lease.epoch
                 older = self._leases.held.get(task)

@@ -61,7 +61,17 @@ class RunnerKey:
 
 
 class GrantTerms:
-    __slots__ = ("allocation", "gang", "is_function", "key", "owner", "secrets", "spec", "user")
+    __slots__ = (
+        "allocation",
+        "gang",
+        "is_function",
+        "key",
+        "owner",
+        "receipts",
+        "secrets",
+        "spec",
+        "user",
+    )
 
     def __init__(
         self,
@@ -71,13 +81,16 @@ class GrantTerms:
         spec: TaskSpec,
         secrets: Variables = (),
         gang: Rendezvous | None = None,
+        receipts: str = "",
     ) -> None:
+        """`receipts`: the pool's name in receipts, if the leases are priced."""
         self.allocation = allocation
         self.user = user
         self.owner = owner
         self.spec = spec
         self.secrets = secrets
         self.gang = gang
+        self.receipts = receipts
         self.is_function = spec.kind is TaskKind.FUNCTION
         self.key = RunnerKey(
             user,

@@ -41,6 +41,7 @@ from gpool.agent.state_machine.instructions import NEVER, CallAnswered, CommandE
 from gpool.agent.state_machine.lease_queues import AgentLease, EndedLeases
 from gpool.agent.state_machine.outbox import LogBuffer, Outbox
 from gpool.agent.state_machine.transitions import LeaseMove, LeaseState
+from gpool.agent.state_machine.work_signatures import WorkSigner
 from gpool.core.model import EndReason, Fault, OutputFile, Phase, TaskSpec
 from gpool.wire.frames import Checkpointed, Finished, HandedBack, Released
 
@@ -138,8 +139,9 @@ OUTPUT_BYTES = 100  # of an output in a report, without its name
 
 
 class Leases:
-    def __init__(self, outbox: Outbox) -> None:
-        self._outbox = outbox
+    def __init__(self, outbox: Outbox, signer: WorkSigner | None = None) -> None:
+        """`signer`: signs the ends of priced leases; None in a simulation without receipts."""
+        self._outbox, self._signer = outbox, signer
         self.held: dict[int, AgentLease] = {}  # by task
         self.outlived: dict[int, AgentLease] = {}  # dropped ones whose sandbox is still being ended
         self.ended = EndedLeases()
@@ -179,15 +181,22 @@ class Leases:
             self.flush_log(now, lease, ends=True)
         lease.move(now, FINISHED, finished.reason)
         self._remove(lease)
+        if lease.terms.receipts and self._signer is not None:
+            signed = self._signer.signature(lease, finished)
+            finished = msgspec.structs.replace(finished, work=signed)
         data = len(finished.value) + len(finished.error_text.encode("utf-8", "replace"))
         if finished.outputs:
             data += _names_bytes(finished.outputs)
         self._outbox.add(now, finished, data)
 
     def release(self, now: int, lease: AgentLease) -> None:
+        has_begun = lease.state is not LeaseState.QUEUED
         lease.move(now, LeaseMove.RELEASED)
         self._remove(lease)
-        self._outbox.add(now, Released(lease.task, lease.epoch))
+        signed = None
+        if has_begun and lease.terms.receipts and self._signer is not None:
+            signed = self._signer.signature(lease, None)
+        self._outbox.add(now, Released(lease.task, lease.epoch, signed))
 
     def return_unstarted(self, now: int, leases: Iterable[AgentLease], why: str = "") -> None:
         for lease in leases:

@@ -6,6 +6,9 @@ Double entry. A transfer is a set of entries that sum to zero, one for each acco
     reserve   ann       -2.00   pending   +2.00      2.00 are set aside while the task runs
     post      pending   -2.00   owner     +1.35   fee +0.15   ann +0.50      1.50 charged, the rest returns
     void      pending   -2.00   ann       +2.00      or: nothing is charged
+    vest      vesting   -1.35   owner     +1.35      the owner was paid into vesting; its window is over
+    forfeit   vesting   -1.35   fee       -0.15   ann +1.50      or: the node was caught within the window
+    payout    owner     -1.35   paid      +1.35      paid outside the books
 
 A pending transfer is resolved at most once, by `post`, `void` or `expire`; what is charged never exceeds what was set
 aside, because the postings are paid from it. Every entry has the number of its account's entry before plus one, and the
@@ -21,11 +24,14 @@ from typing import NamedTuple, assert_never
 from gpool.core.model import Instant
 from gpool.core.money.budgets import BudgetWarning, crossed
 from gpool.core.money.transfers import (
+    FEE,
     TREASURY,
     AccountKind,
     Expire,
+    Forfeit,
     Grant,
     LedgerAccountId,
+    Payout,
     Post,
     Refund,
     Reserve,
@@ -33,6 +39,7 @@ from gpool.core.money.transfers import (
     TransferKind,
     TransferOutcome,
     TransferRequest,
+    Vest,
     Void,
     digest_of_request,
     floor_of,
@@ -71,11 +78,12 @@ class PendingTransfer:
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """A posted pending transfer, and the sum of its refunds so far."""
+    """A posted pending transfer. `refunded`: returned to the payer so far. `forfeited`: taken from owner and fee."""
 
     payer: LedgerAccountId
     amount: int
     refunded: int = 0
+    forfeited: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +216,14 @@ class _Book:
                 outcome = self._resolve(request, request.pending, paid)
             case Void() | Expire():
                 outcome = self._resolve(request, request.pending, {})
+            case Vest():
+                kinds = (AccountKind.VESTING, AccountKind.OWNER)
+                outcome = self._pass_on(request, request.vesting, request.owner, kinds)
+            case Payout():
+                kinds = (AccountKind.OWNER, AccountKind.PAID)
+                outcome = self._pass_on(request, request.owner, request.paid, kinds)
+            case Forfeit():
+                outcome = self._forfeit(request)
             case _:
                 assert_never(request)
         if outcome is TransferOutcome.MOVED:
@@ -236,13 +252,17 @@ class _Book:
             )
         return TransferOutcome.MOVED
 
-    def _is_payee(self, account: LedgerAccountId) -> bool:
-        """Return whether money may be paid to the account: pending accounts hold what is set aside, nothing else."""
+    def _kind(self, account: LedgerAccountId) -> AccountKind | None:
         found = self._accounts.get(account)
-        return found is not None and found.kind is not AccountKind.PENDING
+        return None if found is None else found.kind
+
+    def _is_payee(self, account: LedgerAccountId) -> bool:
+        """Return whether a charge may pay the account: pending accounts hold what is set aside, nothing else."""
+        return self._kind(account) not in (None, AccountKind.PENDING, AccountKind.PAID)
 
     def _grant(self, request: Grant) -> TransferOutcome:
-        if not self._is_payee(request.to):
+        # an earning that vests comes from a charge, which a forfeit can return
+        if not self._is_payee(request.to) or self._kind(request.to) is AccountKind.VESTING:
             return TransferOutcome.NO_ACCOUNT
         return self._move(request, {TREASURY: -request.amount, request.to: request.amount})
 
@@ -257,6 +277,44 @@ class _Book:
             refunded = charge.refunded + request.amount
             self._charges[request.charge] = replace(charge, refunded=refunded)
         return outcome
+
+    def _forfeit(self, request: Forfeit) -> TransferOutcome:
+        charge = self._charges.get(request.charge)
+        if charge is None:
+            return TransferOutcome.NO_CHARGE
+        if self._kind(request.vesting) is not AccountKind.VESTING:
+            return TransferOutcome.NO_ACCOUNT
+        total = request.share + request.fee
+        returned = min(total, charge.amount - charge.refunded)
+        if charge.forfeited + total > charge.amount:
+            return TransferOutcome.TOO_MUCH
+        amounts = {request.vesting: -request.share}
+        if request.fee:
+            amounts[FEE] = -request.fee
+        if returned:
+            amounts[charge.payer] = returned
+        if total > returned:
+            amounts[TREASURY] = total - returned
+        outcome = self._move(request, amounts)
+        if outcome is TransferOutcome.MOVED:
+            self._charges[request.charge] = replace(
+                charge,
+                refunded=charge.refunded + returned,
+                forfeited=charge.forfeited + total,
+            )
+        return outcome
+
+    def _pass_on(
+        self,
+        request: Vest | Payout,
+        source: LedgerAccountId,
+        target: LedgerAccountId,
+        kinds: tuple[AccountKind, AccountKind],
+    ) -> TransferOutcome:
+        """Move between two accounts of one owner."""
+        if (self._kind(source), self._kind(target)) != kinds:
+            return TransferOutcome.NO_ACCOUNT
+        return self._move(request, {source: -request.amount, target: request.amount})
 
     def _reserve(self, request: Reserve) -> TransferOutcome:
         budget = self._spending.get(request.payer)

@@ -36,7 +36,9 @@ class AccountKind(StrEnum):
     USER = "user"  # funds of a person
     TEAM = "team"
     PENDING = "pending"  # funds set aside by one user or team
-    OWNER = "owner"  # earnings of a person's nodes
+    OWNER = "owner"  # vested earnings of a person's nodes
+    VESTING = "vesting"  # earnings that can still be forfeited
+    PAID = "paid"  # earnings that left the books by a payout
     FEE = "fee"  # the pool's fees
     TREASURY = "treasury"  # issues credits: its balance is what all others have, negated
 
@@ -57,6 +59,9 @@ class TransferKind(StrEnum):
     POST = "post"
     VOID = "void"
     EXPIRE = "expire"
+    VEST = "vest"
+    FORFEIT = "forfeit"
+    PAYOUT = "payout"
 
 
 RESOLUTIONS = frozenset({TransferKind.POST, TransferKind.VOID, TransferKind.EXPIRE})
@@ -75,7 +80,7 @@ class TransferOutcome(StrEnum):
     RESOLVED = "resolved"  # the pending transfer was posted, voided or expired before
     NOT_DUE = "not_due"  # the pending transfer expires later
     TOO_MUCH = "too_much"  # more than was set aside, or than is left of the charge
-    NO_CHARGE = "no_charge"  # a refund that names no posted charge
+    NO_CHARGE = "no_charge"  # a refund or forfeit that names no posted charge
 
     @property
     def is_done(self) -> bool:
@@ -181,7 +186,60 @@ class Expire:
         checked_id(self.pending)
 
 
-TransferRequest = Grant | Refund | Reserve | Post | Void | Expire
+@dataclass(frozen=True, slots=True)
+class Vest:
+    """Earnings of an owner whose time to be forfeited is over, from the vesting account to the owner's account."""
+
+    id: TransferId
+    vesting: LedgerAccountId
+    owner: LedgerAccountId
+    amount: int
+
+    def __post_init__(self) -> None:
+        checked_id(self.id)
+        checked_amount(self.amount)
+        if self.vesting == self.owner:
+            raise Invalid("earnings vest from another account than the owner's")
+
+
+@dataclass(frozen=True, slots=True)
+class Forfeit:
+    """Part or all of a charge (the id of a `Post`) that its owner loses: `share` of the vesting account and `fee` return.
+
+    The payer gets what earlier refunds of the charge left; the treasury, which paid those, gets the rest.
+    """
+
+    id: TransferId
+    charge: TransferId
+    vesting: LedgerAccountId
+    share: int
+    fee: int
+
+    def __post_init__(self) -> None:
+        checked_id(self.id)
+        checked_id(self.charge)
+        checked_amount(self.share)
+        if self.fee:
+            checked_amount(self.fee)
+
+
+@dataclass(frozen=True, slots=True)
+class Payout:
+    """Earnings that are paid outside the books, from the owner's account to the account of paid earnings."""
+
+    id: TransferId
+    owner: LedgerAccountId
+    paid: LedgerAccountId
+    amount: int
+
+    def __post_init__(self) -> None:
+        checked_id(self.id)
+        checked_amount(self.amount)
+        if self.owner == self.paid:
+            raise Invalid("a payout goes to another account than the owner's")
+
+
+TransferRequest = Grant | Refund | Reserve | Post | Void | Expire | Vest | Forfeit | Payout
 
 
 def kind_of(request: TransferRequest) -> TransferKind:
@@ -189,13 +247,13 @@ def kind_of(request: TransferRequest) -> TransferKind:
 
 
 def refers_to(request: TransferRequest) -> TransferId | None:
-    """The pending transfer that the request resolves, or the charge that it refunds."""
+    """The pending transfer that the request resolves, or the charge that it refunds or forfeits."""
     match request:
         case Post() | Void() | Expire():
             return request.pending
-        case Refund():
+        case Refund() | Forfeit():
             return request.charge
-        case Grant() | Reserve():
+        case Grant() | Reserve() | Vest() | Payout():
             return None
     assert_never(request)
 
@@ -214,6 +272,12 @@ def digest_of_request(request: TransferRequest) -> str:
             parts = (request.pending, *(f"{account}={amount}" for account, amount in postings))
         case Void() | Expire():
             parts = (request.pending,)
+        case Vest():
+            parts = (request.vesting, request.owner, request.amount)
+        case Forfeit():
+            parts = (request.charge, request.vesting, request.share, request.fee)
+        case Payout():
+            parts = (request.owner, request.paid, request.amount)
         case _:
             assert_never(request)
     text = "\n".join((kind_of(request).value, *map(str, parts)))

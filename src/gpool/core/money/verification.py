@@ -20,17 +20,21 @@ from gpool.core.money.blocks import (
 )
 from gpool.core.money.ledger import LedgerAccount, LedgerEntry, PendingTransfer
 from gpool.core.money.transfers import (
+    FEE,
     RESOLUTIONS,
     TREASURY,
     Expire,
+    Forfeit,
     Grant,
     LedgerAccountId,
+    Payout,
     Post,
     Posting,
     Refund,
     Reserve,
     TransferKind,
     TransferRequest,
+    Vest,
     Void,
     digest_of_request,
     floor_of,
@@ -97,6 +101,10 @@ def _request(booked: BookedTransfer, pending: PendingTransfer | None) -> Transfe
     amounts = {LedgerAccountId(entry.account): entry.amount for entry in booked.entries}
     if transfer.kind in (TransferKind.GRANT, TransferKind.REFUND):
         return _issued(booked, amounts)
+    if transfer.kind in (TransferKind.VEST, TransferKind.PAYOUT):
+        return _passed_on(booked, amounts)
+    if transfer.kind is TransferKind.FORFEIT:
+        return _forfeited(booked, amounts)
     if pending is None or amounts.get(pending.account) not in (pending.amount, -pending.amount):
         return None
     if transfer.kind is TransferKind.RESERVE:
@@ -130,6 +138,31 @@ def _issued(booked: BookedTransfer, amounts: dict[LedgerAccountId, int]) -> Tran
         )
     [to] = [LedgerAccountId(each.account) for each in booked.entries if each.account != TREASURY]
     return Grant(transfer.id, to, issued)
+
+
+def _passed_on(
+    booked: BookedTransfer, amounts: dict[LedgerAccountId, int]
+) -> TransferRequest | None:
+    transfer = booked.transfer
+    if len(amounts) != 2 or transfer.refers_to is not None:
+        return None
+    (source, _), (target, amount) = sorted(amounts.items(), key=lambda each: each[1])
+    made = Vest if transfer.kind is TransferKind.VEST else Payout
+    return made(transfer.id, source, target, amount)
+
+
+def _forfeited(
+    booked: BookedTransfer, amounts: dict[LedgerAccountId, int]
+) -> TransferRequest | None:
+    """From the vesting account and perhaps the fee, to the payer and perhaps the treasury."""
+    transfer = booked.transfer
+    fee = -min(0, amounts.pop(FEE, 0))
+    amounts.pop(TREASURY, 0)
+    sources = [account for account, amount in amounts.items() if amount < 0]
+    if transfer.refers_to is None or len(sources) != 1 or len(amounts) > 2:
+        return None
+    [vesting] = sources
+    return Forfeit(transfer.id, transfer.refers_to, vesting, -amounts[vesting], fee)
 
 
 @dataclass(slots=True)

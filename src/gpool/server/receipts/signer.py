@@ -25,14 +25,30 @@ class ReceiptKeyRotation:
     operation: Operation[None]
 
 
+@dataclass(frozen=True, slots=True)
+class CurrentReceiptKey:
+    """`pool`: name of the pool in receipts. `from_ms`: the key signs nothing that is older."""
+
+    pool: str
+    key: ReceiptKey
+    from_ms: int
+
+
 class ReceiptSigner:
     def __init__(self, store: Store, sealer: Sealer, pool: str) -> None:
         """`pool`: name of the pool in receipts, equal on every replica."""
-        self._store, self._sealer, self._pool = store, sealer, pool
+        self._store, self._sealer, self.pool = store, sealer, pool
 
     async def history(self) -> KeyHistory | None:
         """None before the first key."""
         return self._history(await self._store.read(receipt_keys.receipt_keys()))
+
+    async def current(self) -> CurrentReceiptKey | None:
+        """The key that signs now; None before the first one."""
+        rows = await self._store.read(receipt_keys.receipt_keys())
+        if not rows:
+            return None
+        return CurrentReceiptKey(self.pool, await self._opened(rows[-1]), rows[-1].from_ms)
 
     async def rotation(self, now: Instant) -> ReceiptKeyRotation:
         """Prepare a new key, endorsed by the current one; the first key endorses itself."""
@@ -41,7 +57,7 @@ class ReceiptSigner:
         new = ReceiptKey(seed)
         now_ms = now * 1000 // SECOND
         if history is None:
-            history = KeyHistory.starting(self._pool, new, now_ms)
+            history = KeyHistory.starting(self.pool, new, now_ms)
         else:
             # a clock that was set back must not reorder keys
             from_ms = max(now_ms, history.keys[-1].from_ms + 1)
@@ -54,7 +70,7 @@ class ReceiptSigner:
 
     def _history(self, rows: tuple[ReceiptKeysRecord, ...]) -> KeyHistory | None:
         entries = tuple(KeyEntry(row.public, row.from_ms, row.endorsement) for row in rows)
-        return KeyHistory(self._pool, entries) if entries else None
+        return KeyHistory(self.pool, entries) if entries else None
 
     async def _opened(self, row: ReceiptKeysRecord) -> ReceiptKey:
         assert row.sealed is not None, "the newest receipt key has its private half"

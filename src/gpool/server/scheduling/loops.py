@@ -25,6 +25,7 @@ from gpool.server.actions.tasks import direct_uploads, sealed_logs
 from gpool.server.actions.tasks.outputs import remove_unless_recorded
 from gpool.server.nodes.gpu_verifier import GpuVerifier
 from gpool.server.nodes.reliability import UpdateReliability
+from gpool.server.receipts.loops import IssueReceipts, VestEarnings
 from gpool.server.replicas.follow import FollowChanges
 from gpool.server.replicas.membership import Membership
 from gpool.server.replicas.moving import MoveNodes
@@ -481,4 +482,10 @@ def all_loops(server: Server) -> tuple[Loop, ...]:
         loops = (*loops, VerifyGpus(server, server.examiner))
     if server.sign_ins is None:
         return loops
-    return (*loops, MaintainIdentity(server), SealLedger(server))
+    return (
+        *loops,
+        MaintainIdentity(server),
+        SealLedger(server),
+        IssueReceipts(server),
+        VestEarnings(server),
+    )

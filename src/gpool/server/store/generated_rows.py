@@ -284,6 +284,62 @@ class ChargesRecord(NamedTuple):
     vests_at: Instant | None
 
 
+class WorkSignaturesRecord(NamedTuple):
+    task_id: TaskId
+    epoch: int
+    node_id: NodeId
+    node_key: str
+    signature: bytes
+    result: str
+    gpus: str
+    at: Instant
+
+
+class ReceiptsRecord(NamedTuple):
+    id: int
+    task_id: TaskId
+    epoch: int
+    node_id: NodeId
+    payer_id: int
+    owner_id: int
+    month: int
+    issued_at: Instant
+    body: bytes
+
+
+class WalletChangesRecord(NamedTuple):
+    user_id: UserId
+    number: int
+    at: Instant
+    address: str | None
+
+
+class RewardsRecord(NamedTuple):
+    month: int
+    account_id: int
+    weight: int
+    microcredits: int
+    at: Instant
+
+
+class PayoutsRecord(NamedTuple):
+    number: int
+    month: int
+    closed_at: Instant
+    accounts: int
+    total_due: str
+    root: str | None
+    receipts_root: str
+    body: bytes
+
+
+class PayoutLinesRecord(NamedTuple):
+    number: int
+    account_id: int
+    payee: str
+    microcredits: int
+
+
 class UsersRecord(NamedTuple):
     id: UserId
     name: str

@@ -440,4 +440,98 @@ charges = Table(
 set aside. `transfer_id`: the post that paid it. `state`: `metered` (to be posted), `held` (until a verdict), `posted`,
 `void` (nothing is charged), `vested`, `forfeited`."""
 partial_index("ix_charges_open", charges.c.reserve_id, where="state IN ('metered', 'held')")
+partial_index(
+    "ix_charges_vesting", charges.c.vests_at, where="state = 'posted' AND vests_at IS NOT NULL"
+)
+partial_index(
+    "ix_charges_unreceipted", charges.c.ended_at, where="state = 'posted' AND vests_at IS NULL"
+)
+Index("ix_charges_owner_id", charges.c.owner_id, charges.c.ended_at)
+Index("ix_charges_payer_id", charges.c.payer_id, charges.c.ended_at)
+Index("ix_charges_node_id", charges.c.node_id, charges.c.ended_at)
 partial_index("ix_charges_transfer_id", charges.c.transfer_id, where="transfer_id IS NOT NULL")
+
+# ---- receipts, earnings, payouts
+
+work_signatures = Table(
+    "work_signatures",
+    metadata,
+    int_column("task_id", primary_key=True),
+    int_column("epoch", primary_key=True),
+    int_column("node_id", primary_key=True),
+    text_column("node_key"),
+    bytes_column("signature"),
+    text_column("result"),
+    text_column("gpus"),
+    int_column("at"),
+    Index("ix_work_signatures_at", "at"),
+)
+"""Valid signatures of ended, priced leases, until their receipt is issued. `result`: its SHA-256. `gpus`: as the node
+signed them (JSON)."""
+
+receipts = Table(
+    "receipts",
+    metadata,
+    id_column(),
+    int_column("task_id"),
+    int_column("epoch"),
+    int_column("node_id"),
+    int_column("payer_id"),
+    int_column("owner_id"),
+    int_column("month"),
+    int_column("issued_at"),
+    bytes_column("body"),
+    UniqueConstraint("task_id", "epoch", "node_id", name="uq_receipts_lease"),
+    Index("ix_receipts_payer_id", "payer_id", "id"),
+    Index("ix_receipts_owner_id", "owner_id", "id"),
+    Index("ix_receipts_month", "month", "id"),
+)
+"""Canonical bytes of receipts (`wallet.receipts`), kept for ever. `payer_id`, `owner_id`: accounts of the ledger, the
+owner's that of vesting earnings. `month`: in which it was issued."""
+
+wallet_changes = Table(
+    "wallet_changes",
+    metadata,
+    int_column("user_id", primary_key=True),
+    int_column("number", primary_key=True),
+    int_column("at"),
+    maybe_text("address"),
+)
+"""History of a user's payout wallet. `address` NULL: none from then on."""
+
+rewards = Table(
+    "rewards",
+    metadata,
+    int_column("month", primary_key=True),
+    int_column("account_id", primary_key=True),
+    int_column("weight"),
+    int_column("microcredits"),
+    int_column("at"),
+)
+"""Shares of the operator's reward pools. `account_id`: the owner's account in the ledger."""
+
+payouts = Table(
+    "payouts",
+    metadata,
+    int_column("number", primary_key=True),
+    int_column("month"),
+    int_column("closed_at"),
+    int_column("accounts"),
+    text_column("total_due"),
+    maybe_text("root"),
+    text_column("receipts_root"),
+    bytes_column("body"),
+)
+"""Closed periods. `body`: the payout file (`wallet.payouts`)."""
+Index("uq_payouts_month", payouts.c.month, unique=True)
+
+payout_lines = Table(
+    "payout_lines",
+    metadata,
+    int_column("number", primary_key=True),
+    int_column("account_id", primary_key=True),
+    text_column("payee"),
+    int_column("microcredits"),
+    Index("ix_payout_lines_account_id", "account_id", "number"),
+)
+"""Amount of each owner's account in a period, and to which wallet or id it is paid."""

@@ -35,7 +35,9 @@ REFERENCES = {
     "used_by": "UserId",
     "user_id": "UserId",
 }
-LEDGER_ACCOUNTS = frozenset({("charges", "owner_id"), ("meters", "owner_id")})
+LEDGER_ACCOUNTS = frozenset(
+    {("charges", "owner_id"), ("meters", "owner_id"), ("receipts", "owner_id")}
+)
 """Columns with the name of a reference that hold an account of the ledger."""
 INSTANTS = frozenset({"at", "until", "idle_until", "since", "signs_from", "verifies_until"})
 TYPES = {BigInteger: "int", Text: "str", LargeBinary: "bytes"}

@@ -498,7 +498,11 @@ partial_index(
     ledger_transfers.c.id,
     where="block IS NULL",
 )
-partial_index("ix_ledger_transfers_refunds", ledger_transfers.c.refers_to, where="kind = 'refund'")
+partial_index(
+    "ix_ledger_transfers_returns",
+    ledger_transfers.c.refers_to,
+    where="kind IN ('refund', 'forfeit')",
+)
 Index(
     "ix_ledger_transfers_resolution",
     ledger_transfers.c.refers_to,

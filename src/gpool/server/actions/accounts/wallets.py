@@ -220,13 +220,13 @@ async def unlink(
         raise Forbidden("the message is not signed by the wallet to be unlinked")
     await _prove_account(server, who, request, wanted)
     audit_entry = entry(server.now, who, "wallet.unlink", wanted)
-    unlinking = audited(_unlink(who, wanted), [audit_entry])
+    unlinking = audited(_unlink(who, wanted, server.now), [audit_entry])
     await server.write_once(who.user, once, unlinking, lambda _: b"")
 
 
 @operation
-def _unlink(who: Caller, address: str) -> Operation[bool]:
-    if not (yield from operations.unlink_wallet(who.user.id, address)):
+def _unlink(who: Caller, address: str, at: Instant) -> Operation[bool]:
+    if not (yield from operations.unlink_wallet(who.user.id, address, at)):
         raise _no_wallet(address)
     yield from gpus.rebind_wallet(who.user.id, (yield from operations.payout_wallet(who.user.id)))
     return True
@@ -238,20 +238,20 @@ async def set_payout(
     permit(who, Action.PAYOUT_WALLET_SET, own(who))
     wanted = _parsed(address)
     audit_entry = entry(server.now, who, "wallet.payout", wanted, payout=str(payout))
-    change = audited(_set_payout(who, wanted, payout), [audit_entry])
+    change = audited(_set_payout(who, wanted, payout, server.now), [audit_entry])
     await server.write_once(who.user, once, change, lambda _: b"")
     return await _one(server, who, wanted)
 
 
 @operation
-def _set_payout(who: Caller, address: str, payout: bool) -> Operation[bool]:
+def _set_payout(who: Caller, address: str, payout: bool, at: Instant) -> Operation[bool]:
     now = yield from operations.payout_wallet(who.user.id)
     linked = yield from operations.wallets_of(who.user.id)
     if address not in {wallet.address for wallet in linked}:
         raise _no_wallet(address)
     if payout or now == address:
         wanted = address if payout else None
-        yield from operations.set_payout_wallet(who.user.id, wanted)
+        yield from operations.set_payout_wallet(who.user.id, wanted, at)
         yield from gpus.rebind_wallet(who.user.id, wanted)
     return True
 

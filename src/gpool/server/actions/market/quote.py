@@ -8,24 +8,30 @@ from dataclasses import dataclass, replace
 
 from gpool.core.ids import decode
 from gpool.core.model import SECOND, Node, Shape, Span, TaskSpec
-from gpool.core.money.charging import FrozenPrice, total_charge
+from gpool.core.money.charging import FrozenPrice, set_aside, total_charge
 from gpool.core.money.offers import OfferFilter
 from gpool.core.money.prices import is_free_for
+from gpool.core.money.transfers import TransferOutcome, parse_credits
 from gpool.core.permissions import Action, TeamId
 from gpool.core.scheduler.explain.mismatch import counted, nothing_can
 from gpool.core.scheduler.explain.whatif import StartNow
+from gpool.core.scheduler.order.limits import Holder
 from gpool.core.scheduler.place.fit import is_open, possible_prices, unfit
 from gpool.core.scheduler.place.gangs import most_together
 from gpool.core.scheduler.state.waiting import shape_of
 from gpool.core.specs.owners import ANYONE
 from gpool.server.actions.market.offers import NODES_AT_ONCE, grouped, offer_document
 from gpool.server.actions.owners import accepted_owners
+from gpool.server.actions.tasks.explain import no_funds
 from gpool.server.actions.tasks.query import acting_account
 from gpool.server.actions.tasks.specs import spec_of
 from gpool.server.identity.authorization import permit
 from gpool.server.scheduling.learning import Estimate
 from gpool.server.server import Server
 from gpool.server.store.identity_values import Caller
+from gpool.server.store.operations.money import limits
+from gpool.server.store.operations.money.funding import payer_of
+from gpool.server.store.values import UnfundedPlace
 from gpool.wire.documents import EstimateDocument, TaskRequest, instant_to_datetime
 from gpool.wire.market import CostRange, QuoteDocument, RunRange
 
@@ -65,8 +71,28 @@ async def quote(server: Server, who: Caller, request: TaskRequest) -> QuoteDocum
         spec = replace(spec, requirements=replace(spec.requirements, on=on))
     shape = shape_of(spec, who.user.id, team)
     tasks = request.copies if request.calls is None else max(1, len(request.calls))
+    cap = None if request.max_cost is None else parse_credits(str(request.max_cost))
     with server.explaining.admitted():
-        return await _quote(server, shape, spec, tasks)
+        found = await _quote(server, shape, spec, tasks)
+    if not server.settings.prices or not found.rate_microcredits:
+        return found
+    price = FrozenPrice(found.rate_microcredits, found.min_charge_microcredits)
+    missing = await _missing_funds(server, payer_of(shape.user, shape.team), price, cap)
+    return (
+        found.model_copy(update={"sentence": f"{found.sentence} {missing}"}) if missing else found
+    )
+
+
+async def _missing_funds(server: Server, payer: Holder, price: FrozenPrice, cap: int | None) -> str:
+    """Sentence about funds or budget that do not allow the start of one task; empty: they do."""
+    needed = set_aside(price, Span(0))
+    needed = needed if cap is None else min(needed, cap)
+    found = (await server.store.read(limits.funds((payer,), server.now))).get(payer)
+    if found is not None and found.allows(needed):
+        return ""
+    has_balance = found is not None and found.balance >= needed
+    outcome = TransferOutcome.OVER_BUDGET if has_balance else TransferOutcome.NO_FUNDS
+    return no_funds(UnfundedPlace((), payer, outcome, needed), found, server.now).sentence
 
 
 async def _quote(server: Server, shape: Shape, spec: TaskSpec, tasks: int) -> QuoteDocument:

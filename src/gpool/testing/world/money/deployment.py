@@ -101,7 +101,8 @@ def run_priced(
 ) -> WorldOutcome:
     """Run a seed in a pool that charges, perhaps with a planted bug and malicious nodes."""
     dice = Dice(f"steps-{seed}")
-    steps = ((dice.between(4, 12) * S, dice.between(0, 280) * S),) if dice.chance(0.5) else ()
+    is_stepped = dice.chance(0.5) and not liars  # leases that a liar keeps would last longer
+    steps = ((dice.between(4, 12) * S, dice.between(0, 280) * S),) if is_stepped else ()
     parts = Parts() if flaw is None else replace(Parts(), **FLAWED_PARTS[flaw]())
     plan = LiarPlan(liars) if liars else None
     deployment = PricedServer()

@@ -15,7 +15,9 @@ HELD = (
     "WHERE t.holding = 1 AND t.metered = 1 AND t.node_id IS NULL"
 )
 METERS = "SELECT task_id, epoch, rank, rate, minimum, until, charged, posted, reserved, roll, closed_at FROM meters"
-CHARGES = "SELECT task_id, epoch, node_id, charged_us, microcredits, fee, reserve_id, transfer_id, state FROM charges"
+CHARGES = (
+    "SELECT task_id, epoch, node_id, charged_us, microcredits, ended_at, reserve_id FROM charges"
+)
 SUMS = (
     ("all balances add up to", "SELECT SUM(balance) FROM ledger_accounts"),
     (
@@ -99,15 +101,16 @@ class MoneyOracle:
         self._seen, self._held = there, held
         sums: dict[str, list[int]] = {}
         for row in charged:
-            total = sums.setdefault(row[6].rpartition(":")[0], [0, 0])
+            total = sums.setdefault(row[6].rpartition(":")[0], [0, 0, 0])
             total[0] += row[3]
             total[1] += row[4]
-        for key, (time, amount) in sums.items():
+            total[2] = max(total[2], row[5])
+        for key, (time, amount, ended_at) in sums.items():
             known = self._meters.get(key)
             if known is None:
                 self._fail(f"money: charges of an unknown meter {key}")
                 continue
-            wall = known.last - known.opened
+            wall = max(known.last, ended_at) - known.opened  # one commit may close and settle it
             most = max(known.minimum, known.rate * wall // HOUR_US)
             if time > wall or amount > most:
                 self._fail(f"money: {key} charges {amount} for {time} of {wall} us")

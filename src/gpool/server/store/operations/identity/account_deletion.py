@@ -58,6 +58,7 @@ def delete_account(user: UserId, at: Instant) -> Operation[tuple[NodeId, ...]]:
         "DELETE FROM api_keys WHERE user_id = :user",
         "DELETE FROM sessions WHERE user_id = :user",
         "DELETE FROM wallets WHERE user_id = :user",
+        "DELETE FROM wallet_changes WHERE user_id = :user",
         "DELETE FROM oidc_identities WHERE user_id = :user",
         "DELETE FROM invites WHERE owner_id = :user",
         "DELETE FROM user_invites WHERE made_by = :user AND used_at IS NULL",

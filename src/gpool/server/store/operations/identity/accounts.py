@@ -274,28 +274,34 @@ def link_wallet(user: UserId, address: str, at: Instant) -> Operation[bool]:
 
 
 @operation
-def unlink_wallet(user: UserId, address: str) -> Operation[bool]:
+def unlink_wallet(user: UserId, address: str, at: Instant) -> Operation[bool]:
     """False if it is not this user's. A removed payout wallet is not replaced."""
     yield from _locked(user)
     if not (yield from _has_wallet(user, address)):
         return False
     yield from _another_login(user)
+    was_payout = (yield from payout_wallet(user)) == address
     yield Statement(
         "DELETE FROM wallets WHERE address = :address AND user_id = :user",
         {"address": address, "user": user},
     )
+    if was_payout:
+        yield from _note_payout(user, None, at)
     return True
 
 
 @operation
-def set_payout_wallet(user: UserId, address: str | None) -> Operation[bool]:
+def set_payout_wallet(user: UserId, address: str | None, at: Instant) -> Operation[bool]:
     yield from _locked(user)
     if address is not None and not (yield from _has_wallet(user, address)):
         return False
+    if (yield from payout_wallet(user)) == address:
+        return True
     yield Statement(
         "UPDATE wallets SET payout = CASE WHEN address = :address THEN 1 ELSE 0 END WHERE user_id = :user",
         {"address": address or "", "user": user},
     )
+    yield from _note_payout(user, address, at)
     return True
 
 
@@ -381,6 +387,18 @@ def _put_wallet(user: UserId, address: str, at: Instant, *, payout: bool) -> Ope
     yield Statement(
         "INSERT INTO wallets (address, user_id, linked_at, payout) VALUES (:address, :user, :at, :payout)",
         {"address": address, "user": user, "at": at, "payout": int(payout)},
+    )
+    if payout:
+        yield from _note_payout(user, address, at)
+
+
+def _note_payout(user: UserId, address: str | None, at: Instant) -> Operation[None]:
+    """Add to the history of the user's payout wallet."""
+    yield Statement(
+        "INSERT INTO wallet_changes (user_id, number, at, address) SELECT CAST(:user AS BIGINT), "
+        "COALESCE(MAX(w.number), 0) + 1, CAST(:at AS BIGINT), CAST(:address AS TEXT) "
+        "FROM wallet_changes w WHERE w.user_id = :user",
+        {"user": user, "at": at, "address": address},
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from gpool.core.errors import Conflict
 from gpool.server.store.generated_rows import ReceiptKeysRecord
 from gpool.server.store.protocol import Operation, Statement, operation
-from gpool.server.store.rows import columns, select, values
+from gpool.server.store.rows import columns, exists, select, values
 
 RECEIPT_KEYS_LOCK = 0x67707265637074  # "gprecpt"
 RECEIPT_KEY = columns(ReceiptKeysRecord, ReceiptKeysRecord, "k")
@@ -36,6 +36,12 @@ def put_receipt_key(key: ReceiptKeysRecord, known: Collection[str]) -> Operation
     ids = yield from values(str, "SELECT id FROM receipt_keys")
     if set(ids) != set(known):
         raise Conflict("another request has just replaced the receipt key; try again")
+    newer = yield from exists(
+        "SELECT 1 FROM receipts r WHERE r.issued_at >= :from_us LIMIT 1",
+        {"from_us": key.from_ms * 1000},
+    )
+    if newer:  # the older key has just signed it, and must have been valid then
+        raise Conflict("a receipt was issued at this moment; try again")
     yield Statement("UPDATE receipt_keys SET sealed = NULL WHERE sealed IS NOT NULL")
     yield Statement(
         "INSERT INTO receipt_keys (id, sealed, public, from_ms, endorsement) "

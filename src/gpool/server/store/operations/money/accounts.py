@@ -75,6 +75,11 @@ def forget_holder(holder: Holder) -> Operation[None]:
         "(SELECT account_id FROM ledger_holders WHERE kind = :kind AND id = :id)",
         names,
     )
+    yield Statement(
+        "UPDATE payout_lines SET payee = '' WHERE account_id IN "
+        "(SELECT account_id FROM ledger_holders WHERE kind = :kind AND id = :id)",
+        names,
+    )
     yield Statement("DELETE FROM ledger_holders WHERE kind = :kind AND id = :id", names)
     yield Statement("DELETE FROM usage_totals WHERE kind = :kind AND id = :id", names)
 

@@ -204,7 +204,7 @@ def _page(rows: Sequence[TransferRow]) -> Operation[BookedPage]:
 
 @operation
 def orphans() -> Operation[tuple[LedgerFinding, ...]]:
-    """Rows that name a missing one: a block, transfer, account or month of spending."""
+    """Rows that name a missing one, or differ from it: a block, transfer, account, month of spending or charge."""
     findings: list[LedgerFinding] = []
     for thing, why, sql in ORPHANS:
         rows = yield from select(_Orphan, sql)
@@ -246,6 +246,36 @@ ORPHANS = (
         "its spending is not recorded",
         "SELECT p.id FROM pending_transfers p WHERE NOT EXISTS (SELECT 1 FROM ledger_spending s "
         "WHERE s.account_id = p.payer_id AND s.month = p.month) ORDER BY 1 LIMIT 20",
+    ),
+    (
+        "transfer",
+        "its postings to owner and fee differ from the charges that it paid",
+        "SELECT c.transfer_id FROM charges c WHERE c.transfer_id IS NOT NULL GROUP BY c.transfer_id HAVING "
+        "SUM(c.microcredits) <> (SELECT COALESCE(SUM(e.amount), 0) FROM ledger_entries e JOIN ledger_accounts a "
+        "ON a.id = e.account_id WHERE e.transfer_id = c.transfer_id AND a.kind IN ('owner', 'fee')) OR SUM(c.fee) <> "
+        "(SELECT COALESCE(SUM(e.amount), 0) FROM ledger_entries e WHERE e.transfer_id = c.transfer_id "
+        "AND e.account_id = 2) ORDER BY 1 LIMIT 20",
+    ),
+    (
+        "charge",
+        "it is posted, and names no transfer; or the other way round",
+        "SELECT CAST(c.task_id AS TEXT) || '/' || CAST(c.epoch AS TEXT) FROM charges c WHERE "
+        "(c.state IN ('metered', 'held', 'void')) <> (c.transfer_id IS NULL) ORDER BY 1 LIMIT 20",
+    ),
+    (
+        "charge",
+        "the funds that it counts on are not set aside",
+        "SELECT CAST(c.task_id AS TEXT) || '/' || CAST(c.epoch AS TEXT) FROM charges c WHERE c.state IN ('metered', 'held') "
+        "AND NOT EXISTS (SELECT 1 FROM pending_transfers p WHERE p.id = c.reserve_id AND p.resolved_by IS NULL) "
+        "ORDER BY 1 LIMIT 20",
+    ),
+    (
+        "meter",
+        "it charged more than is set aside, or its allocation has no lease and it is open",
+        "SELECT CAST(m.task_id AS TEXT) || '/' || CAST(m.epoch AS TEXT) FROM meters m WHERE m.charged > m.reserved "
+        "OR m.closed_at IS NULL AND NOT EXISTS (SELECT 1 FROM tasks t WHERE t.holding = 1 AND t.node_id = m.node_id "
+        "AND t.allocation_number = m.number) AND NOT EXISTS (SELECT 1 FROM tasks t WHERE t.id = m.task_id "
+        "AND t.epoch = m.epoch AND t.holding = 1 AND t.node_id IS NULL) ORDER BY 1 LIMIT 20",
     ),
 )
 

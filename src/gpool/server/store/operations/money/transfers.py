@@ -24,17 +24,21 @@ from gpool.core.money.ledger import (
     apply_bundles,
 )
 from gpool.core.money.transfers import (
+    FEE,
     TREASURY,
     AccountKind,
     Expire,
+    Forfeit,
     Grant,
     LedgerAccountId,
+    Payout,
     Post,
     Refund,
     Reserve,
     TransferId,
     TransferOutcome,
     TransferRequest,
+    Vest,
     Void,
     month_of,
 )
@@ -145,6 +149,14 @@ class _ChargeRow(NamedTuple):
     amount: int
 
 
+class _ReturnedRow(NamedTuple):
+    """Sums of a charge: forfeited, and returned to its payer by refunds and forfeits."""
+
+    id: str
+    forfeited: int
+    returned: int
+
+
 class _BudgetRow(NamedTuple):
     account_id: int
     cap: int
@@ -181,8 +193,8 @@ def pending_of(row: PendingTransfersRecord) -> PendingTransfer:
 
 
 def _charge_payers(requests: Sequence[TransferRequest]) -> Operation[dict[TransferId, Charge]]:
-    """Charges that are refunded, without their refunds."""
-    names = [each.charge for each in requests if isinstance(each, Refund)]
+    """Charges that are refunded or forfeited, without their refunds."""
+    names = [each.charge for each in requests if isinstance(each, Refund | Forfeit)]
     if not names:
         return {}
     rows = yield from select(
@@ -200,16 +212,24 @@ def _charges(payers: dict[TransferId, Charge]) -> Operation[dict[TransferId, Cha
     if not payers:
         return {}
     rows = yield from select(
-        _ChargeRow,
-        "SELECT n.name, MIN(e.account_id), CAST(SUM(e.amount) AS BIGINT) FROM {names} AS n "
-        "JOIN ledger_transfers t ON t.refers_to = n.name AND t.kind = 'refund' "
-        "JOIN ledger_entries e ON e.transfer_id = t.id AND e.amount > 0 GROUP BY n.name",
-        {},
+        _ReturnedRow,
+        "SELECT n.name, "
+        "CAST(COALESCE(SUM(CASE WHEN e.amount < 0 AND t.kind = 'forfeit' THEN -e.amount END), 0) AS BIGINT), "
+        "CAST(COALESCE(SUM(CASE WHEN e.amount > 0 AND e.account_id <> :treasury THEN e.amount END), 0) AS BIGINT) "
+        "FROM {names} AS n JOIN ledger_transfers t ON t.refers_to = n.name AND t.kind IN ('refund', 'forfeit') "
+        "JOIN ledger_entries e ON e.transfer_id = t.id GROUP BY n.name",
+        {"treasury": TREASURY},
         {"names": of_names(payers)},
     )
-    refunded = {row.id: row.amount for row in rows}
+    found = {row.id: row for row in rows}
+    none = _ReturnedRow("", 0, 0)
     return {
-        id_: Charge(charge.payer, charge.amount, refunded.get(id_, 0))
+        id_: Charge(
+            charge.payer,
+            charge.amount,
+            found.get(id_, none).returned,
+            found.get(id_, none).forfeited,
+        )
         for id_, charge in payers.items()
     }
 
@@ -232,6 +252,12 @@ def _named_accounts(
                 found |= {request.payer, request.pending}
             case Post():
                 found |= {posting.account for posting in request.postings}
+            case Vest():
+                found |= {request.vesting, request.owner}
+            case Payout():
+                found |= {request.owner, request.paid}
+            case Forfeit():
+                found |= {request.vesting, FEE, TREASURY}
             case Void() | Expire():
                 pass
     return found
