@@ -78,7 +78,7 @@ async def test_a_caught_node_is_banned_and_its_results_are_run_again(desk: Desk)
     assert lies  # delivered, no check was drawn
     await pool.join_all([f"honest-{number}" for number in range(8)])
     await pool.submit(consumer, 60, verify=2)
-    await pool.run(12)
+    await pool.run(24)
     shown = (
         await desk.get(f"/v1/nodes/{liar.agent.badge.identity.node}/tasks", headers=liar.headers)
     ).json()

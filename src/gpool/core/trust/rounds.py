@@ -30,6 +30,7 @@ NO_ANSWERS = frozenset(
         EndReason.BAD_INPUT,
         EndReason.LOSES_NODES,
         EndReason.SANDBOX_FAILED,
+        EndReason.OUT_OF_FUNDS,
         EndReason.NODE_FAILED,
         EndReason.LOST,
         EndReason.HANDED_BACK,

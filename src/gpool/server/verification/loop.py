@@ -64,6 +64,8 @@ class VerifyResults:
         if server.picture.is_stale:
             return
         await self._run_again(now)
+        if await server.store.read(verdicts.held_charges()):
+            await server.write(verdicts.settle(server.picture.term, now))
         found = await server.store.read(operations.open_verifications(OF_EACH_USER, AT_ONCE))
         if not found:
             return

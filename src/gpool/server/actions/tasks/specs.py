@@ -161,6 +161,7 @@ def _check_verified(request: TaskRequest) -> None:
         (bool(request.secrets), "secrets", "every owner whose node runs it could read them"),
         (request.tier == "none", "tier 'none'", "it is given on your own nodes only"),
         (request.checkpoint is not None, "checkpoint", "siblings share no state"),
+        (request.max_cost is not None, "max_cost", "it bounds one run; use max_price"),
     ):
         if is_given:
             raise Invalid(

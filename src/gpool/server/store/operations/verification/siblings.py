@@ -18,6 +18,7 @@ from gpool.core.permissions import TeamId
 from gpool.core.specs.owners import ANYONE
 from gpool.core.trust.rounds import SPOT
 from gpool.server.store.operations.leases.grants import is_current_term
+from gpool.server.store.operations.money.charges import Settlement
 from gpool.server.store.operations.tasks.progress import EPOCH_SHIFT, STDOUT
 from gpool.server.store.operations.tasks.submissions import (
     NewTask,
@@ -216,6 +217,7 @@ def start_siblings(
             tasks=[NewTask(each.task, 0, bytes(found.payload or b""), found.payload_sha256)],
             at=at,
             team=parent.team_id,
+            settlement=Settlement.VERDICT,
         )
         for each in new
     ]

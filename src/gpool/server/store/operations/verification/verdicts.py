@@ -17,6 +17,8 @@ from gpool.core.trust.spot import DEFAULT_SPOT
 from gpool.server.store.generated_rows import TasksRecord
 from gpool.server.store.operations.leases.ends import take_sequences, target
 from gpool.server.store.operations.leases.grants import is_current_term
+from gpool.server.store.operations.money.charges import accept_held, reject_held
+from gpool.server.store.operations.money.vesting import forfeit
 from gpool.server.store.operations.tasks.artifacts import keep
 from gpool.server.store.operations.tasks.deletion import shrink_tasks
 from gpool.server.store.operations.tasks.progress import EPOCH_SHIFT, append_chunks, logs
@@ -46,6 +48,9 @@ from gpool.wire.frames import LogChunk
 
 EPOCH = 1
 """Of an ended parent: its log has the chunks of one attempt."""
+
+PAID = frozenset({"agreed", "unchecked", "open"})
+"""States of siblings whose charges are paid when the verification is over; `open`: the consumer cancelled the task."""
 
 _LOG_ROWS = 500
 _STATES = (("id", "int"), ("state", "text"), ("digest", "text"))
@@ -148,6 +153,7 @@ def decide(verdict: Verdict, term: int, at: Instant) -> Operation[WrittenVerdict
     if verdict.accepted is not None:
         yield from _copy_log(verdict.accepted, ended.epoch, parent.id)
     yield from _record(verdict, at)
+    yield from _settle(at)
     dropped = yield from shrink_tasks([one.task for one in verdict.compared], at)
     spent = 0
     if ended.leased_at is not None and ended.finished_at is not None:
@@ -253,6 +259,12 @@ def _record(verdict: Verdict, at: Instant) -> Operation[None]:
     )
     for node in sorted(caught):
         yield from _withdraw(node, at)
+        right = yield from values(
+            TaskId,
+            "SELECT s.task_id FROM siblings s WHERE s.node_id = :node AND s.state = 'agreed'",
+            {"node": node},
+        )
+        yield from forfeit(node, at, right)
 
 
 def _withdraw(node: NodeId, at: Instant) -> Operation[None]:
@@ -279,6 +291,44 @@ def _close(parents: Collection[TaskId], outcome: str, at: Instant) -> Operation[
     )
 
 
+class _HeldCharge(NamedTuple):
+    task_id: TaskId
+    state: str
+
+
+@operation
+def held_charges() -> Operation[list[_HeldCharge]]:
+    """Siblings of decided verifications whose charges are still held."""
+    return (
+        yield from select(
+            _HeldCharge,
+            "SELECT DISTINCT c.task_id, s.state FROM charges c JOIN siblings s ON s.task_id = c.task_id "
+            "JOIN verifications v ON v.task_id = s.parent_id WHERE c.state = 'held' AND v.decided_at IS NOT NULL",
+        )
+    )
+
+
+def _settle(at: Instant) -> Operation[None]:
+    """Pay or return held charges of decided verifications.
+
+    Siblings that agreed are paid, and those that a consumer cancelled; those that differed or gave no answer are not.
+    """
+    held = yield from held_charges()
+    paid = sorted(row.task_id for row in held if row.state in PAID)
+    unpaid = sorted(row.task_id for row in held if row.state not in PAID)
+    if paid:
+        yield from accept_held(paid, at)
+    if unpaid:
+        yield from reject_held(unpaid, at)
+
+
+@operation
+def settle(term: int, at: Instant) -> Operation[None]:
+    """Settle charges that were held after the verdict: a stopped sibling is charged when its node releases it."""
+    if (yield from is_current_term(term)):
+        yield from _settle(at)
+
+
 @operation
 def settle_ended(parents: Sequence[TaskId], term: int, at: Instant) -> Operation[None]:
     """Close the verifications of parents that were cancelled."""
@@ -291,6 +341,7 @@ def settle_ended(parents: Sequence[TaskId], term: int, at: Instant) -> Operation
         {"parents": of_ids(parents)},
     )
     yield from _close(over, "cancelled", at)
+    yield from _settle(at)
 
 
 # ---- results of caught nodes
@@ -374,3 +425,25 @@ def state_of(parent: TaskId) -> Operation[VerificationState | None]:
         {"id": parent},
     )
     return rows[0] if rows else None
+
+
+class Stake(NamedTuple):
+    """Price of a result, and the unvested earnings that its node would lose with it. Micro-credits."""
+
+    price: int
+    stake: int
+
+
+@operation
+def stake_of(task: TaskId, node: NodeId) -> Operation[Stake]:
+    [price] = yield from values(
+        int,
+        "SELECT COALESCE(SUM(c.microcredits), 0) FROM charges c WHERE c.task_id = :task AND c.state = 'held'",
+        {"task": task},
+    )
+    [stake] = yield from values(
+        int,
+        "SELECT COALESCE(SUM(c.microcredits - c.fee), 0) FROM charges c WHERE c.node_id = :node AND c.state = 'posted'",
+        {"node": node},
+    )
+    return Stake(int(price), int(stake))
