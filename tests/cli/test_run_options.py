@@ -54,7 +54,8 @@ def test_every_option_reaches_the_server(gpool: Gpool, pool: Pool, tmp_path: Pat
 
 def test_the_options_of_a_gang_reach_the_server(gpool: Gpool, pool: Pool) -> None:
     words = (
-        "run --nodes 4 --engine torchrun --on-loss end --label ssd --label zone=a --max-price 0.40/h -d -- "
+        "run --nodes 4 --engine torchrun --on-loss end --label ssd --label zone=a --max-price 0.40/h "
+        "--max-cost 2.00 -d -- "
         "python train.py"
     )
     done = gpool(*words.split())
@@ -67,6 +68,7 @@ def test_the_options_of_a_gang_reach_the_server(gpool: Gpool, pool: Pool) -> Non
         "on_loss": "end",
         "labels": ["ssd", "zone=a"],
         "max_price": "0.40/h",
+        "max_cost": "2.00",
     }
 
 

@@ -36,12 +36,13 @@ from gpool.server.store.operations.money import charges, limits, meters
 from gpool.server.store.operations.money.accounts import NewAccount
 from gpool.server.store.operations.money.funding import Funding, PlaceTerms
 from gpool.server.store.operations.money.transfers import record_transfers
-from gpool.server.store.operations.tasks import artifacts
-from gpool.server.store.protocol import Operation, operation
+from gpool.server.store.operations.tasks import artifacts, deletion
+from gpool.server.store.protocol import Operation, Statement, operation
 from gpool.server.store.rows import select
 from gpool.server.store.values import RECLAIMING, UNFUNDED, AppliedPlan
 from gpool.wire.frames import Checkpointed, HandedBack, Started
-from tests.store.store_pool import CPU, Pool, exited, returned
+from tests.store.gang_pool import Site, gang_spec, site_of
+from tests.store.store_pool import CPU, Pool, exited, race, returned
 
 PRICE = FrozenPrice(3_600_000_000, 500)  # 1,000,000 micro-credits a second, and a minimum
 S = 1_000_000  # of both: a second costs a credit
@@ -374,10 +375,111 @@ def test_totals_of_use_are_kept_without_prices(pool: Pool) -> None:
     assert {(row.kind, row.id, row.node_id) for row in found} == {("user", pool.ann, node)}
 
 
-def test_a_task_of_a_removed_meter_is_swept(priced: Priced) -> None:
+@operation
+def executed(sql: str) -> Operation[None]:
+    yield Statement(sql)
+
+
+def test_a_meter_whose_leases_ended_without_it_is_swept_and_found_by_verification(
+    priced: Priced,
+) -> None:
     pool = priced.pool
-    priced.running()
+    task = priced.running()
     assert not pool.read(meters.has_unheld())
+    pool.write(executed("UPDATE tasks SET metered = 0, holding = 0"))
+    assert pool.read(meters.has_unheld())
+    report = pool.database.run(verify(pool.database.store))
+    assert [each.thing for each in report.findings] == [f"meter {task}/1"]
+    pool.write(meters.close_unheld(pool.now()))
+    priced.settle()
+    assert priced.balances()["pending"] == 0
+    priced.check_books()
+
+
+def test_a_changed_charge_is_found_by_verification(priced: Priced) -> None:
+    pool = priced.pool
+    task = priced.running()
+    pool.record(priced.node, exited(task, code=0))
+    priced.settle()
+    pool.write(executed("UPDATE charges SET microcredits = microcredits + 1"))
+    report = pool.database.run(verify(pool.database.store))
+    assert [each.thing for each in report.findings] == [f"transfer post:alloc:{task}:1:0:0"]
+
+
+def test_charges_outlive_their_task(priced: Priced) -> None:
+    pool = priced.pool
+    task = priced.running()
+    pool.record(priced.node, exited(task, code=0))
+    assert pool.write(deletion.delete_tasks([task])).tasks
+    assert [row.task_id for row in priced.charges] == [task]
+    priced.settle()
+    assert [row.state for row in priced.charges] == ["posted"]
+    priced.check_books()
+
+
+def priced_gang(pool: Pool, balance: int) -> tuple[Priced, Site, TaskId, AppliedPlan]:
+    priced, meeting = Priced(pool, balance), site_of(pool)
+    spec = gang_spec()
+    (task,) = pool.submit(spec=spec, max_cost=None)
+    wanted = [
+        NewAccount(("user", pool.ann), kind, LedgerAccountId(next(pool.numbers)))
+        for kind in (AccountKind.USER, AccountKind.PENDING, AccountKind.OWNER)
+    ]
+    place = meeting.place(task, spec)
+    parts = [(place.node, place.allocation), *((m.node, m.allocation) for m in place.members)]
+    terms = {(node, each.number): PlaceTerms(PRICE, pool.ann, "[]") for node, each in parts}
+    funding = Funding(terms, tuple(wanted), FEE_PPM)
+    applied = meeting.apply(place, gang_secrets={task: b"sealed"}, funding=funding)
+    return priced, meeting, task, applied
+
+
+def test_each_member_of_a_gang_is_metered_and_charged_to_the_end_of_the_gang(pool: Pool) -> None:
+    priced, meeting, task, applied = priced_gang(pool, 2 * AHEAD_COST)
+    assert applied.lines
+    assert [(row.task_id, row.rank, row.leases) for row in priced.meters] == [
+        (task, 0, 1),
+        (task, 1, 1),
+    ]
+    for node in meeting.nodes[:2]:
+        pool.record(node, Started(task, 1))
+    for node in meeting.nodes[:2]:
+        pool.record(node, exited(task, code=0))
+    found = {row.node_id: row.charged_us for row in priced.charges}
+    assert found == {meeting.nodes[0]: 3 * S, meeting.nodes[1]: 2 * S}
+    priced.settle()
+    assert pool.view(task).cost == (5 * S, 0)
+    priced.check_books()
+
+
+def test_a_gang_is_granted_only_with_funds_for_all_members(pool: Pool) -> None:
+    priced, _, task, applied = priced_gang(pool, 2 * AHEAD_COST - 1)
+    assert applied.lines == ()
+    assert [(each.tasks, each.needed) for each in applied.unfunded] == [((task,), 2 * AHEAD_COST)]
+    assert priced.meters == []
+    assert priced.balances()["pending"] == 0
+
+
+def test_replicas_that_end_leases_and_settle_at_once_charge_each_once(priced: Priced) -> None:
+    pool = priced.pool
+    tasks = pool.submit(12)
+    priced.grant(tasks)
+    now = pool.now()
+    ends = [
+        leases.record([(priced.node, [returned(task)])], Instant(now + n))
+        for n, task in enumerate(tasks)
+    ]
+    rolls = [meters.extend(Instant(now + AHEAD), 10) for _ in range(4)]
+    settles = [meters.settle(now, 10) for _ in range(4)]
+    race(
+        pool.database,
+        [op for group in zip(ends[:4], rolls, settles, strict=True) for op in group] + ends[4:],
+    )
+    priced.settle()
+    assert len(priced.charges) == 12
+    assert {row.state for row in priced.charges} <= {"posted", "void"}
+    assert priced.meters == []
+    assert priced.balances()["pending"] == 0
+    priced.check_books()
 
 
 def test_a_free_allocation_has_no_meter(priced: Priced) -> None:

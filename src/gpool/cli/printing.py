@@ -229,6 +229,20 @@ def gib(size_bytes: int) -> str:
 SHARE = "its GPUs' share of the node"
 
 
+def cost_fields(task: dict[str, Any]) -> dict[str, str]:
+    """Cap, cost and reservation of a task, as far as it has them."""
+    from gpool.core.money.transfers import format_credits
+
+    found = {}
+    if (cap := task.get("max_cost_microcredits")) is not None:
+        found["max_cost"] = format_credits(cap)
+    if (cost := task.get("cost_microcredits")) is not None:
+        found["cost"] = format_credits(cost)
+        if reserved := task.get("reserved_microcredits"):
+            found["cost"] += f" ({format_credits(reserved)} more set aside)"
+    return found
+
+
 def granted_fields(task: dict[str, Any]) -> dict[str, str]:
     """CPUs, memory and GPUs of a task in words: its GPUs' share of the node unless it asked for an amount."""
     shares, found = task.get("shares") or (), {}

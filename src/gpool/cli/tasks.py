@@ -26,6 +26,7 @@ from gpool.cli.interrupts import Reading
 from gpool.cli.main import FAILED, GPOOL_FAULT, INTERRUPTED, exit_code_of, print_error
 from gpool.cli.printing import (
     ProgressLine,
+    cost_fields,
     emit_json,
     fields,
     granted_fields,
@@ -147,8 +148,7 @@ def status(ctx: click.Context, task: str, as_json: bool) -> None:
     for name in ("memory", "disk"):
         size = document.get(f"{name}_bytes")
         document[name] = None if size is None else gpu.typed_size(size)
-    document |= granted_fields(document)
-    document |= _money(document)
+    document |= granted_fields(document) | cost_fields(document)
     if timeout := document.get("timeout_s"):
         document["timeout"] = f"{timeout:.12g} s"
     if not document["nodes"]:
@@ -161,20 +161,6 @@ def status(ctx: click.Context, task: str, as_json: bool) -> None:
         "environment network timeout retries priority by preemptible nodes engine on_loss node members created_at started_at finished_at tries losses checkpoint outputs expired"
     )
     fields(document, names.split())
-
-
-def _money(document: dict[str, Any]) -> dict[str, str]:
-    """Cap, cost and reservation of a task, as far as it has them."""
-    from gpool.core.money.transfers import format_credits
-
-    found = {}
-    if (cap := document.get("max_cost_microcredits")) is not None:
-        found["max_cost"] = format_credits(cap)
-    if (cost := document.get("cost_microcredits")) is not None:
-        found["cost"] = format_credits(cost)
-        if reserved := document.get("reserved_microcredits"):
-            found["cost"] += f" ({format_credits(reserved)} more set aside)"
-    return found
 
 
 def _show_batch(document: dict[str, Any], as_json: bool) -> None:

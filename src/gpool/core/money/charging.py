@@ -18,7 +18,7 @@ Money is set aside ahead of time: at every instant enough for `AHEAD` more (`set
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from gpool.core.model import SECOND, EndReason, Instant, Phase, Span
@@ -123,7 +123,8 @@ def charge(meter: AllocationMeter, end: LeaseEnd, reserved_microcredits: int) ->
     time = _charged_time(meter.until, end)
     until = Instant(max(meter.until, end.ended_at))
     if not time:
-        return LeaseCharge(_NO_TIME, 0, replace(meter, until=until))
+        still = AllocationMeter(meter.price, until, meter.charged_time, meter.charged_microcredits)
+        return LeaseCharge(_NO_TIME, 0, still)
     charged_time = Span(meter.charged_time + time)
     total = max(
         meter.charged_microcredits,

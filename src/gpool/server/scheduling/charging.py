@@ -46,6 +46,9 @@ class ChargeTasks:
         self.every_s = EVERY_S
         self._server, self._prices = server, prices
         self._swept = Instant(0)
+        self._stopped: dict[
+            TaskId, int
+        ] = {}  # epochs; a new leader asks again, which changes nothing
 
     async def run_once(self, now: Instant) -> None:
         server = self._server
@@ -102,12 +105,14 @@ class ChargeTasks:
         picture = self._server.picture
         held = picture.state.held
         new = {
-            task: each
-            for task, each in holds.items()
-            if (line := held.get(task)) is not None and not line.stopping
+            task: (hold, why)
+            for task, (hold, why) in holds.items()
+            if task in held and self._stopped.get(task) != hold.epoch
         }
         if not new:
             return
+        kept = {task: epoch for task, epoch in self._stopped.items() if task in held}
+        self._stopped = kept | {task: hold.epoch for task, (hold, _) in new.items()}
         wanted = [hold for hold, _ in new.values()]
         recording = await self._server.write(grants.stop_unfunded(wanted, picture.term, now))
         asked = tuple(dict.fromkeys(TaskId(hold.task) for _, hold in recording.to_preempt))

@@ -449,7 +449,6 @@ partial_index(
 Index("ix_charges_owner_id", charges.c.owner_id, charges.c.ended_at)
 Index("ix_charges_payer_id", charges.c.payer_id, charges.c.ended_at)
 Index("ix_charges_node_id", charges.c.node_id, charges.c.ended_at)
-partial_index("ix_charges_transfer_id", charges.c.transfer_id, where="transfer_id IS NOT NULL")
 
 # ---- receipts, earnings, payouts
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from gpool.testing.world.flaws import Flaw, parts_with
+from gpool.testing.world.money import ChargingFlaw, run_priced
 from gpool.testing.world.replicas import PLANTED, ReplicaFlaw, run_replicas
 from gpool.testing.world.world import WorldOutcome, run
 
@@ -31,9 +32,14 @@ class Runs:
     """Kind of the runs: `replicas` 1 is the only server."""
 
     replicas: int
-    flaw: Flaw | ReplicaFlaw | None
+    flaw: Flaw | ReplicaFlaw | ChargingFlaw | None
+    prices: bool = False
 
     def run(self, seed: int, *, keep_trace: bool = False) -> WorldOutcome:
+        if isinstance(self.flaw, ChargingFlaw) or self.prices:
+            planted_bug = self.flaw if isinstance(self.flaw, ChargingFlaw) else None
+            liars = int(planted_bug is ChargingFlaw.AGENTS_TIMES)
+            return run_priced(seed, planted_bug, liars=liars, keep_trace=keep_trace)
         if isinstance(self.flaw, ReplicaFlaw):
             planted = PLANTED[self.flaw]
             return run_replicas(seed, planted, count=self.replicas, keep_trace=keep_trace)
@@ -60,7 +66,7 @@ def run_all(seeds: range, jobs: int, runs: Runs) -> Iterator[Chunk]:
 def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
     write = sys.stdout.write
-    runs = Runs(options.replicas, options.flaw)
+    runs = Runs(options.replicas, options.flaw, options.prices)
     if options.seed is not None:
         outcome = runs.run(options.seed, keep_trace=options.trace)
         for line in outcome.lines:
@@ -110,23 +116,29 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="run this seed only")
     parser.add_argument("--trace", action="store_true", help="with --seed: print the trace")
     parser.add_argument("--replicas", type=int, default=1, help="servers of one database")
+    parser.add_argument("--prices", action="store_true", help="charge tasks; one server only")
     parser.add_argument(
         "--flaw",
         type=_flaw,
         metavar="FLAW",
-        help=f"plant this bug: {', '.join(Flaw)}; with --replicas: {', '.join(ReplicaFlaw)}",
+        help=f"plant this bug: {', '.join(Flaw)}; with --replicas: {', '.join(ReplicaFlaw)}; "
+        f"with --prices: {', '.join(ChargingFlaw)}",
     )
     options = parser.parse_args(arguments)
     if options.replicas < 1:
         parser.error(f"--replicas {options.replicas}: give 1 or more")
+    if options.prices and options.replicas > 1:
+        parser.error("--prices is for one server; leave out --replicas")
     if options.flaw and isinstance(options.flaw, ReplicaFlaw) != (options.replicas > 1):
         needed = "needs --replicas 3" if options.replicas == 1 else "is one of a single server"
         parser.error(f"--flaw {options.flaw} {needed}")
     return options
 
 
-def _flaw(text: str) -> Flaw | ReplicaFlaw:
+def _flaw(text: str) -> Flaw | ReplicaFlaw | ChargingFlaw:
     """ValueError, which argparse reports, for another word."""
+    if text in list(ChargingFlaw):
+        return ChargingFlaw(text)
     return ReplicaFlaw(text) if text in list(ReplicaFlaw) else Flaw(text)
 
 

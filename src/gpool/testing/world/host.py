@@ -1,6 +1,7 @@
 """The server's host: starts the real server over the database file, and kills it without warning.
 
-After that nothing of the process reaches disk or network.
+After that nothing of the process reaches disk or network. One file because the wiring of a server, its process and
+the deployment of one server are used together only.
 """
 
 from __future__ import annotations

@@ -109,4 +109,3 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("task_id", "epoch", "node_id", name="pk_charges"),
     )
     partial("ix_charges_open", "charges", ["reserve_id"], "state IN ('metered', 'held')")
-    partial("ix_charges_transfer_id", "charges", ["transfer_id"], "transfer_id IS NOT NULL")

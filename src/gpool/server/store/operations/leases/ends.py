@@ -357,7 +357,7 @@ class Ends:
 
     def _meter(self) -> Operation[MeteredEnds | None]:
         """Charge the leases on metered allocations. A task that may not cost more ends instead of being queued again."""
-        ended = [self._ended_lease(over) for over in self._over if over.row.metered]
+        ended = [self._ended_lease(over) for over in self._over if over.row.metered == 1]
         if not ended:
             return None
         done = yield from meter_ends(ended)
@@ -365,7 +365,7 @@ class Ends:
         for row, again in [each for each in self._requeued_rows if each[0].id in unfunded]:
             self._requeued_rows.remove((row, again))
             self.requeued = [each for each in self.requeued if each.task != row.id]
-            self._archived = [each for each in self._archived if each[1][0] != row.id]
+            self._archived = [each for each in self._archived if not _is_of(each[-1], row)]
             self.released.remove(row.id)
             [over] = [each for each in self._over if each.row.id == row.id]
             text = USED_UP if row.id in done.used_up else STOPPED
@@ -428,6 +428,11 @@ class Ends:
                 if account in room:
                     room[account] -= size
         yield from change(summed(charged))
+
+
+def _is_of(archived: Row, row: HeldTask) -> bool:
+    task, *_ = archived
+    return bool(task == row.id)
 
 
 def _sealed_end(seal: Sealing, held: HeldTask, row: EndRow) -> EndRow:

@@ -256,7 +256,8 @@ def apply_plan(
     rows = yield from select(
         _GrantedTask,
         "UPDATE tasks SET status = 'leased', epoch = g.epoch, node_id = g.node, holding = 1, "  # noqa: S608
-        "allocation_number = g.number, allocation = g.allocation, leased_at = :at, metered = g.metered FROM {grants} AS g "
+        "allocation_number = g.number, allocation = g.allocation, leased_at = :at, "
+        "metered = CASE WHEN g.metered = 1 THEN 1 WHEN tasks.metered > 0 THEN 2 ELSE 0 END FROM {grants} AS g "
         f"WHERE tasks.id = g.id AND tasks.epoch = g.epoch - 1 AND tasks.status IN ({GRANTABLE}) "
         "RETURNING tasks.id, spec_id, payload, payload_sha256",
         {"at": at},

@@ -50,13 +50,16 @@ class Settlement(StrEnum):
     VERDICT = "verdict"
 
 
+_METERED, _HELD, _VOID = ChargeState.METERED.value, ChargeState.HELD.value, ChargeState.VOID.value
+_VERDICT = Settlement.VERDICT.value
+
+
 class MemberStart(NamedTuple):
     node: NodeId
     started_at: Instant | None
 
 
-@dataclass(frozen=True, slots=True)
-class EndedLease:
+class EndedLease(NamedTuple):
     """End of a lease on a metered allocation, as recorded.
 
     `number`: of the allocation; None: of a gang, whose `members` have one each. `duration`: as its node claims; it only
@@ -77,11 +80,24 @@ class EndedLease:
 
 
 @dataclass(slots=True)
+class RunningMeter:
+    """A stored meter, with the leases so far charged to it. `ended`: their number."""
+
+    row: MetersRecord
+    meter: AllocationMeter
+    reserve: TransferId
+    ended: int = 0
+
+
+_NOT_ASKED: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True)
 class MeteredEnds:
     """Rows to write. `stopped`: tasks that were stopped for lack of funds. `used_up`: nothing is left of their max_cost."""
 
     rows: list[ChargesRecord] = field(default_factory=list)
-    meters: dict[MeterKey, MetersRecord] = field(default_factory=dict)  # after the ends
+    meters: list[RunningMeter] = field(default_factory=list)
     stopped: set[TaskId] = field(default_factory=set)
     used_up: set[TaskId] = field(default_factory=set)
 
@@ -133,70 +149,61 @@ def meter_ends(ended: Sequence[EndedLease]) -> Operation[MeteredEnds]:
     spent = yield from spent_by(lease.task for lease in ended if lease.max_cost is not None)
     ends = _divided(ended, meters)
     for lease in ended:
+        key = (lease.task, lease.epoch)
         reason = EndReason.OUT_OF_FUNDS if lease.task in result.stopped else lease.reason
-        asked = notes.get((lease.task, lease.epoch), frozenset())
-        keys = gangs.get((lease.task, lease.epoch), [])
-        if lease.number is not None:
-            keys = places.get((lease.node, lease.number), [])
+        asked = notes.get(key, _NOT_ASKED)
+        is_reclaim = PREEMPTING not in asked or RECLAIMING in asked
         starts = {member.node: member.started_at for member in lease.members}
-        for key in keys:
-            row = result.meters.get(key) or meters[key]
-            node = row.node_id
-            started_at = lease.started_at if lease.number is not None else starts.get(node)
+        if lease.number is not None:
+            found = places.get((lease.node, lease.number), ())
+        else:
+            found = gangs.get(key, ())
+        for running in found:
+            row = running.row
+            started_at = lease.started_at if lease.number is not None else starts.get(row.node_id)
             left = row.reserved
             if lease.max_cost is not None:
                 free = max(0, lease.max_cost - spent.get(lease.task, 0))
-                left = min(left, row.charged + free)
-            end = LeaseEnd(
-                started_at,
-                ends[lease.task, lease.epoch],
-                reason,
-                Phase.START if started_at is None else Phase.RUN,
-                saved.get((lease.task, lease.epoch)),
-                is_reclaim=PREEMPTING not in asked or RECLAIMING in asked,
-            )
-            done = charge(meter_of(row), end, left)
-            after = done.meter
-            if done.microcredits:
-                spent[lease.task] = spent.get(lease.task, 0) + done.microcredits
-            state = ChargeState.VOID
-            if done.microcredits:
-                is_held = lease.settlement == Settlement.VERDICT
-                state = ChargeState.HELD if is_held else ChargeState.METERED
+                left = min(left, running.meter.charged_microcredits + free)
+            phase = Phase.START if started_at is None else Phase.RUN
+            end = LeaseEnd(started_at, ends[key], reason, phase, saved.get(key), is_reclaim)
+            done = charge(running.meter, end, left)
+            amount, state = done.microcredits, _VOID
+            if amount:
+                spent[lease.task] = spent.get(lease.task, 0) + amount
+                state = _HELD if lease.settlement == _VERDICT else _METERED
+            before, after = running.meter.charged_microcredits, done.meter.charged_microcredits
             result.rows.append(
                 ChargesRecord(
                     lease.task,
                     lease.epoch,
-                    node,
+                    row.node_id,
                     row.payer_id,
                     row.owner_id,
                     started_at,
                     end.ended_at,
                     done.time,
-                    done.microcredits,
-                    fee_between(row.charged, after.charged_microcredits, row.fee_ppm),
+                    amount,
+                    fee_between(before, after, row.fee_ppm) if row.fee_ppm else 0,
                     row.rate,
                     row.minimum,
                     reason.value,
                     row.gpus,
-                    reserve_id(row),
+                    running.reserve,
                     None,
-                    state.value,
+                    state,
                     None,
                 )
             )
-            result.meters[key] = row._replace(
-                until=after.until,
-                charged_us=after.charged_time,
-                charged=after.charged_microcredits,
-                leases=row.leases - 1,
-            )
+            running.meter = done.meter
+            running.ended += 1
         if lease.max_cost is not None and spent.get(lease.task, 0) >= lease.max_cost:
             result.used_up.add(lease.task)
+    result.meters = [each for found in gangs.values() for each in found if each.ended]
     return result
 
 
-def _meters(ended: Sequence[EndedLease]) -> Operation[dict[MeterKey, MetersRecord]]:
+def _meters(ended: Sequence[EndedLease]) -> Operation[list[RunningMeter]]:
     places = {(lease.node, lease.number) for lease in ended if lease.number is not None}
     gangs = {(lease.task, lease.epoch) for lease in ended if lease.number is None}
     found: list[MetersRecord] = []
@@ -217,22 +224,23 @@ def _meters(ended: Sequence[EndedLease]) -> Operation[dict[MeterKey, MetersRecor
             {},
             {"gangs": Relation(LEASES, sorted(gangs))},
         )
-    return {(row.task_id, row.epoch, row.rank): row for row in found}
+    found.sort(key=lambda row: (row.task_id, row.epoch, row.rank))
+    return [RunningMeter(row, meter_of(row), reserve_id(row)) for row in found]
 
 
-def _by_place(meters: Mapping[MeterKey, MetersRecord]) -> dict[tuple[int, int], list[MeterKey]]:
-    return {(row.node_id, row.number): [key] for key, row in meters.items()}
+def _by_place(meters: Sequence[RunningMeter]) -> dict[tuple[int, int], tuple[RunningMeter]]:
+    return {(each.row.node_id, each.row.number): (each,) for each in meters}
 
 
-def _by_gang(meters: Mapping[MeterKey, MetersRecord]) -> dict[tuple[int, int], list[MeterKey]]:
-    found: dict[tuple[int, int], list[MeterKey]] = {}
-    for key in sorted(meters):
-        found.setdefault(key[:2], []).append(key)
+def _by_gang(meters: Sequence[RunningMeter]) -> dict[tuple[int, int], list[RunningMeter]]:
+    found: dict[tuple[int, int], list[RunningMeter]] = {}
+    for each in meters:
+        found.setdefault((each.row.task_id, each.row.epoch), []).append(each)
     return found
 
 
 def _divided(
-    ended: Sequence[EndedLease], meters: Mapping[MeterKey, MetersRecord]
+    ended: Sequence[EndedLease], meters: Sequence[RunningMeter]
 ) -> dict[tuple[TaskId, int], Instant]:
     together: dict[tuple[NodeId, int], list[EndedLease]] = {}
     found: dict[tuple[TaskId, int], Instant] = {}
@@ -241,7 +249,7 @@ def _divided(
             found[lease.task, lease.epoch] = lease.ended_at
         else:
             together.setdefault((lease.node, lease.number), []).append(lease)
-    until = {(row.node_id, row.number): row.until for row in meters.values()}
+    until = {(each.row.node_id, each.row.number): each.row.until for each in meters}
     for place, leases in together.items():
         at = max(lease.ended_at for lease in leases)
         ends = divided_ends(until.get(place, at), at, [lease.duration for lease in leases])
@@ -320,8 +328,16 @@ def write_ends(done: MeteredEnds, at: Instant) -> Operation[None]:
         {"rows": Relation(relation_columns(ChargesRecord), done.rows)},
     )
     changed = [
-        _ChangedMeter(*key, row.until, row.charged_us, row.charged, row.leases)
-        for key, row in sorted(done.meters.items())
+        _ChangedMeter(
+            each.row.task_id,
+            each.row.epoch,
+            each.row.rank,
+            each.meter.until,
+            each.meter.charged_time,
+            each.meter.charged_microcredits,
+            each.row.leases - each.ended,
+        )
+        for each in done.meters
     ]
     yield Statement(
         "UPDATE meters SET until = c.until, charged_us = c.charged_us, charged = c.charged, leases = c.leases, "

@@ -29,7 +29,7 @@ class UsedAllocation(NamedTuple):
     started_at: int | None
 
 
-class _NodeOffer(NamedTuple):
+class _LendingNode(NamedTuple):
     id: NodeId
     offer: str
 
@@ -76,7 +76,7 @@ def _models(nodes: set[NodeId]) -> Operation[dict[NodeId, dict[int, str]]]:
     if not nodes:
         return {}
     rows = yield from select(
-        _NodeOffer,
+        _LendingNode,
         "SELECT n.id, n.offer FROM {nodes} AS i JOIN nodes n ON n.id = i.id",
         {},
         {"nodes": of_ids(nodes)},

@@ -163,11 +163,9 @@ def task(
     theirs = [pair for pair in rows if _is_theirs(pair[0], user, teams)]
     found = yield from _opened_views(theirs)
     views = yield from _with_members(found)
-    if not views or not views[0].record.epoch:
+    if not views or not views[0].record.metered:
         return views[0] if views else None
-    cost = yield from cost_of(id)
-    is_priced = views[0].record.metered or cost.charged
-    return replace(views[0], cost=cost) if is_priced else views[0]
+    return replace(views[0], cost=(yield from cost_of(id)))
 
 
 @operation
