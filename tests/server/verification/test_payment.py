@@ -42,7 +42,7 @@ async def books(desk: Desk, who: dict[str, str]) -> dict[str, Any]:
 
 
 class Clockwork:
-    """Runs that take ten seconds each, and the loop that moves the money."""
+    """Runs that take ten seconds each, one after the other, and the loop that moves the money."""
 
     def __init__(self, desk: Desk, pool: Lenders) -> None:
         self._desk, self._pool = desk, pool
@@ -62,8 +62,7 @@ class Clockwork:
         ]
         for lender, lease in started:
             await lender.agent.report(Started(lease.task, lease.epoch))
-        desk.clock.advance(10)
-        for lender, lease in started:
+            desk.clock.advance(10)
             ended = answers[lender.name](lender, lease)
             if ended is not None:
                 await lender.agent.report(ended)

@@ -26,7 +26,7 @@ from gpool.server.server import Server
 from gpool.server.store.operations.tasks import tasks
 from gpool.server.store.operations.tasks.submissions import Submission, SubmittedTasks
 from gpool.server.store.operations.verification import siblings as operations
-from gpool.server.store.operations.verification import standings, verdicts
+from gpool.server.store.operations.verification import standings, verdicts, withdrawals
 from gpool.server.store.operations.verification.siblings import (
     NewSibling,
     OpenVerification,
@@ -83,10 +83,10 @@ class VerifyResults:
     async def _run_again(self, now: Instant) -> None:
         """Submit tasks again whose results were withdrawn, because their node was caught."""
         server = self._server
-        for result in await server.store.read(verdicts.withdrawn_results(AT_ONCE)):
+        for result in await server.store.read(withdrawals.withdrawn_results(AT_ONCE)):
             ids, term = server.ids, server.picture.term
             task, batch, spec = TaskId(ids.next()), BatchId(ids.next()), SpecId(ids.next())
-            written = await server.write(verdicts.rerun(result, task, batch, spec, term, now))
+            written = await server.write(withdrawals.rerun(result, task, batch, spec, term, now))
             if written is not None:
                 submission, submitted = written
                 server.picture.add_submission(submitted, submission)

@@ -7,8 +7,8 @@ from gpool.core.model import Instant
 from gpool.core.trust.siblings import SiblingNode
 from gpool.core.trust.spot import DEFAULT_SPOT, ReliabilityKey, may_start, passed_checks
 from gpool.server.server import Server
-from gpool.server.store.operations.verification import standings, verdicts
-from gpool.server.store.operations.verification.verdicts import Stake
+from gpool.server.store.operations.verification import standings, withdrawals
+from gpool.server.store.operations.verification.withdrawals import Stake
 from gpool.server.verification.draws import SiblingCandidates
 
 
@@ -30,5 +30,5 @@ async def ready_for_spot(
 
 async def stakes(server: Server, task: TaskId, node: NodeId) -> Stake:
     """Return what deters a node from a false result; without a price nothing does but its reliability."""
-    found = await server.store.read(verdicts.stake_of(task, node))
+    found = await server.store.read(withdrawals.stake_of(task, node))
     return found if found.price else Stake(0, 1)
