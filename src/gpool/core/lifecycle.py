@@ -95,8 +95,9 @@ def as_markdown() -> str:
     lines += [f"| {source} | {move} | {target} |" for (source, move), target in TABLE.items()]
     lines += [
         "",
-        "`succeeded`, `failed` and `cancelled` are final: no move leaves them. `verified` and `refused` end a task whose",
-        "siblings ran instead of it ([verified results](guides/verified-results.md)); it stays `queued` until then.",
+        "`succeeded`, `failed` and `cancelled` are final: no move leaves them. `verified` and `refused` end a",
+        "task whose siblings ran instead of it; it stays `queued` until then ([verified",
+        "results](guides/verified-results.md)).",
         "A lease keeps its allocation until the agent confirms the end, the lease expires, or the server ends",
         "it because the agent does not, even if the task is cancelled ([leases](leases.md)).",
         "",

@@ -162,7 +162,9 @@ class TaskRequest(Document):
     max_price: str | int | float | None = None  # "0.40/h": credits per hour on one node
     max_cost: str | int | float | None = None  # "2.00": credits of a task over all its attempts
     on: Annotated[str, StringConstraints(min_length=1, max_length=1500)] | None = None
-    verify: Literal[2, 3, "spot"] | None = None  # answers of different owners that must agree
+    verify: Annotated[int, Field(ge=2, le=3)] | Literal["spot"] | None = (
+        None  # answers of different owners that must agree
+    )
     compare: Literal["hash"] | Annotated[float, Field(gt=0, lt=1)] = "hash"  # or a tolerance
 
 
@@ -227,6 +229,7 @@ class VerificationDocument(Answer):
     no_answer: int = 0
     outcome: str = "open"
     rerun: str | None = None
+    cost_microcredits: int | None = None  # of all siblings, held charges included
 
 
 class TaskDocument(Answer):

@@ -130,3 +130,18 @@ def _open_siblings() -> Operation[list[TaskId]]:
 
 async def open_siblings(desk: Desk) -> list[TaskId]:
     return await desk.server.store.read(_open_siblings())
+
+
+@operation
+def _siblings_left() -> Operation[int]:
+    found = yield from values(
+        int,
+        "SELECT (SELECT COUNT(*) FROM siblings) + (SELECT COUNT(*) FROM verifications) "
+        "+ (SELECT COUNT(*) FROM tasks) + (SELECT COUNT(*) FROM batches)",
+    )
+    return found[0]
+
+
+async def siblings_left(desk: Desk) -> int:
+    """Rows of tasks, batches, siblings and verifications."""
+    return await desk.server.store.read(_siblings_left())

@@ -87,6 +87,7 @@ async def test_siblings_that_agreed_are_paid_and_the_liar_is_not(desk: Desk) -> 
     found = [await pool.task(task, consumer) for task in tasks]
     assert {each["status"] for each in found} == {"succeeded"}
     paid = sum(each["verification"]["agreed"] for each in found) * 10_000
+    assert sum(each["cost_microcredits"] for each in found) == paid
     shown = await books(desk, consumer)
     assert shown["pending_microcredits"] == 0
     assert GIVEN - shown["balance_microcredits"] == paid

@@ -8,6 +8,7 @@ import pytest
 
 from gpool.core.ids import encode
 from gpool.core.model import EndReason
+from gpool.server.store.operations.invariants import ROW_CHECKS, violations
 from gpool.wire.frames import Finished, Lease, LogChunk
 from tests.server.server_desk import Desk
 from tests.server.verification.lenders import (
@@ -18,6 +19,7 @@ from tests.server.verification.lenders import (
     data,
     decimal,
     open_siblings,
+    siblings_left,
     silence,
     value,
 )
@@ -187,3 +189,37 @@ async def test_siblings_are_in_no_listing_count_or_route(desk: Desk) -> None:
         for path in ("", "/result", "/logs", "/events", "/explain"):
             answer = await desk.get(f"/v1/tasks/{hidden}{path}", headers=consumer)
             assert answer.status_code == 404, (path, answer.text)
+
+
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        ({"nodes": 2}, "a gang runs at one site"),
+        ({"secrets": {"TOKEN": "x"}}, "could read them"),
+        ({"checkpoint": "state/"}, "siblings share no state"),
+        ({"max_cost": "1"}, "it bounds one run"),
+        ({"tier": "none"}, "on your own nodes only"),
+        ({"compare": 0.1}, "compared by hash"),
+        ({"verify": None, "compare": 0.1}, "add verify=2"),
+    ],
+)
+async def test_options_that_exclude_verification_are_refused_with_the_reason(
+    desk: Desk, members: dict[str, object], said: str
+) -> None:
+    wanted = {"command": ["true"], "verify": 2, **members}
+    answer = await desk.post("/v1/tasks", wanted)
+    assert answer.status_code in (400, 422), answer.text
+    assert said in answer.json()["detail"]
+
+
+async def test_a_deleted_task_takes_its_siblings_along(desk: Desk) -> None:
+    pool = Lenders(desk)
+    consumer = await desk.person("consumer", *BOTH)
+    await pool.join_all(["ada", "bob"])
+    [task] = await pool.submit(consumer)
+    await pool.run(3)
+    gone = await desk.http.delete(f"/v1/tasks/{task}/record", headers=consumer)
+    assert gone.status_code == 204, gone.text
+    for check in ROW_CHECKS:
+        assert await desk.server.store.read(violations(check, 9)) == []
+    assert await siblings_left(desk) == 0

@@ -233,7 +233,7 @@ def task(
         if asked.max_price_microcredits is None
         else fields.format_price(asked.max_price_microcredits),
         max_cost_microcredits=view.record.max_cost,
-        cost_microcredits=None if view.cost is None else view.cost.charged,
+        cost_microcredits=_cost(view, verification),
         reserved_microcredits=None if view.cost is None else view.cost.reserved,
         engine=spec.engine.value,
         on_loss=spec.on_loss.value,
@@ -246,6 +246,12 @@ def task(
         verify="spot" if asked.siblings == SPOT else asked.siblings or None,
         verification=verification,
     )
+
+
+def _cost(view: TaskView, verification: VerificationDocument | None) -> int | None:
+    if verification is not None:
+        return verification.cost_microcredits
+    return None if view.cost is None else view.cost.charged
 
 
 def _member(view: MemberView) -> MemberDocument:

@@ -29,11 +29,11 @@ async def summary(server: Server, view: TaskView) -> VerificationDocument | None
     by_run = Counter(run_of(row).state for row in rows)
     by_state = Counter(row.state for row in rows)
     is_over = view.row.status.is_final
+    state = await server.store.read(verdicts.state_of(view.row.id))
     outcome, rerun = "open", None
     if view.row.status is TaskStatus.CANCELLED:
         outcome = "cancelled"
     elif is_over:
-        state = await server.store.read(verdicts.state_of(view.row.id))
         outcome = "accepted" if state is None else state.outcome
         rerun = None if state is None else state.rerun_id
     return VerificationDocument(
@@ -47,6 +47,7 @@ async def summary(server: Server, view: TaskView) -> VerificationDocument | None
         no_answer=by_state["void"] if is_over else by_run[RunState.VOID],
         outcome=outcome,
         rerun=None if rerun is None else encode("task", rerun),
+        cost_microcredits=None if state is None else state.cost,
     )
 
 

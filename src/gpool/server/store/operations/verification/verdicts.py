@@ -330,15 +330,20 @@ def settle_ended(parents: Sequence[TaskId], term: int, at: Instant) -> Operation
 
 
 class VerificationState(NamedTuple):
+    """`cost`: micro-credits of all siblings; None: none was charged."""
+
     outcome: str
     rerun_id: int | None
+    cost: int | None
 
 
 @operation
 def state_of(parent: TaskId) -> Operation[VerificationState | None]:
     rows = yield from select(
         VerificationState,
-        "SELECT v.outcome, v.rerun_id FROM verifications v WHERE v.task_id = :id",
+        "SELECT v.outcome, v.rerun_id, (SELECT CAST(SUM(c.microcredits) AS BIGINT) FROM siblings s "
+        "JOIN charges c ON c.task_id = s.task_id WHERE s.parent_id = v.task_id "
+        "AND c.state NOT IN ('void', 'forfeited')) FROM verifications v WHERE v.task_id = :id",
         {"id": parent},
     )
     return rows[0] if rows else None
