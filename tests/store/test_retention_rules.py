@@ -31,6 +31,7 @@ from gpool.server.store.operations.tasks import (
     progress,
     storage,
 )
+from gpool.server.store.operations.verification import standings
 from gpool.server.store.protocol import Operation, Statement, operation
 from gpool.server.store.rows import values
 from gpool.server.store.schema_columns import metadata
@@ -53,16 +54,18 @@ RULES: dict[str, Any] = {
     "api_keys": expiry.forget_credentials,
     "artifact_refs": artifacts.forget_artifacts,
     "artifacts": artifacts.forget_artifacts,
-    "attempt_notes": deletion.shrink_expired,
+    "attempt_notes": deletion._shrink,
     "attempts": deletion._delete,
     "audit": audit.forget_entries,
     "audit_head": Bound("two rows: the head and the start of the chain"),
     "batches": deletion._delete_batches,
     "budgets": ledger_accounts.forget_holder,
+    "check_records": standings.forget_standings,
     "changes": postgres_replica,
     "charges": BOOKS,
     "checkpoints": progress.forget_checkpoints,
     "data_keys": sealed_fields.forget_data_key,
+    "failed_checks": deletion._delete,
     "gangs": deletion._delete,
     "gpu_bindings": nodes._forget_gone,
     "gpus": nodes._forget_gone,
@@ -99,9 +102,11 @@ RULES: dict[str, Any] = {
     "scheduler_term": Bound("one row"),
     "server_secrets": Bound("one row for each secret that replicas share"),
     "sessions": sessions.forget_sessions,
+    "siblings": deletion._delete,
     "sign_in_nonces": accounts.forget_nonces,
     "signing_keys": sessions.forget_signing_keys,
     "specs": deletion._delete,
+    "standings": standings.forget_standings,
     "storage": expiry.forget_deleted_teams,
     "stored": artifacts.release,
     "task_secrets": deletion._drop_specs,
@@ -115,6 +120,7 @@ RULES: dict[str, Any] = {
     "used_proofs": replicas.forget_proofs,
     "user_invites": expiry.forget_credentials,
     "users": account_deletion.finish_deletion,
+    "verifications": deletion._delete,
     "wallet_changes": OF_ACCOUNT,
     "wallets": OF_ACCOUNT,
     "work_signatures": receipts.forget_signatures,

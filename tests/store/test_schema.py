@@ -174,6 +174,7 @@ def test_no_hot_statement_scans_the_tasks(tmp_path: Path, pool: Pool) -> None:
         *statements_of(leases.held(node)),
         *statements_of(
             tasks.cancel([task.id], None, Instant(1)),
+            [],
             [(task.id, 1, 1, 1, "queued", None, None)],
             [(1, 1)],
         ),

@@ -355,6 +355,15 @@ def show_node_tasks(tasks: dict[str, Any], date: str | None) -> None:
         ]
         click.echo(f"\n{title}:")
         table(("id", "user", "status", "since", "duration", "with"), rows, "")
+    if checks := tasks.get("failed_checks"):
+        click.echo("\nAnswers that differed from the accepted one:")
+        lines = [
+            (one["task"], local_time(one["at"], date), one["wanted"], one["found"])
+            for one in checks
+        ]
+        table(("task", "at", "wanted", "found"), lines, "")
+    if tasks.get("banned_until"):
+        click.echo(f"\nNo verified tasks until {local_time(tasks['banned_until'], date)}.")
 
 
 def _resources(task: dict[str, Any]) -> str:

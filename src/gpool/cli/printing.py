@@ -243,6 +243,19 @@ def cost_fields(task: dict[str, Any]) -> dict[str, str]:
     return found
 
 
+def sibling_fields(task: dict[str, Any]) -> dict[str, str | None]:
+    """Siblings of a verified task in words."""
+    found = task.get("verification")
+    if found is None:
+        return {"verification": None}
+    names = ("waiting", "running", "answered", "agreed", "differed", "no_answer")
+    counts = [f"{found[name]} {name.replace('_', ' ')}" for name in names if found.get(name)]
+    parts = [found["outcome"].replace("_", " "), *counts]
+    if found.get("rerun"):
+        parts.append(f"its node was caught; run again as {found['rerun']}")
+    return {"verification": ", ".join(parts)}
+
+
 def granted_fields(task: dict[str, Any]) -> dict[str, str]:
     """CPUs, memory and GPUs of a task in words: its GPUs' share of the node unless it asked for an amount."""
     shares, found = task.get("shares") or (), {}

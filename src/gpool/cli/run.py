@@ -159,6 +159,12 @@ def _deadline(ctx: click.Context, option: click.Parameter, text: str | None) -> 
 @scheduling("--preemptible", is_flag=True, default=None, help="Allow preemption and restart.")
 @scheduling("--grace", metavar="TIME", help="Time from SIGTERM to SIGKILL (default: 10s).")
 @scheduling("--team", metavar="TEAM", help="Submit for this team of yours.")
+@placement(
+    "--verify",
+    type=click.Choice(["2", "3", "spot"]),
+    callback=lambda _ctx, _option, word: int(word) if word in ("2", "3") else word,
+    help="Accept the result only if nodes of 2 or 3 other owners agree; spot: check some results.",
+)
 @gangs("--nodes", type=click.IntRange(1, 1024), metavar="N", help="Run on N nodes at once.")
 @gangs(
     "--engine",

@@ -1,4 +1,6 @@
-"""Verbs about tasks: ps, status, logs, wait, cancel, result, explain."""
+"""Verbs about tasks: ps, status, logs, wait, cancel, result, explain.
+One file because these verbs share a task's id and its fields.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +38,7 @@ from gpool.cli.printing import (
     progress_bar,
     show_documents,
     show_output,
+    sibling_fields,
 )
 from gpool.core.errors import Forbidden, GpoolError, Invalid
 from gpool.core.specs import gpu
@@ -148,7 +151,7 @@ def status(ctx: click.Context, task: str, as_json: bool) -> None:
     for name in ("memory", "disk"):
         size = document.get(f"{name}_bytes")
         document[name] = None if size is None else gpu.typed_size(size)
-    document |= granted_fields(document) | cost_fields(document)
+    document |= granted_fields(document) | cost_fields(document) | sibling_fields(document)
     if timeout := document.get("timeout_s"):
         document["timeout"] = f"{timeout:.12g} s"
     if not document["nodes"]:
@@ -158,7 +161,7 @@ def status(ctx: click.Context, task: str, as_json: bool) -> None:
     document["members"] = [_member(member) for member in document.get("members") or ()]
     names = (
         "id name batch user team status phase reason exit_code error_text command gpu gpu_indexes cpus memory disk on labels max_price max_cost cost tier "
-        "environment network timeout retries priority by preemptible nodes engine on_loss node members created_at started_at finished_at tries losses checkpoint outputs expired"
+        "environment network timeout retries priority by preemptible nodes engine on_loss node members created_at started_at finished_at tries losses checkpoint outputs expired verification"
     )
     fields(document, names.split())
 

@@ -53,6 +53,8 @@ class TaskOptions(TypedDict, total=False):
     on: str | None
     show_output: bool | None
     results: Literal["pickle"] | None
+    verify: Literal[2, 3, "spot"] | None
+    compare: Literal["hash"] | float | None
 
 
 MEANINGS: Mapping[str, str] = {
@@ -90,6 +92,8 @@ MEANINGS: Mapping[str, str] = {
     "on": 'owners whose nodes may run it: `"me"`, `"team:NAME"`, `"user:NAME"`, `"anyone"`, several with commas',
     "show_output": "`False`: do not show a function's output on standard error",
     "results": '`"pickle"`: unpickle values from nodes of other accounts too (one team\'s: `GPOOL_TRUST`); functions only',
+    "verify": 'accept the result only if nodes of `2` or `3` other owners agree on it; `"spot"`: check some results',
+    "compare": 'how answers are compared: `"hash"` (default), or a tolerance for numbers, `1e-6`; functions only',
 }
 """One line per option, for docs/options.md and `help(gpool.task)`."""
 
@@ -97,7 +101,7 @@ MEANINGS: Mapping[str, str] = {
 def as_markdown() -> str:
     """docs/options.md, generated: `python -m gpool.client.options > docs/options.md`."""
     flags = {"labels": "label", "secrets": "secret"}
-    only_python = {"script", "show_output", "results", "preload"}
+    only_python = {"script", "show_output", "results", "preload", "compare"}
     lines = [
         "# Options of a task",
         "",
@@ -168,6 +172,8 @@ class Options:
     results: str | None = (
         None  # "pickle": send values pickled, and unpickle those of other accounts' nodes too
     )
+    verify: int | str | None = None  # owners whose answers must agree, or "spot"
+    compare: str | float | None = None  # "hash", or a tolerance of numbers
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
@@ -220,7 +226,10 @@ class Options:
             "max_cost": self.max_cost,
             "team": self.team,
             "on": self.on,
+            "verify": self.verify,
+            "compare": self.compare,
         }
+        _check_verified(self.verify, self.compare)
         if self.results not in (None, "pickle"):
             raise Invalid(f"results is {self.results!r}; give results='pickle' or leave it out")
         if self.checkpoint_every is not None and self.checkpoint is None:
@@ -242,6 +251,22 @@ class Options:
             return None
         members = {"python": made.python, "packages": list(made.packages), "image": made.image}
         return {name: value for name, value in members.items() if value}
+
+
+def _check_verified(verify: object, compare: object) -> None:
+    is_number = type(verify) is int and verify in (2, 3)
+    if verify is not None and verify != "spot" and not is_number:
+        raise Invalid(
+            f'verify is {verify!r}; give the number of owners that must agree, 2 or 3, or "spot"'
+        )
+    if compare is None or compare == "hash":
+        return
+    if not isinstance(compare, int | float) or not 0 < compare < 1:
+        raise Invalid(
+            f'compare is {compare!r}; give "hash", or a tolerance between 0 and 1 like compare=1e-6'
+        )
+    if verify is None:
+        raise Invalid(f"compare is {compare!r} and verify is not given; add verify=2")
 
 
 def _words(option: str, given: Sequence[str], like: str) -> list[str]:

@@ -188,10 +188,12 @@ TEMPORARY = frozenset(
         "not_connected",
         "over_quota",
         "paused",
+        "probation",
         "quota_used",
         "refused",
         "reserved",
         "resting",
+        "verifying",
         "withheld",
     ]
 )

@@ -18,11 +18,15 @@ class Move(StrEnum):
     REQUEUED = "requeued"  # the lease ended through no fault of the task
     GAVE_UP = "gave_up"  # its nodes were lost three times, or it may not cost more
     CANCELLED = "cancelled"
+    VERIFIED = "verified"  # a quorum of its siblings agreed on a success
+    REFUSED = "refused"  # a quorum of its siblings agreed on a failure, or there was no quorum
 
 
 TABLE: dict[tuple[TaskStatus, Move], TaskStatus] = {
     (S.QUEUED, Move.GRANTED): S.LEASED,
     (S.QUEUED, Move.CANCELLED): S.CANCELLED,
+    (S.QUEUED, Move.VERIFIED): S.SUCCEEDED,
+    (S.QUEUED, Move.REFUSED): S.FAILED,
     (S.LEASED, Move.STARTED): S.RUNNING,
     (S.LEASED, Move.FAILED): S.FAILED,  # a missing input, a sandbox that did not start
     (S.LEASED, Move.RETRIED): S.QUEUED,
@@ -91,7 +95,9 @@ def as_markdown() -> str:
     lines += [f"| {source} | {move} | {target} |" for (source, move), target in TABLE.items()]
     lines += [
         "",
-        "`succeeded`, `failed` and `cancelled` are final: no move leaves them.",
+        "`succeeded`, `failed` and `cancelled` are final: no move leaves them. `verified` and `refused` end a",
+        "task whose siblings ran instead of it; it stays `queued` until then ([verified",
+        "results](guides/verified-results.md)).",
         "A lease keeps its allocation until the agent confirms the end, the lease expires, or the server ends",
         "it because the agent does not, even if the task is cancelled ([leases](leases.md)).",
         "",

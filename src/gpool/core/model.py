@@ -120,6 +120,7 @@ class EndReason(StrEnum):
     BAD_OUTPUT = "bad_output"  # a named output is missing, special, or over its quota
     LOSES_NODES = "loses_nodes"
     SANDBOX_FAILED = "sandbox_failed"  # a fault of gpool or the node
+    NO_QUORUM = "no_quorum"  # a verified task's siblings gave different answers
     OUT_OF_FUNDS = "out_of_funds"  # its max_cost, or its payer's funds or budget, is used up
 
     LOST = "lost"  # the node missed its heartbeats until the lease expired
@@ -161,12 +162,14 @@ class GpuRequest:
 class Owners:
     """Owners whose nodes a task accepts: these users, and the members of these teams at the time of planning.
 
-    `asked`: as the consumer wrote it ("me", "team:lab"), for messages; names may have changed since.
+    `asked`: as the consumer wrote it ("me", "team:lab"), for messages; names may have changed since. With `node` and
+    neither users nor teams, the consumer accepts anyone.
     """
 
     asked: str
     users: tuple[int, ...] = ()  # sorted
     teams: tuple[int, ...] = ()  # sorted
+    node: int | None = None  # drawn by the server for a sibling: this node alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +189,7 @@ class Requirements:
     on: Owners | None = None  # None: nodes of anyone
     cpu_by_gpus: bool = False  # more CPUs where they are free: the GPUs' part (`shares`) ...
     memory_by_gpus: bool = False  # ... and memory; only if `memory_bytes` is None
+    siblings: int = 0  # answers that must agree: the task is placed nowhere, its siblings are
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +244,7 @@ class TaskSpec:
     engine: Engine = Engine.NONE  # of a gang
     on_loss: OnLoss = OnLoss.REFORM
     trace: str = ""  # W3C `traceparent` of the submission, if it was sampled
+    tolerance: float | None = None  # of compared numbers; None: answers are compared by their hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,6 +449,7 @@ class TaskRow:
     losses: int = 0  # different nodes lost while it ran
     queued_at: Instant | None = None  # since when it waits this time
     team: int | None = None  # whose it is; None: the user's own
+    parent: TaskId | None = None  # the verified task of which it is a sibling
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,9 @@ class TaskRequest(Document):
     (SIGTERM, then `grace_s`), restored for the next attempt. `nodes` above 1: a gang on that many nodes of one site,
     started by `engine`; `on_loss`: policy when a node is lost. `on`: owners whose nodes may run it and so read its
     inputs and secrets: "anyone", or "me", "team" (yours and your teams'), "team:NAME", "user:NAME", several with commas;
-    null: the pool's default, for tasks with secrets at most "team".
+    null: the pool's default, for tasks with secrets at most "team". `verify`: run it on nodes of that many owners, not
+    the caller's, and accept the answer only if they agree; `compare`: by hash, or numbers in a function's value by a
+    tolerance, absolute and relative.
     """
 
     name: Name | None = None
@@ -160,6 +162,10 @@ class TaskRequest(Document):
     max_price: str | int | float | None = None  # "0.40/h": credits per hour on one node
     max_cost: str | int | float | None = None  # "2.00": credits of a task over all its attempts
     on: Annotated[str, StringConstraints(min_length=1, max_length=1500)] | None = None
+    verify: Annotated[int, Field(ge=2, le=3)] | Literal["spot"] | None = (
+        None  # answers of different owners that must agree
+    )
+    compare: Literal["hash"] | Annotated[float, Field(gt=0, lt=1)] = "hash"  # or a tolerance
 
 
 class SubmittedDocument(Answer):
@@ -204,6 +210,26 @@ class MemberDocument(Answer):
     node_name: str | None = None
     status: str
     exit_code: int | None = None
+
+
+class VerificationDocument(Answer):
+    """Siblings of a verified task. `agreed`, `differed`: known when it has ended; `no_answer`: replaced ones.
+
+    `outcome`: `open`, `accepted`, `no_quorum`, `cancelled`, or, when the node of an unchecked result was caught later,
+    `withdrawn` (`rerun`: the task that runs it again) or `refunded`. `needed` is 1 for spot checks.
+    """
+
+    needed: int
+    tolerance: float | None = None
+    waiting: int = 0
+    running: int = 0
+    answered: int = 0
+    agreed: int = 0
+    differed: int = 0
+    no_answer: int = 0
+    outcome: str = "open"
+    rerun: str | None = None
+    cost_microcredits: int | None = None  # of all siblings, held charges included
 
 
 class TaskDocument(Answer):
@@ -265,6 +291,8 @@ class TaskDocument(Answer):
     granted_cpus: float | None = None
     granted_memory_bytes: int | None = None
     closeness: str | None = None  # of its GPUs ("NVLink", "across sockets"), while it is leased
+    verify: int | Literal["spot"] | None = None  # answers of different owners that must agree
+    verification: VerificationDocument | None = None  # not in listings
 
 
 class BatchDocument(Answer):

@@ -31,8 +31,22 @@ class NodeTaskDocument(Answer):
     image: str | None = None
 
 
+class FailedCheckDocument(Answer):
+    """An answer of the node that differed from the accepted one: the task, what was wanted and what was found."""
+
+    task: str
+    at: AwareDatetime
+    wanted: str
+    found: str
+
+
 class NodeTasksDocument(Answer):
-    """`running`: leases of the node, oldest first. `ended`: newest first, among the pool's newest 1,000,000 tasks."""
+    """`running`: leases of the node, oldest first. `ended`: newest first, among the pool's newest 1,000,000 tasks.
+
+    `failed_checks`: newest first. `banned_until`: it gets no verified tasks before then.
+    """
 
     running: list[NodeTaskDocument]
     ended: list[NodeTaskDocument]
+    failed_checks: list[FailedCheckDocument]
+    banned_until: AwareDatetime | None = None

@@ -11,12 +11,14 @@ from gpool.core.specs import gpu as gpuspec
 from gpool.server.actions.audit import note_read
 from gpool.server.identity.authorization import node_thing, permit
 from gpool.server.server import Server
+from gpool.server.store.generated_rows import FailedChecksRecord
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operations import nodes
 from gpool.server.store.operations.tasks import node_history
+from gpool.server.store.operations.verification import standings
 from gpool.server.store.rows import allocation_from, spec_from
 from gpool.wire.documents import instant_to_datetime
-from gpool.wire.node_documents import NodeTaskDocument, NodeTasksDocument
+from gpool.wire.node_documents import FailedCheckDocument, NodeTaskDocument, NodeTasksDocument
 
 MOST_PAGES = 50
 """Pages of 20,000 tasks each that are searched for a node's ended tasks."""
@@ -37,8 +39,23 @@ async def node_tasks(server: Server, who: Caller, id_: NodeId, limit: int) -> No
         before = page.last
         if before is None or len(ended) >= limit:
             break
+    checks = await server.store.read(standings.failed_checks(id_, limit))
+    standing = (await server.store.read(standings.standings([id_])))[id_]
+    is_banned = standing.banned_until > server.now
     return NodeTasksDocument(
-        running=[_document(row) for row in held], ended=[_document(row) for row in ended]
+        running=[_document(row) for row in held],
+        ended=[_document(row) for row in ended],
+        failed_checks=[_check(row) for row in checks],
+        banned_until=_maybe(standing.banned_until) if is_banned else None,
+    )
+
+
+def _check(row: FailedChecksRecord) -> FailedCheckDocument:
+    return FailedCheckDocument(
+        task=encode("task", row.task_id),
+        at=instant_to_datetime(row.at),
+        wanted=row.wanted,
+        found=row.found,
     )
 
 

@@ -228,7 +228,7 @@ def account_of(user: UserId | None) -> Thing:
 
 
 def task_thing(view: TaskView | TaskStory | None) -> Thing:
-    if view is None:
+    if view is None or view.row.parent is not None:  # siblings are the server's own
         return missing(ObjectKind.TASK)
     row = view.row
     return Thing(

@@ -69,6 +69,7 @@ SERVER_REASONS = frozenset(
         EndReason.LOSES_NODES,
         EndReason.NODE_FAILED,
         EndReason.OUT_OF_FUNDS,
+        EndReason.NO_QUORUM,
     }
 )
 """Ends without a retry that only consumers and the server decide. A node *releases* a cancelled lease."""

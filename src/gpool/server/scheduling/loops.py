@@ -49,8 +49,10 @@ from gpool.server.store.operations.tasks import (
     storage,
     tasks,
 )
+from gpool.server.store.operations.verification import standings
 from gpool.server.store.protocol import Operation
 from gpool.server.store.values import LogLine
+from gpool.server.verification.loop import VerifyResults
 from gpool.server.wakeups import Wake
 
 EVERY_S = 5.0
@@ -310,6 +312,7 @@ class RetainTasks:
             await removal.purge(server, user)
         await removal.destroy_left_keys(server)
         await server.write(expiry.forget_deleted_teams())
+        await server.write(standings.forget_standings(now))
         await self._expire_records(now)
 
     async def _expire_records(self, now: Instant) -> None:
@@ -464,6 +467,7 @@ def all_loops(server: Server) -> tuple[Loop, ...]:
         BlockOverdueNodes(server),
         EndOverdueLeases(server),
         TrainPricing(server),
+        VerifyResults(server),
     )
     if server.settings.prices or server.sign_ins is not None:
         loops = (*loops, ChargeTasks(server, server.scheduler.prices))

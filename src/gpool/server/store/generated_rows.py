@@ -168,6 +168,50 @@ class GpuBindingsRecord(NamedTuple):
     settled_at: Instant | None
 
 
+class VerificationsRecord(NamedTuple):
+    task_id: TaskId
+    user_id: UserId
+    siblings: int
+    decided_at: Instant | None
+    outcome: str
+    rerun_id: int | None
+
+
+class SiblingsRecord(NamedTuple):
+    task_id: TaskId
+    parent_id: TaskId
+    number: int
+    node_id: NodeId
+    owner_id: UserId
+    state: str
+    digest: str | None
+
+
+class FailedChecksRecord(NamedTuple):
+    task_id: TaskId
+    node_id: NodeId
+    at: Instant
+    wanted: str
+    found: str
+
+
+class StandingsRecord(NamedTuple):
+    node_id: NodeId
+    suspicion: int
+    as_sibling: int
+    offences: int
+    banned_until: int
+    last_start: int | None
+    changed_at: Instant
+
+
+class CheckRecordsRecord(NamedTuple):
+    node_id: NodeId
+    model: str
+    environment: str
+    passed: int
+
+
 class UsageTotalsRecord(NamedTuple):
     kind: str
     id: int
@@ -385,6 +429,7 @@ class TasksRecord(NamedTuple):
     max_cost: int | None
     settlement: str
     metered: int
+    parent_id: TaskId | None
 
 
 class AttemptsRecord(NamedTuple):

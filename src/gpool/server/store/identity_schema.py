@@ -1,5 +1,5 @@
-"""The tables of accounts: sign-in, teams, quotas, audit log, secrets, GPU bindings; and what accounts use and pay.
-`schema` has the others. One file because all of it belongs to accounts, and is read beside their rows.
+"""The tables of accounts: sign-in, teams, quotas, audit log, secrets, GPU bindings; what accounts use and pay; and
+verified results. `schema` has the others. One file because each table is a few lines.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from sqlalchemy import (
     Index,
     Table,
     UniqueConstraint,
+    text,
 )
 
 from gpool.server.store.schema_columns import (
@@ -273,6 +274,92 @@ gpu_bindings = Table(
     maybe_int("settled_at"),
 )
 
+# ---- verified results
+
+verifications = Table(
+    "verifications",
+    metadata,
+    int_column("task_id", primary_key=True),
+    int_column("user_id"),
+    int_column("siblings"),
+    maybe_int("decided_at"),
+    note("outcome"),
+    maybe_int("rerun_id"),
+)
+"""Verified tasks. `siblings`: as in their requirements; `decided_at`: NULL while their answers are awaited. `outcome`:
+`accepted`, `no_quorum`, `cancelled` or, when its node was caught later, `withdrawn` (`rerun_id`: the task that runs it
+again) or `refunded`."""
+partial_index(
+    "ix_verifications_open",
+    verifications.c.user_id,
+    verifications.c.task_id,
+    where="decided_at IS NULL",
+)
+partial_index(
+    "ix_verifications_withdrawn",
+    verifications.c.task_id,
+    where="outcome = 'withdrawn' AND rerun_id IS NULL",
+)
+
+siblings = Table(
+    "siblings",
+    metadata,
+    int_column("task_id", primary_key=True),
+    int_column("parent_id"),
+    int_column("number"),
+    int_column("node_id"),
+    int_column("owner_id"),
+    text_column("state"),
+    maybe_text("digest"),
+    Index("ix_siblings_parent_id_number", "parent_id", "number", unique=True),
+)
+"""Runs of a verified task, on the node drawn for each. `state`: `open`, `void` (no answer), `agreed`, `differed`, or
+`unchecked` (accepted without a spot check). `digest`: of the answer, once it was compared."""
+Index(
+    "ix_siblings_owner",
+    siblings.c.parent_id,
+    siblings.c.owner_id,
+    unique=True,  # no two answers of a task are from one owner
+    sqlite_where=text("state <> 'void'"),
+    postgresql_where=text("state <> 'void'"),
+)
+
+partial_index("ix_siblings_unchecked", siblings.c.node_id, where="state = 'unchecked'")
+
+failed_checks = Table(
+    "failed_checks",
+    metadata,
+    int_column("task_id", primary_key=True),
+    int_column("node_id"),
+    int_column("at"),
+    text_column("wanted"),
+    text_column("found"),
+    Index("ix_failed_checks_node_id_at", "node_id", "at"),
+)
+"""Answers of a node that differed from the accepted one, for its owner."""
+
+standings = Table(
+    "standings",
+    metadata,
+    int_column("node_id", primary_key=True),
+    counter("suspicion"),
+    counter("as_sibling"),
+    counter("offences"),
+    counter("banned_until"),
+    maybe_int("last_start"),
+    int_column("changed_at"),
+)
+"""Standing of nodes by the checks of their answers (`core.trust.standing`)."""
+
+check_records = Table(
+    "check_records",
+    metadata,
+    int_column("node_id", primary_key=True),
+    text_column("model", primary_key=True),
+    text_column("environment", primary_key=True),
+    counter("passed"),
+)
+"""Passed checks for each GPU model and environment of a node."""
 # ---- use and charges
 
 usage_totals = Table(

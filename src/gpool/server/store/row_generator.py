@@ -28,6 +28,7 @@ REFERENCES = {
     "made_by": "UserId",
     "node_id": "NodeId",
     "owner_id": "UserId",
+    "parent_id": "TaskId",
     "spec_id": "SpecId",
     "task_id": "TaskId",
     "team_id": "TeamId",

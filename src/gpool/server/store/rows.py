@@ -237,6 +237,7 @@ def task_row(record: TasksRecord) -> TaskRow:
         losses=record.losses,
         queued_at=record.queued_at,
         team=record.team_id,
+        parent=record.parent_id,
     )
 
 

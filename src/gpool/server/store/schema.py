@@ -174,11 +174,13 @@ tasks = Table(
     maybe_int("max_cost"),
     Column("settlement", Text, nullable=False, server_default=text("'end'")),
     counter("metered"),
+    maybe_int("parent_id"),
     Index("ix_tasks_spec_id", "spec_id"),
 )
 """`shrunk_at`: when arguments, results, log and checkpoint expired; the summary stays. `max_cost`: micro-credits of all
 attempts together. `settlement`: `end`, or `verdict`: charges are held until its result is accepted. `metered`: 1 if its
-last lease is on an allocation with a meter, 2 if only an earlier one was."""
+last lease is on an allocation with a meter, 2 if only an earlier one was. `parent_id`: the verified task of which this
+is a sibling; users see the parent only."""
 partial_index("ix_tasks_user_id_id", tasks.c.user_id, tasks.c.id, where="team_id IS NULL")
 partial_index("ix_tasks_queued", tasks.c.user_id, tasks.c.id, where="status = 'queued'")
 partial_index("ix_tasks_held", tasks.c.node_id, tasks.c.user_id, where="holding = 1")
@@ -205,6 +207,7 @@ partial_index(
     "ix_tasks_capped", tasks.c.node_id, where="holding = 1 AND metered = 1 AND max_cost IS NOT NULL"
 )
 partial_index("ix_tasks_shrunk", tasks.c.finished_at, where="shrunk_at IS NOT NULL")
+partial_index("ix_tasks_parent_id", tasks.c.parent_id, where="parent_id IS NOT NULL")
 
 attempts = Table(
     "attempts",

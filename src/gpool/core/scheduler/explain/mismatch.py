@@ -56,6 +56,9 @@ def nothing_can(nodes: list[Node], shape: Shape) -> Explanation:
         if able:
             return _only_elsewhere(able, shape, is_gpu=last is Unfit.GPU)
     match last:
+        case Unfit.SIBLINGS:
+            said = f"Its siblings run on nodes of {needs.siblings} owners or more; it ends when their answers agree."
+            return Explanation("verifying", said)
         case Unfit.OWNER:
             return _only_of_others([], shape)
         case Unfit.AUDIENCE:

@@ -18,6 +18,7 @@ from gpool.core.model import (
     Network,
     Node,
     Offer,
+    Owners,
     Requirements,
     RuntimeOffer,
     Shape,
@@ -45,6 +46,7 @@ class Fit(NamedTuple):
 class Unfit(StrEnum):
     """In the order of checks."""
 
+    SIBLINGS = "siblings"
     OWNER = "owner"
     AUDIENCE = "audience"
     RESERVED = "reserved"
@@ -74,6 +76,8 @@ def is_open(node: Node) -> bool:
 
 def unfit(node: Node, shape: Shape) -> Unfit | None:
     """First unmet requirement, if any."""
+    if shape.requirements.siblings:
+        return Unfit.SIBLINGS
     if not accepts_owner(shape.requirements, node):
         return Unfit.OWNER
     return unfit_for_any_owner(node, shape)
@@ -82,12 +86,24 @@ def unfit(node: Node, shape: Shape) -> Unfit | None:
 def accepts_owner(needs: Requirements, node: Node) -> bool:
     """Return whether the task may run on this owner's nodes: what it reads there, the owner can read."""
     on = needs.on
-    return on is None or node.owner in on.users or not node.owner_teams.isdisjoint(on.teams)
+    if on is None:
+        return True
+    if on.node is not None and on.node != node.id:
+        return False
+    is_anyones = on.node is not None and not names_owners(on)
+    return is_anyones or node.owner in on.users or not node.owner_teams.isdisjoint(on.teams)
+
+
+def names_owners(on: Owners) -> bool:
+    """Return whether the consumer named owners; a sibling of a task for anyone names a node only."""
+    return bool(on.users or on.teams)
 
 
 def unfit_for_any_owner(node: Node, shape: Shape) -> Unfit | None:
     """First unmet requirement other than the owner: equal for all nodes of one kind (`kinds`)."""
     offer, needs = node.offer, shape.requirements
+    if needs.siblings:
+        return Unfit.SIBLINGS
     if node.audience is not None and not _is_for(node, node.audience, shape):
         return Unfit.AUDIENCE
     if node.reserved_for is not None and not _is_for(node, node.reserved_for, shape):
@@ -183,7 +199,8 @@ def is_lent_to(node: Node, gpu: Gpu, shape: Shape) -> bool:
     if shape.user == node.owner or shape.team in node.owner_teams:
         return True
     needs = shape.requirements
-    return not gpu.untested and needs.on is not None and accepts_owner(needs, node)
+    is_named = needs.on is not None and names_owners(needs.on)
+    return not gpu.untested and is_named and accepts_owner(needs, node)
 
 
 def is_of_tier(gpu: Gpu, shape: Shape) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 
 from gpool.core.model import Gpu, Health, Node, Owners, Tier
 from gpool.core.money.prices import is_priced
-from gpool.core.scheduler.place.fit import is_open, joins_gangs
+from gpool.core.scheduler.place.fit import is_open, joins_gangs, names_owners
 from gpool.core.scheduler.place.pricing import Bools, FragmentationTarget, Ints
 from gpool.core.scheduler.state.capacity import NOBODY
 
@@ -145,21 +145,23 @@ class KindTable:
 class OwnerSlots:
     """Slots of each user's nodes and of each team's members, for tasks that accept some owners only."""
 
-    __slots__ = ("_by_slot", "_masks", "_of_team", "_of_user")
+    __slots__ = ("_by_slot", "_masks", "_of_node", "_of_team", "_of_user")
 
     def __init__(self) -> None:
         self._masks: dict[Owners, Bools] = {}  # until an owner changes
-        self._by_slot: dict[int, tuple[int, frozenset[int]]] = {}
+        self._by_slot: dict[int, tuple[int, frozenset[int], int]] = {}
+        self._of_node: dict[int, int] = {}
         self._of_user: dict[int, set[int]] = {}
         self._of_team: dict[int, set[int]] = {}
 
     def put(self, slot: int, node: Node) -> None:
-        entry = (node.owner, node.owner_teams)
+        entry = (node.owner, node.owner_teams, node.id)
         if self._by_slot.get(slot) == entry:
             return
         self.remove(slot)
         self._masks.clear()
         self._by_slot[slot] = entry
+        self._of_node[node.id] = slot
         self._of_user.setdefault(node.owner, set()).add(slot)
         for team in node.owner_teams:
             self._of_team.setdefault(team, set()).add(slot)
@@ -167,7 +169,9 @@ class OwnerSlots:
     def remove(self, slot: int) -> None:
         if slot in self._by_slot:
             self._masks.clear()
-            owner, teams = self._by_slot.pop(slot)
+            owner, teams, node = self._by_slot.pop(slot)
+            if self._of_node.get(node) == slot:
+                del self._of_node[node]
             _discard(self._of_user, owner, slot)
             for team in teams:
                 _discard(self._of_team, team, slot)
@@ -179,9 +183,15 @@ class OwnerSlots:
             return known
         found = [self._of_user.get(user, _NO_SLOTS) for user in on.users]
         found += [self._of_team.get(team, _NO_SLOTS) for team in on.teams]
-        mask = np.zeros(size, bool)
+        mask = np.full(size, on.node is not None and not names_owners(on))
         for slots in found:
             mask[list(slots)] = True
+        if on.node is not None:
+            there = self._of_node.get(on.node)
+            is_accepted = there is not None and bool(mask[there])
+            mask[:] = False
+            if there is not None:
+                mask[there] = is_accepted
         if len(self._masks) >= _MAX_MASKS:
             self._masks.clear()
         self._masks[on] = mask

@@ -69,11 +69,14 @@ async def quote(server: Server, who: Caller, request: TaskRequest) -> QuoteDocum
     if request.on is not None or spec.secrets or server.settings.default_on != ANYONE:
         on = await accepted_owners(server, who, request.on, has_secrets=bool(spec.secrets))
         spec = replace(spec, requirements=replace(spec.requirements, on=on))
+    runs = max(1, spec.requirements.siblings)  # a verified task is run several times
+    spec = replace(spec, requirements=replace(spec.requirements, siblings=0))
     shape = shape_of(spec, who.user.id, team)
     tasks = request.copies if request.calls is None else max(1, len(request.calls))
     cap = None if request.max_cost is None else parse_credits(str(request.max_cost))
     with server.explaining.admitted():
-        found = await _quote(server, shape, spec, tasks)
+        found = await _quote(server, shape, spec, tasks * runs)
+    found = found.model_copy(update={"tasks": tasks})
     if not server.settings.prices or not found.rate_microcredits:
         return found
     price = FrozenPrice(found.rate_microcredits, found.min_charge_microcredits)

@@ -19,6 +19,7 @@ from gpool.core.model import (
     TaskStatus,
 )
 from gpool.core.specs import fields, gpu, owners
+from gpool.core.trust.rounds import SPOT
 from gpool.server.store.values import (
     PREEMPTING,
     RECLAIMING,
@@ -39,6 +40,7 @@ from gpool.wire.documents import (
     OutputDocument,
     ProgressDocument,
     TaskDocument,
+    VerificationDocument,
     instant_to_datetime,
 )
 
@@ -179,7 +181,11 @@ def _outputs(view: TaskView) -> tuple[OutputFile, ...]:
     return tuple(file for file in view.outputs if is_asked_for(file.path))
 
 
-def task(view: TaskView, closeness: str | None = None) -> TaskDocument:
+def task(
+    view: TaskView,
+    closeness: str | None = None,
+    verification: VerificationDocument | None = None,
+) -> TaskDocument:
     row, spec = view.row, view.spec
     asked = spec.requirements
     return TaskDocument(
@@ -227,7 +233,7 @@ def task(view: TaskView, closeness: str | None = None) -> TaskDocument:
         if asked.max_price_microcredits is None
         else fields.format_price(asked.max_price_microcredits),
         max_cost_microcredits=view.record.max_cost,
-        cost_microcredits=None if view.cost is None else view.cost.charged,
+        cost_microcredits=_cost(view, verification),
         reserved_microcredits=None if view.cost is None else view.cost.reserved,
         engine=spec.engine.value,
         on_loss=spec.on_loss.value,
@@ -237,7 +243,15 @@ def task(view: TaskView, closeness: str | None = None) -> TaskDocument:
         granted_cpus=None if row.allocation is None else row.allocation.cpu_milli / 1000,
         granted_memory_bytes=None if row.allocation is None else row.allocation.memory_bytes,
         closeness=closeness,
+        verify="spot" if asked.siblings == SPOT else asked.siblings or None,
+        verification=verification,
     )
+
+
+def _cost(view: TaskView, verification: VerificationDocument | None) -> int | None:
+    if verification is not None:
+        return verification.cost_microcredits
+    return None if view.cost is None else view.cost.charged
 
 
 def _member(view: MemberView) -> MemberDocument:

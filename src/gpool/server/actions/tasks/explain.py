@@ -31,7 +31,7 @@ from gpool.core.scheduler.explain.mismatch import Explanation, counted, list_of,
 from gpool.core.scheduler.explain.resources import gpu_closeness, resource_lines
 from gpool.core.scheduler.explain.waiting import Story, with_story
 from gpool.core.scheduler.explain.whatif import Suggested, Suggestion
-from gpool.server.actions.tasks import documents, query
+from gpool.server.actions.tasks import documents, query, verification
 from gpool.server.scheduling.learning import Estimate
 from gpool.server.server import Server
 from gpool.server.store.identity_values import Caller
@@ -63,6 +63,8 @@ async def explain(server: Server, who: Caller, id_: TaskId) -> ExplainDocument:
     row = view.row
     if row.status.is_final:
         return explanation_document(view, Explanation("ended", _end_of(view)))
+    if view.spec.requirements.siblings:
+        return explanation_document(view, await verification.explanation(server, view))
     refused = await _refusal(server, id_)
     if refused is not None:
         return explanation_document(view, refused)

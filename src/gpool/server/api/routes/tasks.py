@@ -15,7 +15,14 @@ from gpool.core.ids import BatchId, TaskId, decode, encode
 from gpool.core.model import TaskStatus
 from gpool.core.permissions import Action, TeamId
 from gpool.server.actions import lending
-from gpool.server.actions.tasks import deletion, documents, explain, outputs, query
+from gpool.server.actions.tasks import (
+    deletion,
+    documents,
+    explain,
+    outputs,
+    query,
+    verification,
+)
 from gpool.server.actions.tasks.repeated import WantedTasks, head_of
 from gpool.server.actions.tasks.submit import submit
 from gpool.server.api.callers import server_of, user_of
@@ -167,7 +174,10 @@ async def get_task(request: Request, id: TASK, wait: Wait = 0) -> Response:
         view = await query.wait_for_task(server, who, task, seconds)
     else:
         view = await query.polled_task(server, who, task)
-    return tagged(request, documents.task(view, explain.closeness(server, view.row.id)))
+    closeness = explain.closeness(server, view.row.id)
+    return tagged(
+        request, documents.task(view, closeness, await verification.summary(server, view))
+    )
 
 
 @routes.delete("/v1/tasks/{id}", Action.TASK_CANCEL, returns=TaskDocument)

@@ -353,7 +353,7 @@ def queued_of(
         rows = yield from select(
             _QueuedCount,
             f"SELECT w.id, (SELECT COUNT(*) FROM (SELECT 1 FROM tasks t WHERE t.status = 'queued' "  # noqa: S608
-            f"AND t.{column} = w.id LIMIT :most) AS q) FROM {{wanted}} AS w",
+            f"AND t.{column} = w.id AND t.parent_id IS NULL LIMIT :most) AS q) FROM {{wanted}} AS w",
             {"most": max(limits.values()) + 1},
             wanted,
         )

@@ -142,9 +142,19 @@ def delete_tasks_of(account: Account, limit: int) -> Operation[DeletedTasks]:
 def _delete(rows: Sequence[_EndedTask]) -> Operation[DeletedTasks]:
     if not rows:
         return DeletedTasks((), ())
+    siblings = yield from select(
+        _EndedTask,
+        f"SELECT {TASK} FROM {{parents}} AS p JOIN tasks t ON t.parent_id = p.id WHERE {ENDED}",  # noqa: S608
+        {},
+        {"parents": of_ids(row.id for row in rows)},
+    )
+    rows = list({row.id: row for row in (*rows, *siblings)}.values())
     dropped = yield from _drop_data(rows)
     tasks = {"tasks": of_ids(row.id for row in rows)}
-    for table in ("attempts", "attempt_notes", "members", "gangs"):
+    for table in (
+        *("attempts", "attempt_notes", "members", "gangs"),
+        *("verifications", "siblings", "failed_checks"),
+    ):
         yield Statement(
             f"DELETE FROM {table} WHERE task_id IN (SELECT id FROM {{tasks}} AS i)",  # noqa: S608
             {},
@@ -203,6 +213,21 @@ def shrink_expired(before: Instant, at: Instant, limit: int) -> Operation[Delete
         "ORDER BY t.finished_at LIMIT :limit",
         {"before": before, "limit": limit},
     )
+    return (yield from _shrink(rows, at))
+
+
+def shrink_tasks(ids: Sequence[TaskId], at: Instant) -> Operation[DeletedTasks]:
+    """Shrink those of the tasks that have ended and are released by their nodes."""
+    rows = yield from select(
+        _EndedTask,
+        f"SELECT {TASK} FROM {{wanted}} AS w JOIN tasks t ON t.id = w.id WHERE {ENDED} AND t.shrunk_at IS NULL",  # noqa: S608
+        {},
+        {"wanted": of_ids(ids)},
+    )
+    return (yield from _shrink(rows, at))
+
+
+def _shrink(rows: Sequence[_EndedTask], at: Instant) -> Operation[DeletedTasks]:
     if not rows:
         return DeletedTasks((), ())
     dropped = yield from _drop_data(rows)

@@ -379,7 +379,7 @@ def finished_with_logs(before: Instant, limit: int) -> Operation[tuple[TaskId, .
     found = yield from values(
         TaskId,
         "SELECT h.task_id FROM log_heads h JOIN tasks t ON t.id = h.task_id "
-        "WHERE t.finished_at < :before AND t.holding = 0 ORDER BY h.task_id LIMIT :limit",
+        "WHERE t.finished_at < :before AND t.holding = 0 AND t.parent_id IS NULL ORDER BY h.task_id LIMIT :limit",
         {"before": before, "limit": limit},
     )
     return tuple(found)

@@ -294,6 +294,7 @@ def submit(
         outcomes[draft.number] = outcome
         submitted.append((s, outcome))
     yield from _insert_tasks(submitted, leases, seal)
+    yield from _insert_verifications(submitted)
     return [outcomes[number] for number in range(len(submissions))]
 
 
@@ -428,6 +429,25 @@ def _insert_tasks(
     for form, found in rows.items():
         sql, kinds = _task_insert(form)
         yield Statement(sql, parameters, {"tasks": Relation(kinds, found)})
+
+
+def _insert_verifications(
+    submitted: Sequence[tuple[Submission, SubmittedTasks]],
+) -> Operation[None]:
+    rows: list[Row] = [
+        (task.id, s.user, s.spec.requirements.siblings)
+        for s, outcome in submitted
+        if s.spec.requirements.siblings
+        for task in outcome.tasks
+    ]
+    if rows:
+        names = (("task_id", "int"), ("user_id", "int"), ("siblings", "int"))
+        yield Statement(
+            "INSERT INTO verifications (task_id, user_id, siblings) "
+            "SELECT n.task_id, n.user_id, n.siblings FROM {new} AS n",
+            {},
+            {"new": Relation(names, rows)},
+        )
 
 
 class _TaskForm(NamedTuple):

@@ -199,7 +199,8 @@ def tasks(
         of_status = f" AND {_one_of(wanted)}" if wanted else ""
         of_status += " AND t.position = 0" if heads else ""
         if not whose:
-            return (yield from _views(f"t.id < :before{of_status}", parameters))
+            where = f"t.id < :before AND t.parent_id IS NULL{of_status}"
+            return (yield from _views(where, parameters))
         parts = [_newest(f"{each} AND t.id < :before{of_status}", plain=True) for each in whose]
     return (yield from _views(f"t.id IN ({' UNION ALL '.join(parts)})", parameters))
 
@@ -261,7 +262,7 @@ def _open(whose: str, wanted: frozenset[TaskStatus]) -> list[str]:
 
 def _newest(where: str, *, plain: bool) -> str:
     order = "t.id" if plain else "+t.id"
-    return f"SELECT id FROM (SELECT t.id FROM tasks t WHERE {where} ORDER BY {order} DESC LIMIT :limit) AS newest"  # noqa: S608
+    return f"SELECT id FROM (SELECT t.id FROM tasks t WHERE {where} AND t.parent_id IS NULL ORDER BY {order} DESC LIMIT :limit) AS newest"  # noqa: S608
 
 
 def _one_of(statuses: frozenset[TaskStatus]) -> str:
@@ -416,14 +417,20 @@ def close_batch(batch: BatchId) -> Operation[None]:
 def cancel(
     ids: Sequence[TaskId], user: UserId | None, at: Instant, teams: Collection[int] = ()
 ) -> Operation[Recording]:
-    """End these tasks as cancelled. A node that holds one keeps its allocation until it releases the lease."""
+    """End these tasks and their siblings as cancelled. A node that holds one keeps its allocation until it releases the lease."""
+    siblings = yield from values(
+        TaskId,
+        "SELECT t.id FROM {wanted} AS w JOIN tasks t ON t.parent_id = w.id",
+        {},
+        {"wanted": of_ids(ids)},
+    )
     rows = yield from select(
         _Cancellable,
         "SELECT t.id, t.epoch, t.batch_id, t.user_id, t.status, t.node_id, t.team_id FROM {wanted} AS w "  # noqa: S608
         f"JOIN tasks t ON t.id = w.id WHERE t.status IN ({CANCELLABLE}) "
         "/*postgresql ORDER BY t.id FOR UPDATE OF t*/",
         {},
-        {"wanted": of_ids(ids)},
+        {"wanted": of_ids([*ids, *siblings])},
     )
     found = [row for row in rows if _is_theirs(row, user, teams)]
     if not found:
@@ -466,7 +473,7 @@ def queued_page(
     order = "t.id" if whose else "+t.id"
     parameters |= {"after": -1 if after is None else after, "limit": limit}
     oldest = (
-        f"SELECT id FROM (SELECT t.id FROM tasks t WHERE t.status = 'queued'{whose} "  # noqa: S608
+        f"SELECT id FROM (SELECT t.id FROM tasks t WHERE t.status = 'queued'{whose} AND t.parent_id IS NULL "  # noqa: S608
         f"AND {order} > :after ORDER BY {order} LIMIT :limit) AS oldest"
     )
     return (yield from _views(f"t.id IN ({oldest})", parameters))[::-1]
@@ -479,7 +486,8 @@ def queued_count(user: UserId | None, team: int | None, most: int) -> Operation[
         (
             yield from values(
                 int,
-                f"SELECT COUNT(*) FROM (SELECT 1 FROM tasks t WHERE t.status = 'queued'{whose} LIMIT :most) AS counted",  # noqa: S608
+                f"SELECT COUNT(*) FROM (SELECT 1 FROM tasks t WHERE t.status = 'queued'{whose} "  # noqa: S608
+                "AND t.parent_id IS NULL LIMIT :most) AS counted",
                 {**parameters, "most": most},
             )
         )

@@ -1,0 +1,1 @@
+"""Operations of verified results: siblings, verdicts, standing of nodes."""

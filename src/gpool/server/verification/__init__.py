@@ -1,0 +1,1 @@
+"""Verified results: draws of nodes, comparison of answers, the loop that decides."""
