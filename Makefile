@@ -39,8 +39,8 @@ setup: $(VENV)/.installed-dev  ## everything for work on gpool, into .venv
 
 # ---- using
 
-up: $(VENV)/.installed      ## start a pool on this machine: server, agent, embedded store
-	$(BIN)/gpool up
+up: $(VENV)/.installed      ## start a pool on this machine: server, agent, embedded store; ARGS="--port 9000" adds options
+	$(BIN)/gpool up $(ARGS)
 
 # ---- checking
 
@@ -162,6 +162,7 @@ release: setup              ## wheel and sdist in dist/, checked and tried in em
 site: setup                 ## build the documentation site, offline, into site/
 	$(BIN)/python -m tests.tools.site build/site
 	$(BIN)/zensical build --strict --clean -f build/site/mkdocs.yml
+	rm -rf site && mv build/site/site site
 
 clean:                      ## remove what was built
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist site
