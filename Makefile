@@ -14,7 +14,7 @@ NOT_SLOW := $(if $(filter true,$(CI)),, and not slow)
 COMPILE = uv pip compile --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-annotate --custom-compile-command 'make lock' --quiet
 
-.PHONY: help setup up test alone pure check bench soak docs lock wheels system engines contracts clean
+.PHONY: help setup up test alone pure check bench soak docs lock wheels release site system engines contracts clean
 .DELETE_ON_ERROR:
 
 help:                       ## this list
@@ -39,8 +39,8 @@ setup: $(VENV)/.installed-dev  ## everything for work on gpool, into .venv
 
 # ---- using
 
-up: $(VENV)/.installed      ## start a pool on this machine: server, agent, embedded store
-	$(BIN)/gpool up
+up: $(VENV)/.installed      ## start a pool on this machine: server, agent, embedded store; ARGS="--port 9000" adds options
+	$(BIN)/gpool up $(ARGS)
 
 # ---- checking
 
@@ -151,5 +151,18 @@ wheels: setup               ## download and build the wheels of the images
 	$(PIP) download --require-hashes --only-binary :all: -r requirements/agent.txt -d deploy/docker/wheels
 	$(PIP) wheel --no-deps --no-build-isolation -w deploy/docker/wheels .
 
+# The version is the git tag; the test installs the files of dist/ and runs a first task from them.
+release: setup              ## wheel and sdist in dist/, checked and tried in empty environments
+	rm -rf dist
+	$(BIN)/python -m hatchling build -d dist
+	$(BIN)/twine check --strict dist/*
+	GPOOL_DIST=$(CURDIR)/dist $(BIN)/python -m pytest -q tests/e2e/test_release.py
+
+# Pages are copied with what is generated from code, since the site shows files below one folder only.
+site: setup                 ## build the documentation site, offline, into site/
+	$(BIN)/python -m tests.tools.site build/site
+	$(BIN)/zensical build --strict --clean -f build/site/mkdocs.yml
+	rm -rf site && mv build/site/site site
+
 clean:                      ## remove what was built
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist site

@@ -13,8 +13,9 @@ from pathlib import Path
 from bench import FOLDERS
 
 HERE = Path(__file__).resolve().parent
-RUN_BY_HAND = {"run", "compare", "peers", "history", "plan_digests"}
-"""`compare` and `plan_digests` need a second tree or data, `peers` and `history` the other systems."""
+RUN_BY_HAND = {"run", "compare", "peers", "history", "plan_digests", "newcomer"}
+"""`compare` and `plan_digests` need a second tree or data, `peers` and `history` the other systems,
+`newcomer` a package index."""
 
 
 def modules() -> dict[str, str]:

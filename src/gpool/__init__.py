@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gpool.core.errors import Unreachable as Unreachable
     from gpool.core.errors import UntrustedResult as UntrustedResult
 
-__version__ = "0.1.0"
+    __version__: str
 
 _HOMES = {
     "Client": "gpool.client.client",
@@ -92,6 +92,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        globals()[name] = found = importlib.import_module("gpool.version").installed_version()
+        return found
     home = _HOMES.get(name)
     if home is None:
         meant = _ELSEWHERE.get(name)

@@ -14,7 +14,7 @@ from gpool.cli.main import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *(ROOT / "docs").glob("guides/*.md")]  # fmt: skip
-TYPED = re.compile(r"^(?: {4}|\$ )?(?:\.venv/bin/)?gpool (?P<block>.+)$|`gpool (?P<inline>[^`]+)`", re.M)  # fmt: skip
+TYPED = re.compile(r"^(?: {4}|\$ )(?:\.venv/bin/)?gpool (?P<block>.+)$|`gpool (?P<inline>[^`]+)`", re.M)  # fmt: skip
 FILES = ("requirements.txt", "rules.toml", "train.py", "hello.py", "data.csv", "FILE")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import click
 import pytest
@@ -15,6 +16,7 @@ from gpool.cli.printing import (
     emit_json,
     local_time,
     table,
+    watch,
 )
 from gpool.core.errors import Conflict
 from gpool.core.terminal import TerminalText, neutral
@@ -133,6 +135,42 @@ def test_a_table_fits_the_terminal_and_wraps_words_not_ids(
     assert " ".join(line[lines[0].index("WHY") :].strip() for line in lines[1:]) == why
     table(columns, [row], "")
     assert why in capsys.readouterr().out  # no terminal: one line per row
+
+
+@pytest.mark.parametrize("width", [80, 60, 40])
+def test_columns_that_do_not_fit_are_printed_beneath_their_row(
+    capsys: pytest.CaptureFixture[str], width: int
+) -> None:
+    columns = ("id", "at", "actor", "action", "thing", "outcome", "address", "empty", "facts")
+    row = ("t-6gxytcp4dha6m", "2026-11-18 09:26:10", "u-6gyvyjxtdptr5", "node.invite", "n-6gyvyjy6ghbxm", "ok", "127.0.0.1", "-", "expires_in_s=86400")  # fmt: skip
+    table(columns, [row], "", width=width)
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= width
+    assert "EMPTY" not in shown  # a column without values is left out first
+    assert "empty" not in shown
+    for value in (row[0], row[2], row[4], "facts expires_in_s=86400"):
+        assert value in shown  # no id is folded
+
+
+def test_watching_prints_again_until_it_is_interrupted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rounds = iter(range(9))
+    pauses: list[float] = []
+
+    def refresh() -> Callable[[], None]:
+        number = next(rounds)
+        return lambda: click.echo(f"round {number}")
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        watch(refresh, 2.0, pause)
+    assert capsys.readouterr().out.splitlines() == ["round 0", "round 1", "round 2"]
+    assert pauses == [2.0] * 3
 
 
 def test_a_failed_status_is_red_and_other_columns_keep_their_colour(

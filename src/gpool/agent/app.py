@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from random import Random, SystemRandom
 
 import structlog
@@ -47,6 +46,7 @@ from gpool.observability.logs import LogSource, configure, exported_traces
 from gpool.observability.redaction import Redactor
 from gpool.observability.tracing import Tracing
 from gpool.transfer.senders import AsyncSender
+from gpool.version import installed_version
 from gpool.wire.frames import AgentFrame, Grants, ServerFrame, ToGpu
 
 NewLoop = Callable[[], asyncio.AbstractEventLoop]
@@ -59,11 +59,7 @@ except ImportError:  # not on every platform
 
 log = structlog.get_logger(__name__)
 
-try:
-    VERSION = version("gpool")
-except PackageNotFoundError:
-    VERSION = "0+source"
-SOURCE = LogSource("gpool-agent", VERSION)
+SOURCE = LogSource("gpool-agent", installed_version())
 
 
 Check = Callable[[], Sequence[Event]]

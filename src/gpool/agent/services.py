@@ -15,7 +15,6 @@ from pathlib import Path
 
 import structlog
 
-from gpool import __version__
 from gpool.agent.daemon import boot_clock
 from gpool.agent.environments.building import (
     OpenLane,
@@ -55,6 +54,7 @@ from gpool.agent.sharing.shares import GpuShares
 from gpool.core.errors import Invalid
 from gpool.core.model import GIB, Gpu, Network, Offer, RuntimeOffer, Sharing, Slice
 from gpool.core.specs import fields
+from gpool.version import installed_version
 
 log = structlog.get_logger(__name__)
 
@@ -345,7 +345,7 @@ def machine_offer(
         address=gang_address(settings, rules) if support.gangs else "",
         gang_port=(settings.gang_port or rules.port or GANG_PORT) if support.gangs else 0,
         gang_links=support.gang_links,
-        agent_version=__version__,
+        agent_version=installed_version(),
     )
 
 

@@ -33,8 +33,25 @@ MakeOption = Callable[..., Callable[[Any], Any]]
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 
 
+EXAMPLE_WIDTH = 74
+"""Columns of a line of an example: a terminal of 80 less the indentation of help texts."""
+
+
 def examples(*commands: str) -> str:
-    return "\n  ".join(("\b\nExamples:", *commands))
+    lines = (line for command in commands for line in _folded(command))
+    return "\n  ".join(("\b\nExamples:", *lines))
+
+
+def _folded(command: str) -> list[str]:
+    """Lines of a command that fit; a long one continues before an option, as a shell reads it."""
+    lines = [""]
+    for part in re.split(r" (?=-)", command):
+        if lines[-1] and len(lines[-1]) + len(part) > EXAMPLE_WIDTH:
+            lines[-1] += " \\"
+            lines.append(f"    {part}")
+        else:
+            lines[-1] = f"{lines[-1]} {part}" if lines[-1] else part
+    return lines
 
 
 class SectionOption(click.Option):
@@ -94,8 +111,8 @@ def into_option(option: MakeOption = click.option) -> Callable[[F], F]:
     )
 
 
-def listing(function: F) -> F:
-    function = click.option(
+def listing(function: F, option: MakeOption = click.option) -> F:
+    function = option(
         "--limit",
         type=click.IntRange(min=1),
         default=50,
@@ -103,7 +120,7 @@ def listing(function: F) -> F:
         metavar="N",
         help="Maximum number of rows.",
     )(function)
-    function = click.option("--all", "everything", is_flag=True, help="List all rows.")(function)
+    function = option("--all", "everything", is_flag=True, help="List all rows.")(function)
     return as_json(function)
 
 

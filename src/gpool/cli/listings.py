@@ -1,35 +1,45 @@
-"""Lists of tasks: `ps` (one line per batch), `queue`, the tasks on a node; notes beneath lists of nodes and GPUs."""
+"""Lists of tasks: `ps` (one line per batch), `queue`, the tasks on a node; notes beneath lists of nodes and GPUs; stored
+data of an account. One file because all of them are listings with the same options and columns.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import urlencode
 
 import click
 
 from gpool.cli.account import password_of
 from gpool.cli.command import (
+    SectionedCommand,
     VerbGroup,
     as_json,
     client_of,
+    complete_tasks,
     examples,
     listed,
     listing,
+    option_section,
     principal_names,
     shared_names,
 )
-from gpool.cli.main import exit_code_of, print_error
-from gpool.cli.printing import age, duration, emit_json, gib, local_time, table
+from gpool.cli.main import INTERRUPTED, exit_code_of, print_error
+from gpool.cli.printing import age, duration, emit_json, gib, local_time, table, watch
 from gpool.cli.tasks import places, task_status, where, whose, whose_tasks
 from gpool.core.errors import GpoolError, Invalid
 
 if TYPE_CHECKING:
     from gpool.client.client import Client
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 
 @click.command(epilog=examples("gpool delete t-0123456789abc", "gpool delete b-0123456789abc"))
-@click.argument("tasks", metavar="ID...", nargs=-1, required=True)
+@click.argument("tasks", metavar="ID...", nargs=-1, required=True, shell_complete=complete_tasks)
 @as_json
 @click.pass_context
 def delete(ctx: click.Context, tasks: tuple[str, ...], as_json: bool) -> None:
@@ -180,15 +190,48 @@ def account_delete(ctx: click.Context, yes: bool) -> None:
     click.echo(f"Account {me['name']} ({me['id']}) deleted.")
 
 
-@click.command()
-@listing
-@click.option(
+select, display = option_section("Selection"), option_section("Display")
+
+
+def watching(function: F) -> F:
+    option = display(
+        "--watch",
+        "every_s",
+        is_flag=False,
+        flag_value=2.0,
+        type=click.FloatRange(min=0.5),
+        metavar="[SECONDS]",
+        help="Print again every 2 seconds, or the given number, until Ctrl-C.",
+    )
+    return cast(F, option(function))
+
+
+def watch_until_interrupted(
+    ctx: click.Context, refresh: Callable[[], Callable[[], None]], every_s: float | None
+) -> None:
+    """Print once, or until Ctrl-C if an interval is given."""
+    if every_s is None:
+        refresh()()
+        return
+    try:
+        watch(refresh, every_s, threading.Event().wait)
+    except KeyboardInterrupt:
+        ctx.exit(INTERRUPTED)
+
+
+@click.command(
+    cls=SectionedCommand,
+    epilog=examples("gpool ps --watch", "gpool ps --status failed", "gpool ps --everybody --all"),
+)
+@select(
     "--status",
     metavar="STATUS",
     help="Only tasks with this status: queued, leased, running, succeeded, failed or cancelled.",
 )
-@click.option("--tasks", "singly", is_flag=True, help="List every task, also those of batches.")
-@whose
+@partial(whose, option=select)
+@display("--tasks", "singly", is_flag=True, help="List every task, also those of batches.")
+@watching
+@partial(listing, option=display)
 @click.pass_context
 def ps(
     ctx: click.Context,
@@ -199,27 +242,46 @@ def ps(
     singly: bool,
     team: str | None,
     everybody: bool,
+    every_s: float | None,
 ) -> None:
     """List tasks, newest first.
 
     The calls of one `map` are one line, with the batch's id. --status, --tasks and --json list every task.
     """
+    if as_json and every_s is not None:
+        raise Invalid("--watch and --json exclude each other; give one of them")
     client = client_of(ctx)
     filters = whose_tasks(client, team, everybody) | ({"status": status} if status else {})
-    batches: dict[str, dict[str, Any]] = {}
     if not (status or singly or as_json):
         filters["first"] = "true"
 
-    def on_page(page: dict[str, Any]) -> None:
-        batches.update({one["id"]: one for one in page.get("batches") or ()})
+    def refresh() -> Callable[[], None]:
+        batches: dict[str, dict[str, Any]] = {}
 
-    found = listed(client, "tasks", everything=everything, limit=limit, on_page=on_page, **filters)
-    if as_json:
-        emit_json(found)
-        return
-    date, shared = client.api.date, shared_names(places(found))
-    names = principal_names(client) if everybody else {}
-    rows = []
+        def on_page(page: dict[str, Any]) -> None:
+            batches.update({one["id"]: one for one in page.get("batches") or ()})
+
+        found = listed(
+            client, "tasks", everything=everything, limit=limit, on_page=on_page, **filters
+        )
+        if as_json:
+            return partial(emit_json, found)
+        names = principal_names(client) if everybody else {}
+        rows = _task_rows(found, batches, names if everybody else None, client.api.date)
+        columns = ("id", "name", *(["user"] if everybody else ()), "status", "age", "duration", "node", "gpu")  # fmt: skip
+        return partial(table, columns, rows, f"No task is {status}." if status else "No tasks yet.")
+
+    watch_until_interrupted(ctx, refresh, every_s)
+
+
+def _task_rows(
+    found: list[dict[str, Any]],
+    batches: dict[str, dict[str, Any]],
+    names: dict[str, str] | None,
+    date: str | None,
+) -> list[tuple[object, ...]]:
+    """One row per task or batch; `names` of users if they are a column."""
+    shared, rows = shared_names(places(found)), []
     for task in found:
         batch = batches.get(task["batch"])
         is_many = batch is not None and batch["total"] > 1
@@ -227,7 +289,7 @@ def ps(
             (
                 task["batch"] if is_many else task["id"],
                 task["name"],
-                *([names.get(task["user"], task["user"])] if everybody else ()),
+                *(() if names is None else [names.get(task["user"], task["user"])]),
                 batch_status(batch) if batch and is_many else task_status(task),
                 age(task["created_at"], date),
                 "-" if is_many else duration(task, date),
@@ -235,8 +297,7 @@ def ps(
                 task.get("gpu") or "-",
             )
         )
-    columns = ("id", "name", *(["user"] if everybody else ()), "status", "age", "duration", "node", "gpu")  # fmt: skip
-    table(columns, rows, f"No task is {status}." if status else "No tasks yet.")
+    return rows
 
 
 def batch_status(batch: dict[str, Any]) -> str:
@@ -256,9 +317,9 @@ _LAST = "~"
 """Sorts after every time."""
 
 
-@click.command()
-@whose
-@click.option(
+@click.command(cls=SectionedCommand, epilog=examples("gpool queue --watch"))
+@partial(whose, option=select)
+@display(
     "--limit",
     type=click.IntRange(min=1),
     default=SHOWN,
@@ -266,16 +327,43 @@ _LAST = "~"
     metavar="N",
     help="Show at most N waiting tasks, oldest first.",
 )
+@watching
 @as_json
 @click.pass_context
-def queue(ctx: click.Context, team: str | None, everybody: bool, limit: int, as_json: bool) -> None:
+def queue(
+    ctx: click.Context,
+    team: str | None,
+    everybody: bool,
+    limit: int,
+    every_s: float | None,
+    as_json: bool,
+) -> None:
     """List running and waiting tasks with expected start and reason.
 
     Running tasks come first, then waiting tasks by expected start.
     """
+    if as_json and every_s is not None:
+        raise Invalid("--watch and --json exclude each other; give one of them")
     client = client_of(ctx)
     filters = whose_tasks(client, team, everybody)
-    running, waiting, count, more_running = _read(client, limit, filters)
+
+    def refresh() -> Callable[[], None]:
+        read = _read(client, limit, filters)
+        names = principal_names(client) if everybody else None
+        return partial(_show_queue, read, names, client.api.date, as_json=as_json)
+
+    watch_until_interrupted(ctx, refresh, every_s)
+
+
+def _show_queue(
+    read: tuple[list[dict[str, Any]], list[dict[str, Any]], int, bool],
+    names: dict[str, str] | None,
+    date: str | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Print what `_read` returned; `names` of users if they are a column."""
+    running, waiting, count, more_running = read
     entries = sorted(waiting, key=lambda entry: _start(entry["task"], entry["explain"]))
     reasons = {entry["task"]["id"]: entry["explain"] for entry in entries}
     found = [*running, *(entry["task"] for entry in entries)]
@@ -285,9 +373,7 @@ def queue(ctx: click.Context, team: str | None, everybody: bool, limit: int, as_
     if as_json:
         emit_json([{**task, "explain": reasons.get(task["id"])} for task in found])
         return
-    date, shared = client.api.date, shared_names(places(found))
-    known = principal_names(client) if everybody else {}
-    rows = []
+    shared, rows = shared_names(places(found)), []
     for task in found:
         why = reasons.get(task["id"]) or {}
         estimate = why.get("estimate")
@@ -295,7 +381,7 @@ def queue(ctx: click.Context, team: str | None, everybody: bool, limit: int, as_
             (
                 task["id"],
                 task["name"],
-                *([known.get(task["user"], task["user"])] if everybody else ()),
+                *(() if names is None else [names.get(task["user"], task["user"])]),
                 task_status(task),
                 age(task["created_at"], date),
                 task.get("gpu") or "-",
@@ -304,7 +390,7 @@ def queue(ctx: click.Context, team: str | None, everybody: bool, limit: int, as_
                 why.get("sentence") or "",
             )
         )
-    columns = ("id", "name", *(["user"] if everybody else ()), "status", "age", "gpu", "node")
+    columns = ("id", "name", *(() if names is None else ["user"]), "status", "age", "gpu", "node")
     table((*columns, "starts", "why it waits"), rows, "No running or waiting tasks.")
     if count > len(waiting):
         click.echo(f"{count - len(waiting)} more tasks wait; --limit N shows more", err=True)

@@ -195,7 +195,7 @@ class LazyVerbs(click.Group):
         except GpoolError as error:
             if os.environ.get("GPOOL_DEBUG"):
                 raise
-            print_error(error)
+            print_error(error, ctx.invoked_subcommand)
             ctx.exit(exit_code_of(error))
         except ModuleNotFoundError as error:
             found = _named_extra(error, ctx.invoked_subcommand or "")
@@ -224,7 +224,20 @@ def exit_code_of(error: GpoolError) -> int:
     return UNREACHABLE if isinstance(error, Unreachable) else FAILED
 
 
-def print_error(error: GpoolError) -> None:
+TASKS = "your tasks with: gpool ps"
+LISTED_BY = dict.fromkeys(
+    ("status", "logs", "wait", "cancel", "delete", "result", "explain"), TASKS
+) | {
+    "node": "nodes with: gpool node ls",
+    "team": "your teams with: gpool team ls",
+    "keys": "your keys with: gpool keys ls",
+    "wallet": "your wallets with: gpool wallet ls",
+    "artifacts": "your artifacts with: gpool artifacts ls",
+}
+"""Listing to suggest when a verb did not find the object that it was given."""
+
+
+def print_error(error: GpoolError, verb: str | None = None) -> None:
     from gpool.core.terminal import plain
 
     click.echo(f"gpool: {plain(error.detail)}", err=True)
@@ -236,6 +249,8 @@ def print_error(error: GpoolError) -> None:
             "or start a pool: gpool up",
             err=True,
         )
+    elif isinstance(error, NotFound) and verb in LISTED_BY and "gpool " not in error.detail:
+        click.echo(f"  List {LISTED_BY[verb]}", err=True)
     elif isinstance(error, Forbidden):
         click.echo("  Show your account and its permissions: gpool whoami", err=True)
     elif isinstance(error, Unreachable) and "CERTIFICATE_VERIFY_FAILED" in error.detail:

@@ -317,7 +317,7 @@ def resume(ctx: click.Context, what: str | None, as_json: bool) -> None:
 
 
 @node.command()
-@click.argument("what", metavar="[NODE]", required=False)
+@click.argument("what", metavar="[NODE]", required=False, shell_complete=complete_nodes)
 @as_json
 @click.pass_context
 def drain(ctx: click.Context, what: str | None, as_json: bool) -> None:
@@ -326,7 +326,7 @@ def drain(ctx: click.Context, what: str | None, as_json: bool) -> None:
 
 
 @node.command("remove")
-@click.argument("what", metavar="NODE")
+@click.argument("what", metavar="NODE", shell_complete=complete_nodes)
 @click.confirmation_option(
     prompt="The node is removed for good and can return only with a new join link. Remove it?"
 )

@@ -108,15 +108,12 @@ def table(
     if width is None and sys.stdout.isatty():
         width = shutil.get_terminal_size().columns
     lines = [[name.upper() for name in columns], *cells]
-    widths = [max(map(_width, column)) for column in zip(*lines, strict=True)]
-    while width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
-        widest = max(range(len(widths)), key=lambda place: (widths[place], place))
-        if widths[widest] <= NARROWEST:
-            break
-        widths[widest] -= 1
-    states = {place for place, name in enumerate(columns) if name in ("status", "")}
+    kept, below = _fitting(lines, width)
+    widths = _narrowed(lines, kept, width)
+    states = {at for at, place in enumerate(kept) if columns[place] in ("status", "")}
     for line in lines:
-        wrapped = [_wrapped(value, size) for value, size in zip(line, widths, strict=True)]
+        shown = [line[place] for place in kept]
+        wrapped = [_wrapped(value, size) for value, size in zip(shown, widths, strict=True)]
         for parts in zip_longest(*wrapped, fillvalue=""):
             text = "  ".join(
                 _coloured(part, place in states and line is not lines[0])
@@ -124,6 +121,43 @@ def table(
                 for place, part in enumerate(parts)
             ).rstrip()
             click.echo(styled(text, bold=True) if line is lines[0] else text)
+        rest = [f"{columns[at]} {line[at]}" for at in below if line[at] not in ("", "-")]
+        if rest and line is not lines[0]:
+            for part in textwrap.wrap(" · ".join(rest), max(1, (width or 0) - 4)):
+                click.echo(f"    {part}")
+
+
+def _fitting(lines: list[list[str]], width: int | None) -> tuple[list[int], list[int]]:
+    """Columns of the table, and those printed beneath each row since the narrowest table is still too wide.
+
+    Columns without any value are left out first, then columns are taken from the right.
+    """
+    kept, below = list(range(len(lines[0]))), list[int]()
+
+    def is_too_wide() -> bool:
+        return width is not None and _total(_narrowed(lines, kept, width)) > width
+
+    for place in reversed(kept.copy()):
+        if is_too_wide() and place and all(line[place] in ("", "-") for line in lines[1:]):
+            kept.remove(place)
+    while is_too_wide() and len(kept) > 1:
+        below.insert(0, kept.pop())
+    return kept, below
+
+
+def _narrowed(lines: list[list[str]], kept: list[int], width: int | None) -> list[int]:
+    """Widths of columns, the widest narrowed first, none below `NARROWEST`."""
+    widths = [max(_width(line[place]) for line in lines) for place in kept]
+    while width is not None and _total(widths) > width:
+        widest = max(range(len(widths)), key=lambda at: (widths[at], at))
+        if widths[widest] <= NARROWEST:
+            break
+        widths[widest] -= 1
+    return widths
+
+
+def _total(widths: list[int]) -> int:
+    return sum(widths) + 2 * (len(widths) - 1)
 
 
 def _wrapped(text: str, width: int) -> list[str]:
@@ -286,6 +320,24 @@ def on_stderr(line: str) -> None:
     click.echo(line, err=True)
 
 
+HOME_AND_CLEAR = "\x1b[H\x1b[2J"
+
+
+def watch(
+    refresh: Callable[[], Callable[[], None]], every_s: float, pause: Callable[[float], object]
+) -> None:
+    """Print again and again until Ctrl-C: `refresh` fetches, what it returns prints. A terminal is cleared between."""
+    on_terminal = sys.stdout.isatty()
+    while True:
+        show = refresh()
+        if on_terminal:
+            click.echo(HOME_AND_CLEAR, nl=False)
+        show()
+        if on_terminal:
+            click.echo(styled(f"every {every_s:g}s; Ctrl-C ends", colour="cyan"), err=True)
+        pause(every_s)
+
+
 class ProgressLine:
     """Prints phases on a terminal (`phases`), and the reason for a long wait anywhere: the task may never start."""
 
@@ -365,12 +417,22 @@ def progress_bar() -> Iterator[TransferProgress | None]:
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TaskID,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
     bars = Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(compact=True),
         console=Console(stderr=True),
         transient=True,
     )

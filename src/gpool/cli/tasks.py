@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
 from gpool.cli.command import (
+    MakeOption,
     as_json,
     client_of,
     complete_tasks,
@@ -64,13 +65,10 @@ def _one_task(ctx: click.Context, param: click.Parameter, given: str) -> str:  #
 task_id = click.argument("task", metavar="ID", callback=_one_task, shell_complete=complete_tasks)
 
 
-def whose(function: F) -> F:
-    function = click.option("--everybody", is_flag=True, help="Tasks of all users (operators).")(
-        function
-    )
-    return click.option("--team", metavar="TEAM", help="Tasks of this team instead of your own.")(
-        function
-    )
+def whose(function: F, option: MakeOption = click.option) -> F:
+    everybody = option("--everybody", is_flag=True, help="Tasks of all users (operators).")
+    team = option("--team", metavar="TEAM", help="Tasks of this team instead of your own.")
+    return cast(F, team(everybody(function)))
 
 
 def whose_tasks(client: Client, team: str | None, everybody: bool) -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Generic, TypeVar
 
 from gpool.core.ids import IdSource
@@ -46,13 +45,10 @@ from gpool.server.store.protocol import Operation, Store, brief, is_brief
 from gpool.server.store.read_cache import ReadCache
 from gpool.server.store.values import User
 from gpool.server.wakeups import Hub, Turns
+from gpool.version import installed_version
 
 T = TypeVar("T")
-
-try:
-    VERSION = version("gpool")
-except PackageNotFoundError:  # run from source without installation
-    VERSION = "0+source"
+VERSION = installed_version()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gpool.cli.command import (
+    SectionedCommand,
     VerbGroup,
     as_json,
     client_of,
+    complete_nodes,
+    complete_tasks,
     examples,
     names_of,
     node_id,
+    option_section,
     principal_names,
     quoted,
     team_id,
@@ -27,31 +31,35 @@ from gpool.core.terminal import plain
 if TYPE_CHECKING:
     from gpool.client.client import Client
 
-the_node = click.argument("node")
+the_node = click.argument("node", shell_complete=complete_nodes)
 _POLICY = ("order", "orders", "ageing_s", "patience_s", "weights", "changed", "pricing")
 
 NOT_LEARNT = "not learnt yet: needs 200 tasks with GPUs, of which 50 per batch count"
 
 
+scheduling, effect = option_section("Scheduling"), option_section("Effect")
+
+
 @click.command(
+    cls=SectionedCommand,
     epilog=examples(
         "gpool admin policy",
         "gpool admin policy --order round_robin --dry-run",
         "gpool admin policy --weight lab=2 --ageing configured",
-    )
+    ),
 )
-@click.option("--order", metavar="NAME", help="Queue order.")
-@click.option("--ageing", metavar="TIME", help="Waiting time worth one point of priority.")
-@click.option("--patience", metavar="TIME", help="Waiting time after which a node is kept clear.")
-@click.option(
+@scheduling("--order", metavar="NAME", help="Queue order.")
+@scheduling("--ageing", metavar="TIME", help="Waiting time worth one point of priority.")
+@scheduling("--patience", metavar="TIME", help="Waiting time after which a node is kept clear.")
+@scheduling(
     "--weight",
     "weights",
     multiple=True,
     metavar="WHO=N",
     help="Fair-share weight of a user or team (repeatable).",
 )
-@click.option("--dry-run", is_flag=True, help="Show the effect on waiting tasks; change nothing.")
-@click.option("--learn", is_flag=True, help="Learn the value of free capacity from past tasks now.")
+@effect("--dry-run", is_flag=True, help="Show the effect on waiting tasks; change nothing.")
+@effect("--learn", is_flag=True, help="Learn the value of free capacity from past tasks now.")
 @as_json
 @click.pass_context
 def policy(
@@ -161,7 +169,7 @@ def certify(
 
 
 @click.command()
-@click.argument("tasks", metavar="ID...", nargs=-1, required=True)
+@click.argument("tasks", metavar="ID...", nargs=-1, required=True, shell_complete=complete_tasks)
 @as_json
 @click.pass_context
 def preempt(ctx: click.Context, tasks: tuple[str, ...], as_json: bool) -> None:
@@ -212,7 +220,7 @@ def reservations_ls(ctx: click.Context, as_json: bool) -> None:
         "gpool admin reservations create lab1 lab2 --team class --from 09:00 --to 11:30"
     ),
 )
-@click.argument("nodes", metavar="NODE...", nargs=-1, required=True)
+@click.argument("nodes", metavar="NODE...", nargs=-1, required=True, shell_complete=complete_nodes)
 @click.option(
     "--team", "teams", multiple=True, metavar="TEAM", help="Team to reserve for (repeatable)."
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from gpool.cli.command import as_json, client_of, examples
+from gpool.cli.command import SectionedCommand, as_json, client_of, examples, option_section
 from gpool.cli.market.receipts import file_argument, read_bytes
 from gpool.cli.printing import emit_json, show, table
 from gpool.core.errors import Conflict, Invalid, NotFound
@@ -110,8 +110,12 @@ def payout_fetch(ctx: click.Context, period: int, output: Path) -> None:
     click.echo(str(output))
 
 
+period, chain = option_section("Period"), option_section("Chain")
+
+
 @payout.command(
     "build",
+    cls=SectionedCommand,
     epilog=examples(
         "gpool payout build amounts.csv --pool p-1 --period 1 -o payout-1.json",
         "gpool payout build amounts.csv --pool p-1 --period 2 --previous payout-1.json "
@@ -119,12 +123,10 @@ def payout_fetch(ctx: click.Context, period: int, output: Path) -> None:
     ),
 )
 @click.argument("amounts", type=click.Path(path_type=Path))
-@click.option("--pool", required=True, metavar="ID", help="Id of the pool.")
-@click.option(
-    "--period", required=True, type=int, metavar="N", help="Number of the period, from 1."
-)
-@click.option("--chain-id", type=click.IntRange(min=1), metavar="N", help="Chain of --contract.")
-@click.option("--contract", metavar="ADDRESS", help="Distributor contract (default: no chain).")
+@period("--pool", required=True, metavar="ID", help="Id of the pool.")
+@period("--period", required=True, type=int, metavar="N", help="Number of the period, from 1.")
+@chain("--chain-id", type=click.IntRange(min=1), metavar="N", help="Chain of --contract.")
+@chain("--contract", metavar="ADDRESS", help="Distributor contract (default: no chain).")
 @previous_option
 @receipts_option
 @click.option(

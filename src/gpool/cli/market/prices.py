@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from gpool.cli.command import SectionedCommand, client_of, examples, listed, listing
+from gpool.cli.command import SectionedCommand, client_of, examples, listed, listing, option_section
 from gpool.cli.printing import brief_time, emit_json, fields, gib, local_time, table
 from gpool.cli.run import run
 from gpool.core.terminal import plain
@@ -15,33 +15,35 @@ UNQUOTED = frozenset({"dry_run", "detach", "into", "must_fit", "stdin"})
 """Parameters of `gpool run` that say nothing about cost or start."""
 
 
+which, quality = option_section("Selection"), option_section("Quality")
+
+
 @click.command(
+    cls=SectionedCommand,
     epilog=examples(
         "gpool offers --gpu 24GB --max-price 0.40/h",
         "gpool offers --gpu H100 --min-reliability 3d --min-speed 200 --free",
-    )
+    ),
 )
-@click.option("--gpu", metavar="SPEC", help="GPUs that match, e.g. H100, 24GB or H100:2.")
-@click.option(
-    "--max-price", metavar="PRICE", help="Maximum price for the whole --gpu SPEC, e.g. 0.40/h."
-)
-@click.option("--tier", type=click.Choice(["container", "vm"]), help="Minimum isolation.")
-@click.option(
+@which("--gpu", metavar="SPEC", help="GPUs that match, e.g. H100, 24GB or H100:2.")
+@which("--max-price", metavar="PRICE", help="Maximum price for the whole --gpu SPEC, e.g. 0.40/h.")
+@which("--tier", type=click.Choice(["container", "vm"]), help="Minimum isolation.")
+@quality(
     "--min-reliability", metavar="TIME", help="Minimum mean time between losses of a node, e.g. 3d."
 )
-@click.option(
+@quality(
     "--min-speed",
     type=click.FloatRange(min=0),
     metavar="N",
     help="Minimum measured TFLOP/s for one credit an hour.",
 )
-@click.option(
+@quality(
     "--min-bandwidth",
     type=click.IntRange(min=0),
     metavar="GB/s",
     help="Minimum measured bandwidth of the GPU's memory.",
 )
-@click.option("--free", "only_free", is_flag=True, help="Only nodes with a GPU that is free now.")
+@which("--free", "only_free", is_flag=True, help="Only nodes with a GPU that is free now.")
 @listing
 @click.pass_context
 def offers(
