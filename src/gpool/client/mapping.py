@@ -55,13 +55,18 @@ class ReaderFailure:
     error: GpoolError
 
 
+ResultInbox = SimpleQueue[list[Result] | ReaderFailure | None]
+"""Results of a batch as they come; None wakes the thread that reads it."""
+
+
 class ResultReader:
     """Puts lists of results into `inbox`, each result once."""
 
-    def __init__(self, api: ApiTransport, batch: str) -> None:
+    def __init__(self, api: ApiTransport, batch: str, inbox: ResultInbox | None = None) -> None:
+        """`inbox`: default one of its own."""
         self._api, self._batch = api, batch
         self._stopped = threading.Event()
-        self.inbox: SimpleQueue[list[Result] | ReaderFailure] = SimpleQueue()
+        self.inbox: ResultInbox = SimpleQueue() if inbox is None else inbox
         self._thread = threading.Thread(target=self._read, name=f"gpool {batch}", daemon=True)
         self._thread.start()
 
@@ -300,6 +305,7 @@ def ended(
                 got = []
             if isinstance(got, ReaderFailure):
                 raise got.error
+            got = got or []
             received += len(got)
             yield from got
             if not about["closed"]:
@@ -321,6 +327,7 @@ def _take(
         return 0
     if isinstance(got, ReaderFailure):
         raise got.error
+    got = got or []
     for result in got:
         early[result.position] = result
     if line is not None:

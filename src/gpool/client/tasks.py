@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, Unpack, cast
 
 from gpool.client.options import Options, TaskOptions
 from gpool.client.runs import Run
-from gpool.client.values import RESULTS_AS_DATA, dumps_function, is_sent_by_value
+from gpool.client.values import RESULTS_AS_DATA, by_value, dumps_function, is_sent_by_value
 from gpool.core.errors import Invalid
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Task(Generic[P, R]):
         elif self._references.are_unchanged():
             return self._pickled
         self._references = References(self.function)
-        pickled = dumps_function(self.function, self.label)
+        pickled = dumps_function(runnable(self.function), self.label)
         if not self.options.pickle_requested:
             pickled += RESULTS_AS_DATA
         if pickled != self._pickled:
@@ -174,13 +174,24 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
+def runnable(function: Callable[P, Any]) -> Callable[P, Any]:
+    """The function as a sandbox runs it: an async one is run to its end in an event loop of its own."""
+    if isinstance(function, Task):
+        function = function.function
+    if inspect.iscoroutinefunction(function):
+        return functools.partial(by_value(_run_coroutine), function)
+    return function
+
+
+def _run_coroutine(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    import asyncio  # noqa: PLC0415 - it runs in the sandbox, without this module's globals
+
+    return asyncio.run(function(*args, **kwargs))
+
+
 def _refuse_unpicklable_returns(function: Callable[..., object], label: str) -> None:
-    """Coroutines and generators cannot leave the process that created them."""
-    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        raise TypeError(
-            f"{label} is async, and a coroutine cannot be returned from the pool; use a plain function that calls asyncio.run"
-        )
-    if inspect.isgeneratorfunction(function):
+    """Generators cannot leave the process that created them."""
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise TypeError(
             f"{label} is a generator, which cannot be returned from the pool; return a list"
         )

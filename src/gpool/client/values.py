@@ -20,7 +20,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import quote
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -48,6 +48,8 @@ from gpool.wire.values import (
     decode,
     reason_for_pickle,
 )
+
+T = TypeVar("T")
 
 PROTOCOL = 5
 RESULTS_AS_DATA = b"\ngpool:results=data\n"
@@ -148,6 +150,17 @@ def dumps(value: object) -> bytes:
             for module in pickler.registered:
                 cloudpickle.unregister_pickle_by_value(module)
         return file.getvalue()
+
+
+def by_value(function: Callable[..., T]) -> Callable[..., T]:
+    """Copy of a module's function that is sent with its code: sandboxes have no gpool.
+
+    It may use builtins and modules that the function imports itself, no other globals.
+    """
+    assert isinstance(function, types.FunctionType)
+    copy = types.FunctionType(function.__code__, {"__name__": "__main__"}, function.__name__)
+    copy.__module__ = "__main__"
+    return copy
 
 
 def dumps_function(function: Callable[..., object], name: str) -> bytes:
