@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import os
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -39,7 +40,7 @@ from gpool.client.runs import (
     echoed_result,
     wait_for,
 )
-from gpool.client.tasks import Decorator, Task
+from gpool.client.tasks import Decorator, MapResults, Task
 from gpool.client.transport import ApiTransport, json_of
 from gpool.client.values import (
     PYTHON,
@@ -151,9 +152,11 @@ class Client:
         iterables: Sequence[Iterable[Any]],
         *,
         return_exceptions: bool = False,
+        progress: bool = True,
         window: int = mapping.WINDOW,
-    ) -> Iterator[Any]:
+    ) -> MapResults[Any]:
         """See `Task.map`."""
+        stopped = threading.Event()
         rendered = (rendered_call(self, task, a, {}) for a in zip(*iterables))  # noqa: B905 - as builtin map
 
         due, pickle_requested = _deadline(task), task.options.pickle_requested
@@ -185,10 +188,11 @@ class Client:
             value_of,
             self.cancel_batch,
             window=window,
-            line=mapping.BatchLine(task.label, phase=phase),
+            line=mapping.BatchLine(task.label, phase=phase, is_wanted=progress),
+            is_stopped=stopped.is_set,
         )
         wrap = mapping.exceptions_as_values if return_exceptions else mapping.raise_first
-        return wrap(outcomes)
+        return MapResults(wrap(outcomes), stopped)
 
     def _submit_and_wait(
         self, task: Task[..., Any], args: Sequence[object], kwargs: Mapping[str, object]

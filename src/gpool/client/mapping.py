@@ -12,7 +12,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from queue import Empty, SimpleQueue
@@ -151,12 +151,14 @@ class BatchLine:
         name: str,
         out: TextIO | None = None,
         phase: Callable[[], str] = lambda: "",
+        *,
+        is_wanted: bool = True,
     ) -> None:
-        """`phase`: that of the first call; asked while no call has ended."""
+        """`phase`: that of the first call; asked while no call has ended. `is_wanted`: show the bar on a terminal."""
         self._phase, self._last = phase, ""
         self._name = "".join(letter for letter in name[:40] if letter.isprintable())
         self._out = sys.stderr if out is None else out
-        self._is_tty = self._out.isatty()
+        self._is_tty = is_wanted and self._out.isatty()
         self._is_shown = False
         self.failed = 0
 
@@ -188,7 +190,7 @@ class BatchLine:
 
 
 IDLE_S = 2.0
-"""Interval at which the first call's phase is asked for while no call has ended."""
+"""Interval at which the first call's phase is asked for while no call has ended, and a stopped map is noticed."""
 
 BAR = 20
 """Width of the bar in characters."""
@@ -203,8 +205,12 @@ def stream(
     *,
     window: int = WINDOW,
     line: BatchLine | None = None,
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[object]:
-    """Values (or `Raised`) in order; `abandon(batch)` if the caller stops early. `line` shows the progress."""
+    """Values (or `Raised`) in order; `abandon(batch)` if the caller stops early. `line` shows the progress.
+
+    `is_stopped` is asked every `IDLE_S` while no result comes: another thread may end the map.
+    """
     line = BatchLine("map") if line is None else line
     batch: str | None = None
     reader: ResultReader | None = None
@@ -264,8 +270,10 @@ def stream(
                 assert reader is not None
                 assert batch is not None
                 line.show(batch, received, submitted, more=not closed)
-                got = _take(reader, early, None if received else IDLE_S, line)
+                got = _take(reader, early, IDLE_S, line)
                 received += got
+                if is_stopped():
+                    return
                 if not received:
                     line.idle()
     finally:
@@ -347,7 +355,7 @@ def _chunk(calls: Iterator[bytes], room: int) -> tuple[list[bytes], bool]:
     return chunk, len(chunk) < room
 
 
-def raise_first(outcomes: Iterator[object]) -> Iterator[object]:
+def raise_first(outcomes: Iterator[object]) -> Generator[object, None, None]:
     try:
         for value in outcomes:
             if type(value) is Raised:
@@ -359,7 +367,7 @@ def raise_first(outcomes: Iterator[object]) -> Iterator[object]:
             close()
 
 
-def exceptions_as_values(outcomes: Iterator[object]) -> Iterator[object]:
+def exceptions_as_values(outcomes: Iterator[object]) -> Generator[object, None, None]:
     try:
         for value in outcomes:
             yield value.exception if type(value) is Raised else value
