@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import io
+import os
 import pickle
 import site
 import sys
@@ -108,7 +109,7 @@ class OwnModules:
 def _installed_folders() -> set[str]:
     found = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     found |= {*site.getsitepackages(), site.getusersitepackages()}
-    return {str(Path(folder).resolve()) + "/" for folder in found if folder} | {"<frozen"}
+    return {str(Path(folder).resolve()) + os.sep for folder in found if folder} | {"<frozen"}
 
 
 _own = OwnModules()
