@@ -175,7 +175,6 @@ COMPONENTS: Mapping[str, Callable[[], str | None]] = {
     "release before": _release_before,
     "standard library's tests": _stdlib_tests,
     "scikit-learn": _module("sklearn", "scikit-learn"),
-    "tqdm": _module("tqdm", "tqdm"),
     "nftables": _program("nft", "nftables"),
     "slirp4netns": _program("slirp4netns", "slirp4netns"),
     "rsyslog": _rsyslog,
