@@ -342,6 +342,7 @@ def test_an_async_function_runs_to_its_end_in_the_pool(client: Client) -> None:
     assert task.submit(2).result() == 3
     assert list(task.map([3, 4])) == [4, 5]
     assert asyncio.run(task(5)) == 6  # here it is a coroutine function as ever
+    assert b"gpool." not in task.pickled()  # a sandbox need not have gpool
 
 
 def test_what_is_no_function_of_its_own_is_refused_where_it_is_decorated(client: Client) -> None:

@@ -154,7 +154,7 @@ def dumps(value: object) -> bytes:
 
 
 def by_value(function: Callable[..., T]) -> Callable[..., T]:
-    """Copy of a module's function that is sent with its code: sandboxes have no gpool.
+    """Copy of a module's function that is sent with its code: a sandbox need not have gpool.
 
     It may use builtins and modules that the function imports itself, no other globals.
     """
