@@ -29,7 +29,9 @@ log = logging.getLogger(__name__)
 
 FIRST_CHUNK, LAST_CHUNK = 64, 4000
 WINDOW = 50_000
-_CHUNK_BYTES = 8 * 1024 * 1024
+CHUNK_BYTES = 8 * 1024 * 1024
+"""A request is sent once its calls have this size."""
+
 _CHUNK_S = 0.1
 """A chunk is submitted after this time even if it is small: inputs may be slow."""
 
@@ -350,7 +352,7 @@ def _chunk(calls: Iterator[bytes], room: int) -> tuple[list[bytes], bool]:
     for call in islice(calls, room):
         chunk.append(call)
         size_bytes += len(call)
-        if size_bytes > _CHUNK_BYTES or time.monotonic() - began > _CHUNK_S:
+        if size_bytes > CHUNK_BYTES or time.monotonic() - began > _CHUNK_S:
             return chunk, False
     return chunk, len(chunk) < room
 

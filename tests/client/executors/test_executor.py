@@ -32,6 +32,22 @@ def test_calls_of_one_executor_share_a_batch(sdk: Client) -> None:
     assert sdk.batch(batches.pop())["closed"]
 
 
+def test_many_large_calls_go_in_several_requests(sdk: Client) -> None:
+    with Executor(client=sdk) as executor:
+        futures = [executor.submit(len, bytes(40_000)) for _ in range(400)]
+        assert {future.result(PATIENCE_S) for future in futures} == {40_000}
+
+
+def test_a_call_behind_waiting_ones_gets_no_worker_before_them(sdk: Client) -> None:
+    with Executor(1, client=sdk) as executor:
+        first = executor.submit(abs, -1)
+        rest = []
+        first.add_done_callback(lambda _: rest.append(executor.submit(abs, -3)))
+        second = executor.submit(abs, -2)
+        assert [first.result(PATIENCE_S), second.result(PATIENCE_S)] == [1, 2]
+        assert rest[0].result(PATIENCE_S) == 3
+
+
 def test_a_call_that_waits_in_the_pool_can_be_cancelled(sdk: Client) -> None:
     with Executor(client=sdk, gpu="H100") as executor:
         future = executor.submit(abs, -1)

@@ -105,7 +105,8 @@ class CallDispatcher:
         self._inbox: mapping.ResultInbox = SimpleQueue()
         self._reader: mapping.ResultReader | None = None
         self._batch: str | None = None
-        self._lock, self._is_closed = threading.Lock(), False
+        # Reentrant: the garbage collector may call `close` in the thread that holds the lock.
+        self._lock, self._is_closed = threading.RLock(), False
         self.thread: threading.Thread | None = None
 
     def submit(self, function: Callable[..., T], args: Any, kwargs: Any) -> PoolFuture[T]:
@@ -170,7 +171,8 @@ class CallDispatcher:
         """Calls to send now, each with a worker if their number is limited; a cancelled one is dropped."""
         with self._lock:
             chunk: list[PendingCall] = []
-            while self._pending and len(chunk) < most:
+            size_bytes = 0
+            while self._pending and len(chunk) < most and size_bytes < mapping.CHUNK_BYTES:
                 future = self._pending[0].future
                 if self._idle is not None and future.is_waiting():
                     if not self._idle:
@@ -179,6 +181,7 @@ class CallDispatcher:
                 call = self._pending.popleft()
                 if not future.cancelled():
                     chunk.append(call)
+                    size_bytes += len(call.rendered)
             return chunk
 
     def _send(self) -> bool:
