@@ -53,18 +53,18 @@ class PoolFuture(Future[T], Generic[T]):
 
         Sends requests if the call waits in the pool. `future.run.cancel()` stops a running call too.
         """
-        run = self.run
-        if run is not None and not self.done():
-            if self.running():
-                return False
-            with contextlib.suppress(GpoolError):
-                run.cancel()
+        if self.running():
+            return False
         with self._cancelling:
             is_new = not self.cancelled()
             if not super().cancel():
                 return False
             if is_new:
                 self.set_running_or_notify_cancel()  # tells `wait` and `as_completed`
+        # Last: the result stream may report the cancelled task before this request returns.
+        if is_new and self.run is not None:
+            with contextlib.suppress(GpoolError):
+                self.run.cancel()
         return True
 
     def running(self) -> bool:
@@ -101,6 +101,7 @@ class CallDispatcher:
         self._task: Task[..., Any] = Task(operator.call, options, lambda: client)
         self._echo = mapping.MapEcho(lambda id_: echo_log(client, id_), options.echoes)
         self._pending: deque[PendingCall] = deque()
+        self._sending: list[PendingCall] = []
         self._sent: dict[int, PoolFuture[Any]] = {}
         self._inbox: mapping.ResultInbox = SimpleQueue()
         self._reader: mapping.ResultReader | None = None
@@ -139,7 +140,7 @@ class CallDispatcher:
     def close(self, *, cancel: bool = False) -> None:
         with self._lock:
             self._is_closed = True
-            waiting = list(self._pending) if cancel else []
+            waiting = [*self._sending, *self._pending] if cancel else []
             sent = list(self._sent.values()) if cancel else []
         for future in [*(call.future for call in reversed(waiting)), *reversed(sent)]:
             future.cancel()
@@ -182,6 +183,7 @@ class CallDispatcher:
                 if not future.cancelled():
                     chunk.append(call)
                     size_bytes += len(call.rendered)
+            self._sending = chunk
             return chunk
 
     def _send(self) -> bool:
