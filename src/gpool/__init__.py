@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from gpool.client.client import Client as Client
     from gpool.client.client import run as run
     from gpool.client.client import task as task
+    from gpool.client.executors.executor import Executor as Executor
     from gpool.client.local_files import local_files as local_files
     from gpool.client.runs import Run as Run
     from gpool.client.tasks import Task as Task
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Client": "gpool.client.client",
     "Completed": "gpool.client.values",
+    "Executor": "gpool.client.executors.executor",
     "RemoteTraceback": "gpool.client.values",
     "Run": "gpool.client.runs",
     "Task": "gpool.client.tasks",
@@ -71,6 +73,7 @@ __all__ = [
     "Client",
     "Completed",
     "Conflict",
+    "Executor",
     "Forbidden",
     "GpoolError",
     "Invalid",

@@ -14,6 +14,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +152,9 @@ class RealPool:
         await self._lifespan.__aenter__()
         self.transport = AppTransport(self.app, self._loop)
 
-    def join(self) -> Node:
-        return Node(self)
+    def join(self, cpus: int = 2) -> Node:
+        """A node of two processors runs its leases one after another; a larger one all at once."""
+        return Node(self, cpus)
 
     def close(self) -> None:
         self.wait(self._lifespan.__aexit__(None, None, None))
@@ -162,10 +164,12 @@ class RealPool:
 
 
 class Node:
-    """Connects, offers two processors, and does what it is granted, one after another."""
+    """Connects, offers processors, and does what it is granted."""
 
-    def __init__(self, pool: RealPool) -> None:
+    def __init__(self, pool: RealPool, cpus: int = 2) -> None:
         self._pool = pool
+        self._workers = None if cpus <= 2 else ThreadPoolExecutor(cpus)
+        self._reporting = threading.Lock()
         self._frames: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._badge = joined(self._ask, a_key(), name="node")
         self.id = decode("node", self._badge.identity.node)
@@ -174,9 +178,9 @@ class Node:
         self._badge.take(Proven(issued.token, issued.at, issued.lives))
         self._channel = NodeChannel(pool.server, who, self._frames.put)
         offer = Offer(
-            2000,
-            2 << 30,
-            2 << 30,
+            1000 * cpus,
+            cpus << 30,
+            cpus << 30,
             pythons=frozenset({_python()}),
             tiers=frozenset({Tier.CONTAINER}),
             builds=frozenset({"pip"}),
@@ -192,6 +196,8 @@ class Node:
     def close(self) -> None:
         self._frames.put(None)
         self._thread.join()
+        if self._workers is not None:
+            self._workers.shutdown()
         self._pool.wait(self._channel.close())
 
     def _ask(self, path: str, document: dict[str, Any]) -> dict[str, Any]:
@@ -222,6 +228,9 @@ class Node:
             if isinstance(frame, Grants):
                 self._specs.update(frame.specs)
                 for line in frame.lines:
+                    if self._workers is not None:
+                        self._workers.submit(self._run_beside, self._specs[line.spec], line.leases)
+                        continue
                     items = [
                         item
                         for lease in line.leases
@@ -229,9 +238,16 @@ class Node:
                     ]
                     self._report(items)
 
+    def _run_beside(self, spec: TaskSpec, leases: tuple[Any, ...]) -> None:
+        """Run the leases of one allocation; other allocations run meanwhile."""
+        for lease in leases:
+            self._report([Started(lease.task, lease.epoch)])
+            self._report(self._run(spec, lease))
+
     def _report(self, items: list[Any]) -> None:
-        self._sequence += 1
-        self._pool.wait(self._channel.receive(Reports(self._sequence, tuple(items))))
+        with self._reporting:
+            self._sequence += 1
+            self._pool.wait(self._channel.receive(Reports(self._sequence, tuple(items))))
 
     def _run(self, spec: TaskSpec, lease: Any) -> list[Any]:
         if spec.command:
@@ -249,7 +265,7 @@ class Node:
         try:
             returned = function(*args, **kwargs)
             value = encoding.encode(returned, dumps) if as_data else dumps(returned)
-        except (ValueError, ZeroDivisionError, KeyError) as exc:
+        except Exception as exc:  # noqa: BLE001 - any exception is the answer
             reason, text = EndReason.RAISED, traceback.format_exc()
             value = encoding.encode_exception(exc) if as_data else dumps(exc)
         sha256 = ""

@@ -14,6 +14,7 @@ PUBLIC = [
     "Client",
     "Completed",
     "Conflict",
+    "Executor",
     "Forbidden",
     "GpoolError",
     "Invalid",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import gc
 import itertools
@@ -312,9 +313,6 @@ def test_whoever_waits_in_vain_for_a_task_that_does_not_start_is_told_why_once(
 def test_a_function_whose_value_lives_only_here_is_refused_before_it_is_sent(
     client: Client, pool: Pool
 ) -> None:
-    async def later() -> int:
-        return 1
-
     def many() -> Iterator[int]:
         yield 1
 
@@ -322,8 +320,7 @@ def test_a_function_whose_value_lives_only_here_is_refused_before_it_is_sent(
         yield 1
 
     for function, said in (
-        (later, "asyncio.run"),
-        (steadily, "asyncio.run"),
+        (steadily, "return a list"),
         (many, "return a list"),
         (functools.partial(many), "return a list"),
     ):
@@ -333,6 +330,19 @@ def test_a_function_whose_value_lives_only_here_is_refused_before_it_is_sent(
             list(client.task(function).map([()]))
     assert pool.requests == []
     assert list(client.task(many)()) == [1]  # here it may
+
+
+def test_an_async_function_runs_to_its_end_in_the_pool(client: Client) -> None:
+    async def later(x: int) -> int:
+        await asyncio.sleep(0)
+        return x + 1
+
+    task = client.task(later)
+    assert task.remote(1) == 2
+    assert task.submit(2).result() == 3
+    assert list(task.map([3, 4])) == [4, 5]
+    assert asyncio.run(task(5)) == 6  # here it is a coroutine function as ever
+    assert b"gpool." not in task.pickled()  # a sandbox need not have gpool
 
 
 def test_what_is_no_function_of_its_own_is_refused_where_it_is_decorated(client: Client) -> None:

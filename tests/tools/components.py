@@ -152,10 +152,29 @@ def _release_before() -> str | None:
     return f"this copy of the repository lacks {commit[:12]}" if found.returncode else None
 
 
+def stdlib_tests() -> Path | None:
+    """Tests of `concurrent.futures`: of this Python, of Debian's, or in the folder GPOOL_STDLIB_TESTS."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    given = os.environ.get("GPOOL_STDLIB_TESTS")
+    own = Path(os.__file__).parent / "test"
+    folders = [*([Path(given)] if given else []), own, Path("/usr/lib") / version / "test"]
+    names = ("test_concurrent_futures.py", "test_concurrent_futures/__init__.py")
+    return next((file for at in folders for name in names if (file := at / name).exists()), None)
+
+
+def _stdlib_tests() -> str | None:
+    if stdlib_tests() is not None:
+        return None
+    package = f"libpython{sys.version_info.major}.{sys.version_info.minor}-testsuite"
+    return f"the standard library's tests are missing (Debian: apt-get install {package})"
+
+
 COMPONENTS: Mapping[str, Callable[[], str | None]] = {
     "bubblewrap": _bubblewrap,
     "git": _program("git", "git"),
     "release before": _release_before,
+    "standard library's tests": _stdlib_tests,
+    "scikit-learn": _module("sklearn", "scikit-learn"),
     "nftables": _program("nft", "nftables"),
     "slirp4netns": _program("slirp4netns", "slirp4netns"),
     "rsyslog": _rsyslog,

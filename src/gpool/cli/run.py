@@ -205,21 +205,38 @@ def run(
 
     Streams the output, downloads output files and exits with the command's exit code. Ctrl-C detaches; a second
     Ctrl-C cancels the task. A local Python file as first word is uploaded and run with the packages of its inline
-    script metadata (PEP 723).
+    script metadata (PEP 723). `:NAME` runs a task of the project's gpool.toml; `:NAME --help` shows its parameters.
     """
     from gpool.client.local_files import shipment
     from gpool.client.options import Options
 
+    if command[0].startswith(":") and "--help" in command[1:]:
+        from gpool.cli.project.project_tasks import help_of, project_template
+
+        click.echo(help_of(project_template(command[0])[1]))
+        return
     client = client_of(ctx)
     shipped = shipment(workdir, ignore, inputs)
-    script = script_of(command, workdir)
+    own_env: dict[str, str] = {}
+    script = None
+    if command[0].startswith(":"):
+        from gpool.cli.project.project_tasks import project_task
+
+        chosen = project_task(command)
+        command, wanted = chosen.command, chosen.options(wanted)
+        shipped, outputs = [*shipped, *chosen.files()], (*chosen.template.outputs, *outputs)
+        own_env = dict(chosen.template.env)
+        if chosen.script is not None:
+            wanted["script"] = chosen.script
+    else:
+        script = script_of(command, workdir)
     if script is not None:
         command = ("python", script.path, *command[1:])
         shipped = [*shipped, script]
         wanted["script"] = script.source
-    elif not (wanted["image"] or wanted["pip"] or wanted["requirements"]):
+    elif not (wanted["image"] or wanted["pip"] or wanted["requirements"] or "script" in wanted):
         _warn_missing_script(command[0])
-    options = Options.of({**wanted, "env": variables(env), "secrets": secrets(secret)})
+    options = Options.of({**wanted, "env": own_env | variables(env), "secrets": secrets(secret)})
     if dry_run:
         from gpool.cli.market.prices import show_quote
         from gpool.client.client import quote_command

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import stat
 import struct
 import sys
 import tempfile
-import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,14 +47,19 @@ def standard_input(wanted: bool) -> Iterator[SentInput | None]:
         return
     from gpool.client.artifacts import LocalFile
 
-    with tempfile.NamedTemporaryFile(prefix="gpool-stdin-") as file:
-        shutil.copyfileobj(sys.stdin.buffer, file)
-        file.flush()
-        yield SentInput(LocalFile(STDIN_FILE, Path(file.name), file.tell(), False))
+    # A file of its own folder: Windows opens no file twice that is deleted on close.
+    with tempfile.TemporaryDirectory(prefix="gpool-stdin-") as folder:
+        path = Path(folder) / "stdin"
+        with path.open("wb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file)
+        yield SentInput(LocalFile(STDIN_FILE, path, path.stat().st_size, False))
 
 
 def unread_input() -> bool:
-    """Return whether standard input is a file or pipe with bytes to read; False for a terminal and for no input."""
+    """Return whether standard input is a file or pipe with bytes to read; False for a terminal and for no input.
+
+    On Windows False for a pipe too: its bytes cannot be counted without reading them.
+    """
     try:
         number = sys.stdin.fileno()
         facts = os.fstat(number)
@@ -65,6 +68,11 @@ def unread_input() -> bool:
     if stat.S_ISREG(facts.st_mode):
         return os.lseek(number, 0, os.SEEK_CUR) < facts.st_size
     if not (stat.S_ISFIFO(facts.st_mode) or stat.S_ISSOCK(facts.st_mode)):
+        return False
+    try:
+        import fcntl
+        import termios
+    except ImportError:
         return False
     (size,) = struct.unpack("i", fcntl.ioctl(number, termios.FIONREAD, b"\0" * 4))
     return bool(size)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import quote
 
 from gpool.client.transport import ApiTransport
@@ -214,38 +214,35 @@ class Artifacts:
         written = []
         for output in outputs:
             name = checked_path(output.path)
-            folder = _folder_beneath(into, name.split("/")[:-1])
-            try:
+            with OutputFolder.beneath(into, name.split("/")[:-1]) as folder:
                 written.append(into / name)
                 self._fetch_one(output, folder, name.rpartition("/")[2], progress)
-            finally:
-                os.close(folder)
         return written
 
     def _fetch_one(
-        self, output: OutputArtifact, folder: int, name: str, progress: TransferProgress
+        self, output: OutputArtifact, folder: OutputFolder, name: str, progress: TransferProgress
     ) -> None:
         short = name.encode()[:100].decode(errors="ignore")
         partial = f".{short}.{output.sha256[:16]}.part"
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            with os.fdopen(os.open(partial, flags, 0o600, dir_fd=folder), "r+b") as file:
+            with folder.open(partial) as file:
                 landing = Landing(file, lambda done: progress(output.path, done, output.size_bytes))
                 self._api.carry_out(lambda: download(output.sha256, landing))
                 mask = os.umask(0)
                 os.umask(mask)
-                os.fchmod(file.fileno(), (0o777 if output.executable else 0o666) & ~mask)
-            os.replace(partial, name, src_dir_fd=folder, dst_dir_fd=folder)
+                if hasattr(os, "fchmod"):
+                    os.fchmod(file.fileno(), (0o777 if output.executable else 0o666) & ~mask)
+            folder.replace(partial, name)
         except IsADirectoryError as exc:
-            os.unlink(partial, dir_fd=folder)
+            folder.unlink(partial)
             raise Conflict(
                 f"output '{output.path}' cannot be written: a folder of that name is there"
             ) from exc
         except OSError as exc:
             raise Conflict(f"output '{output.path}' cannot be written: {exc.strerror}") from exc
         except GpoolError:
-            if not os.stat(partial, dir_fd=folder).st_size:  # nothing to resume from
-                os.unlink(partial, dir_fd=folder)
+            if not folder.size_bytes(partial):  # nothing to resume from
+                folder.unlink(partial)
             raise
 
 
@@ -261,28 +258,83 @@ def _reporting(steps: Steps, file: LocalFile, progress: TransferProgress) -> Ste
             return
 
 
-def _folder_beneath(root: Path, names: Sequence[str]) -> int:
-    """Create missing folders; refuse a link on the way."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-    try:
-        current = os.open(root, flags)
-    except OSError as exc:
-        raise Conflict(f"'{root}' cannot be written to: {exc.strerror}") from exc
-    for name in names:
+_HAS_DESCRIPTORS = {os.open, os.mkdir, os.unlink, os.stat} <= os.supports_dir_fd
+"""Whether files can be named relative to an open folder, which nobody can replace by a link meanwhile. Not on Windows."""
+
+_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
+
+
+class OutputFolder:
+    """A folder that outputs are written into, open while they are."""
+
+    def __init__(self, path: Path, descriptor: int | None) -> None:
+        self._path, self._descriptor = path, descriptor
+
+    @classmethod
+    def beneath(cls, root: Path, names: Sequence[str]) -> OutputFolder:
+        """Create missing folders; refuse a link on the way."""
         try:
-            with suppress(FileExistsError):
-                os.mkdir(name, dir_fd=current)
-            deeper = os.open(name, flags | os.O_NOFOLLOW, dir_fd=current)
+            current = cls._opened(root, root, None)
         except OSError as exc:
-            in_the_way = exc.errno in (errno.ENOTDIR, errno.ELOOP)
-            why = f"'{name}' is a link or a file" if in_the_way else exc.strerror
-            raise Conflict(
-                f"'{'/'.join(names)}' beneath {root} cannot be written to: {why}"
-            ) from exc
-        finally:
-            os.close(current)
-        current = deeper
-    return current
+            raise Conflict(f"'{root}' cannot be written to: {exc.strerror}") from exc
+        for name in names:
+            try:
+                with suppress(FileExistsError):
+                    os.mkdir(current._of(name), dir_fd=current._descriptor)
+                deeper = cls._opened(current._path / name, name, current)
+            except OSError as exc:
+                in_the_way = exc.errno in (errno.ENOTDIR, errno.ELOOP)
+                why = f"'{name}' is a link or a file" if in_the_way else exc.strerror
+                raise Conflict(
+                    f"'{'/'.join(names)}' beneath {root} cannot be written to: {why}"
+                ) from exc
+            finally:
+                current.close()
+            current = deeper
+        return current
+
+    @classmethod
+    def _opened(cls, path: Path, name: str | Path, above: OutputFolder | None) -> OutputFolder:
+        if not _HAS_DESCRIPTORS:
+            places = [os.path.normcase(str(one)) for one in (path.resolve(), path.absolute())]
+            is_link = above is not None and places[0] != places[1]
+            if is_link or not path.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, "a link or a file", str(path))
+            return cls(path.resolve(), None)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        if above is None:
+            return cls(path, os.open(path, flags))
+        return cls(path, os.open(name, flags | os.O_NOFOLLOW, dir_fd=above._descriptor))
+
+    def __enter__(self) -> OutputFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+
+    def _of(self, name: str) -> str:
+        return name if self._descriptor is not None else str(self._path / name)
+
+    def open(self, name: str) -> BinaryIO:
+        flags = os.O_RDWR | os.O_CREAT | _FLAGS
+        return os.fdopen(os.open(self._of(name), flags, 0o600, dir_fd=self._descriptor), "r+b")
+
+    def replace(self, name: str, by: str) -> None:
+        at = self._descriptor
+        if at is None:
+            os.replace(self._of(name), self._of(by))
+        else:
+            os.replace(name, by, src_dir_fd=at, dst_dir_fd=at)
+
+    def unlink(self, name: str) -> None:
+        os.unlink(self._of(name), dir_fd=self._descriptor)
+
+    def size_bytes(self, name: str) -> int:
+        return os.stat(self._of(name), dir_fd=self._descriptor).st_size
 
 
 class OwnData:

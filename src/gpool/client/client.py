@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import os
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -39,7 +40,7 @@ from gpool.client.runs import (
     echoed_result,
     wait_for,
 )
-from gpool.client.tasks import Decorator, Task
+from gpool.client.tasks import Decorator, MapResults, Task
 from gpool.client.transport import ApiTransport, json_of
 from gpool.client.values import (
     PYTHON,
@@ -47,6 +48,7 @@ from gpool.client.values import (
     Raised,
     ReadingRules,
     Result,
+    SubmittedBatch,
     TrustedTeams,
     decode_results,
     decode_submitted,
@@ -150,21 +152,18 @@ class Client:
         iterables: Sequence[Iterable[Any]],
         *,
         return_exceptions: bool = False,
+        progress: bool = True,
         window: int = mapping.WINDOW,
-    ) -> Iterator[Any]:
+    ) -> MapResults[Any]:
         """See `Task.map`."""
-        rendered = (self._render(dumps_call(task.function, a, {})) for a in zip(*iterables))  # noqa: B905 - as builtin map
+        stopped = threading.Event()
+        rendered = (rendered_call(self, task, a, {}) for a in zip(*iterables))  # noqa: B905 - as builtin map
 
         due, pickle_requested = _deadline(task), task.options.pickle_requested
         ids: list[str] = []  # of the first call
 
         def submit(calls: list[bytes], batch: str | None, more: bool) -> str:
-            place = {"more": more} if batch is None else {"more": more, "batch": batch}
-            start, joined = _members(place), b",".join(calls)
-            reply = self._post(
-                task, "/v1/tasks", lambda: b"%s,%s%s%s]}" % (start, due, self._head(task), joined)
-            )
-            accepted = decode_submitted(reply.body)
+            accepted = submit_calls(self, task, calls, batch, more=more, due=due)
             ids.extend(accepted.ids[: 1 - len(ids)])
             return batch or accepted.batch
 
@@ -189,10 +188,11 @@ class Client:
             value_of,
             self.cancel_batch,
             window=window,
-            line=mapping.BatchLine(task.label, phase=phase),
+            line=mapping.BatchLine(task.label, phase=phase, is_wanted=progress),
+            is_stopped=stopped.is_set,
         )
         wrap = mapping.exceptions_as_values if return_exceptions else mapping.raise_first
-        return wrap(outcomes)
+        return MapResults(wrap(outcomes), stopped)
 
     def _submit_and_wait(
         self, task: Task[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
@@ -223,7 +223,7 @@ class Client:
     def _one_call(
         self, task: Task[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
     ) -> bytes:
-        call = self._render(dumps_call(task.function, args, kwargs))
+        call = rendered_call(self, task, args, kwargs)
         return b"{%s%s%s]}" % (_deadline(task), self._head(task), call)
 
     def _head(self, task: Task[..., Any]) -> bytes:
@@ -416,6 +416,31 @@ class Client:
             if not page.get("next"):
                 return
             query["cursor"] = str(page["next"])
+
+
+def submit_calls(
+    client: Client,
+    task: Task[..., Any],
+    calls: Sequence[bytes],
+    batch: str | None,
+    *,
+    more: bool,
+    due: bytes = b"",
+) -> SubmittedBatch:
+    """Submit calls of `rendered_call` to a batch (None: a new one); without `more` it is closed."""
+    place = {"more": more} if batch is None else {"more": more, "batch": batch}
+    start, joined, due = _members(place), b",".join(calls), due or _deadline(task)
+    reply = client._post(
+        task, "/v1/tasks", lambda: b"%s,%s%s%s]}" % (start, due, client._head(task), joined)
+    )
+    return decode_submitted(reply.body)
+
+
+def rendered_call(
+    client: Client, task: Task[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
+) -> bytes:
+    """Call as the request holds it; large arguments are uploaded. `Invalid` names one that cannot be sent."""
+    return client._render(dumps_call(task.function, args, kwargs))
 
 
 def quote_command(

@@ -7,10 +7,10 @@ One file because every setting comes from the same arguments, variables and prof
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import threading
+import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -68,9 +68,38 @@ class SessionFile:
     @contextmanager
     def locked(self) -> Iterator[None]:
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with self.path.with_name(self.path.name + ".lock").open("w") as lock:
+        path = self.path.with_name(self.path.name + ".lock")
+        try:
+            import fcntl  # noqa: PLC0415 - Windows has none
+        except ImportError:
+            with _lock_file(path.with_name(path.name + "ed")):
+                yield
+            return
+        with path.open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+
+
+LOCKED_S = 60.0
+"""Age after which a lock file counts as left behind by a process that was killed: longer than a refresh takes."""
+
+
+@contextmanager
+def _lock_file(path: Path) -> Iterator[None]:
+    """Lock by a file that exists while the lock is held, for systems without `flock`."""
+    pause, ends = threading.Event(), time.monotonic() + LOCKED_S
+    while True:
+        try:
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            break
+        except FileExistsError:
+            if time.monotonic() > ends:
+                path.unlink(missing_ok=True)
+            pause.wait(0.05)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
 
 
 class SignInSession:

@@ -12,7 +12,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from queue import Empty, SimpleQueue
@@ -29,7 +29,9 @@ log = logging.getLogger(__name__)
 
 FIRST_CHUNK, LAST_CHUNK = 64, 4000
 WINDOW = 50_000
-_CHUNK_BYTES = 8 * 1024 * 1024
+CHUNK_BYTES = 8 * 1024 * 1024
+"""A request is sent once its calls have this size."""
+
 _CHUNK_S = 0.1
 """A chunk is submitted after this time even if it is small: inputs may be slow."""
 
@@ -55,13 +57,18 @@ class ReaderFailure:
     error: GpoolError
 
 
+ResultInbox = SimpleQueue[list[Result] | ReaderFailure | None]
+"""Results of a batch as they come; None wakes the thread that reads it."""
+
+
 class ResultReader:
     """Puts lists of results into `inbox`, each result once."""
 
-    def __init__(self, api: ApiTransport, batch: str) -> None:
+    def __init__(self, api: ApiTransport, batch: str, inbox: ResultInbox | None = None) -> None:
+        """`inbox`: default one of its own."""
         self._api, self._batch = api, batch
         self._stopped = threading.Event()
-        self.inbox: SimpleQueue[list[Result] | ReaderFailure] = SimpleQueue()
+        self.inbox: ResultInbox = SimpleQueue() if inbox is None else inbox
         self._thread = threading.Thread(target=self._read, name=f"gpool {batch}", daemon=True)
         self._thread.start()
 
@@ -146,12 +153,14 @@ class BatchLine:
         name: str,
         out: TextIO | None = None,
         phase: Callable[[], str] = lambda: "",
+        *,
+        is_wanted: bool = True,
     ) -> None:
-        """`phase`: that of the first call; asked while no call has ended."""
+        """`phase`: that of the first call; asked while no call has ended. `is_wanted`: show the bar on a terminal."""
         self._phase, self._last = phase, ""
         self._name = "".join(letter for letter in name[:40] if letter.isprintable())
         self._out = sys.stderr if out is None else out
-        self._is_tty = self._out.isatty()
+        self._is_tty = is_wanted and self._out.isatty()
         self._is_shown = False
         self.failed = 0
 
@@ -183,7 +192,7 @@ class BatchLine:
 
 
 IDLE_S = 2.0
-"""Interval at which the first call's phase is asked for while no call has ended."""
+"""Interval at which the first call's phase is asked for while no call has ended, and a stopped map is noticed."""
 
 BAR = 20
 """Width of the bar in characters."""
@@ -198,8 +207,12 @@ def stream(
     *,
     window: int = WINDOW,
     line: BatchLine | None = None,
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[object]:
-    """Values (or `Raised`) in order; `abandon(batch)` if the caller stops early. `line` shows the progress."""
+    """Values (or `Raised`) in order; `abandon(batch)` if the caller stops early. `line` shows the progress.
+
+    `is_stopped` is asked every `IDLE_S` while no result comes: another thread may end the map.
+    """
     line = BatchLine("map") if line is None else line
     batch: str | None = None
     reader: ResultReader | None = None
@@ -259,8 +272,10 @@ def stream(
                 assert reader is not None
                 assert batch is not None
                 line.show(batch, received, submitted, more=not closed)
-                got = _take(reader, early, None if received else IDLE_S, line)
+                got = _take(reader, early, IDLE_S, line)
                 received += got
+                if is_stopped():
+                    return
                 if not received:
                     line.idle()
     finally:
@@ -300,6 +315,7 @@ def ended(
                 got = []
             if isinstance(got, ReaderFailure):
                 raise got.error
+            got = got or []
             received += len(got)
             yield from got
             if not about["closed"]:
@@ -321,6 +337,7 @@ def _take(
         return 0
     if isinstance(got, ReaderFailure):
         raise got.error
+    got = got or []
     for result in got:
         early[result.position] = result
     if line is not None:
@@ -335,12 +352,12 @@ def _chunk(calls: Iterator[bytes], room: int) -> tuple[list[bytes], bool]:
     for call in islice(calls, room):
         chunk.append(call)
         size_bytes += len(call)
-        if size_bytes > _CHUNK_BYTES or time.monotonic() - began > _CHUNK_S:
+        if size_bytes > CHUNK_BYTES or time.monotonic() - began > _CHUNK_S:
             return chunk, False
     return chunk, len(chunk) < room
 
 
-def raise_first(outcomes: Iterator[object]) -> Iterator[object]:
+def raise_first(outcomes: Iterator[object]) -> Generator[object, None, None]:
     try:
         for value in outcomes:
             if type(value) is Raised:
@@ -352,7 +369,7 @@ def raise_first(outcomes: Iterator[object]) -> Iterator[object]:
             close()
 
 
-def exceptions_as_values(outcomes: Iterator[object]) -> Iterator[object]:
+def exceptions_as_values(outcomes: Iterator[object]) -> Generator[object, None, None]:
     try:
         for value in outcomes:
             yield value.exception if type(value) is Raised else value

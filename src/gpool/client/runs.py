@@ -7,18 +7,20 @@ One file because a run's output, its display and its result come from one stream
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import contextlib
+import html
 import json
 import logging
 import sys
 import threading
 import time
 from base64 import b64decode
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, cast, overload
 from urllib.parse import quote
 
 from gpool.client.transport import ApiTransport
@@ -27,7 +29,15 @@ from gpool.core.errors import GpoolError, Unreachable
 from gpool.core.terminal import TerminalText, plain
 
 if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # a checker brings it; `default` is new in Python 3.13
+
     from gpool.client.client import Client
+
+    V = TypeVar("V", default=Any)
+else:
+    from typing import TypeVar
+
+    V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +213,12 @@ LONGEST_WAIT_S = 30
 """Longest wait of one request for a task's end; a longer wait repeats the request."""
 
 
-class Run:
-    """A submitted task. Each property sends a request until the task's end is known."""
+AWAITED_S = 5.0
+"""Longest wait of one request of an awaited run: a cancelled `await` leaves its thread busy for at most this time."""
+
+
+class Run(Generic[V]):
+    """A submitted task. Each property sends a request until the task's end is known. `await run` is its result."""
 
     def __init__(
         self,
@@ -227,6 +241,33 @@ class Run:
 
     def __repr__(self) -> str:
         return f"Run({self.id!r})"
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks; sends one request. Texts of the task are escaped."""
+        try:
+            document = self.document()
+        except GpoolError as error:
+            document = {"status": f"not known: {error.detail}"}
+        rows = {"task": self.id} | {
+            name: plain(str(value))
+            for name in ("name", "status", "phase", "node_name", "error_text")
+            if (value := document.get(name))
+        }
+        cells = "".join(
+            f"<tr><th>{html.escape(name.replace('_', ' '))}</th><td>{html.escape(value)}</td></tr>"
+            for name, value in rows.items()
+        )
+        return f"<table>{cells}</table>"
+
+    def __await__(self) -> Generator[Any, None, V]:
+        """Wait for the result in a thread of the event loop's executor; see `result`."""
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> V:
+        while self._known is None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.to_thread(self.wait, AWAITED_S)
+        return await asyncio.to_thread(self.result)
 
     @property
     def status(self) -> str:
@@ -275,7 +316,7 @@ class Run:
             self._known = wait_for(self._client, self.id, timeout)
         return self._known
 
-    def result(self, timeout: float | None = None) -> Any:
+    def result(self, timeout: float | None = None) -> V:
         """Return a function's value or raise its exception with the remote traceback; None for a successful command.
 
         `UntrustedResult` if another account's node returned a pickle; see `Task.remote`.
@@ -286,7 +327,7 @@ class Run:
         if not self._function:
             if result.status != "succeeded":
                 raise failure(result)
-            return None
+            return cast(V, None)
         value = outcome(
             result,
             self._client.artifacts.get,
@@ -296,7 +337,7 @@ class Run:
         )
         if type(value) is Raised:
             raise value.exception
-        return value
+        return cast(V, value)
 
     def fetch(self, into: str | Path = ".") -> list[Path]:
         """Wait for the end and write the outputs beneath `into`."""

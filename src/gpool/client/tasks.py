@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import inspect
 import operator
+import threading
 import types
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, Unpack, cast, overload
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, Unpack, cast, overload
 
 from gpool.client.options import Options, TaskOptions
 from gpool.client.runs import Run
-from gpool.client.values import RESULTS_AS_DATA, dumps_function, is_sent_by_value
+from gpool.client.values import RESULTS_AS_DATA, by_value, dumps_function, is_sent_by_value
 from gpool.core.errors import Invalid
 
 if TYPE_CHECKING:
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+V = TypeVar("V")
 
 
 class Task(Generic[P, R]):
@@ -60,14 +64,18 @@ class Task(Generic[P, R]):
         elif self._references.are_unchanged():
             return self._pickled
         self._references = References(self.function)
-        pickled = dumps_function(self.function, self.label)
+        pickled = dumps_function(runnable(self.function), self.label)
         if not self.options.pickle_requested:
             pickled += RESULTS_AS_DATA
         if pickled != self._pickled:
             self._pickled = pickled
         return self._pickled
 
-    def remote(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    @overload
+    def remote(self: Task[P, Coroutine[Any, Any, V]], *args: P.args, **kwargs: P.kwargs) -> V: ...
+    @overload
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Run in the pool and wait; return the value, or raise the exception with the remote traceback as cause.
 
         Values are data: numbers, text, bytes, containers, dates, numpy arrays, torch tensors, and dataclasses, named
@@ -76,22 +84,43 @@ class Task(Generic[P, R]):
         code in this process: from another account's node it raises `UntrustedResult` unless the task has
         `results="pickle"`.
         """
-        return cast(R, self._client().call(self, args, kwargs))
+        return self._client().call(self, args, kwargs)
 
-    def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run:
+    @overload
+    def submit(
+        self: Task[P, Coroutine[Any, Any, V]], *args: P.args, **kwargs: P.kwargs
+    ) -> Run[V]: ...
+    @overload
+    def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run[R]: ...
+    def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run[Any]:
         """Run in the pool without waiting."""
         return self._client().submit_call(self, args, kwargs)
 
-    def map(self, *iterables: Iterable[Any], return_exceptions: bool = False) -> Iterator[R]:
+    @overload
+    def map(
+        self: Task[P, Coroutine[Any, Any, V]],
+        *iterables: Iterable[Any],
+        return_exceptions: bool = False,
+        progress: bool = True,
+    ) -> MapResults[V]: ...
+    @overload
+    def map(
+        self, *iterables: Iterable[Any], return_exceptions: bool = False, progress: bool = True
+    ) -> MapResults[R]: ...
+    def map(
+        self, *iterables: Iterable[Any], return_exceptions: bool = False, progress: bool = True
+    ) -> MapResults[Any]:
         """Run in parallel for each set of arguments; yield values in input order as soon as they are known.
 
         Inputs are consumed on demand and may be endless. The first exception is raised and cancels the rest; with
-        `return_exceptions`, exceptions are yielded instead.
+        `return_exceptions`, exceptions are yielded instead. On a terminal a bar counts the calls, unless `progress` is
+        False. `async for` works as `for` does.
         """
         if not iterables:
             raise TypeError("map needs at least one iterable of arguments")
-        found = self._client().map(self, iterables, return_exceptions=return_exceptions)
-        return cast(Iterator[R], found)
+        return self._client().map(
+            self, iterables, return_exceptions=return_exceptions, progress=progress
+        )
 
     def with_options(self, **changes: Unpack[TaskOptions]) -> Task[P, R]:
         """The same function with changed options."""
@@ -101,6 +130,43 @@ class Task(Generic[P, R]):
             if name not in changes
         }
         return Task(self.function, Options.of({**options, **changes}), self._client)
+
+
+class MapResults(Generic[R]):
+    """Values of a map in input order, for `for` and `async for`. `close` cancels the calls that have not ended."""
+
+    def __init__(self, values: Generator[R, None, None], stopped: threading.Event) -> None:
+        """`stopped` ends `values` at its next wait, from any thread."""
+        self._values, self._stopped = values, stopped
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> R:
+        return next(self._values)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> R:
+        waiting = asyncio.create_task(asyncio.to_thread(next, self._values, _MISSING))
+        try:
+            value = await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            self._stopped.set()
+            raise
+        if value is _MISSING:
+            raise StopAsyncIteration
+        return cast(R, value)
+
+    def close(self) -> None:
+        self._stopped.set()
+        with contextlib.suppress(ValueError):  # a thread waits in it, and notices `stopped`
+            self._values.close()
+
+    async def aclose(self) -> None:
+        """`close` without blocking the event loop."""
+        await asyncio.to_thread(self.close)
 
 
 _MISSING = object()
@@ -174,13 +240,24 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
+def runnable(function: Callable[P, Any]) -> Callable[P, Any]:
+    """The function as a sandbox runs it: an async one is run to its end in an event loop of its own."""
+    if isinstance(function, Task):
+        function = function.function
+    if inspect.iscoroutinefunction(function):
+        return functools.partial(by_value(_run_coroutine), function)
+    return function
+
+
+def _run_coroutine(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    import asyncio  # noqa: PLC0415 - it runs in the sandbox, without this module's globals
+
+    return asyncio.run(function(*args, **kwargs))
+
+
 def _refuse_unpicklable_returns(function: Callable[..., object], label: str) -> None:
-    """Coroutines and generators cannot leave the process that created them."""
-    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        raise TypeError(
-            f"{label} is async, and a coroutine cannot be returned from the pool; use a plain function that calls asyncio.run"
-        )
-    if inspect.isgeneratorfunction(function):
+    """Generators cannot leave the process that created them."""
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise TypeError(
             f"{label} is a generator, which cannot be returned from the pool; return a list"
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import io
+import os
 import pickle
 import site
 import sys
@@ -20,7 +21,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import quote
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -48,6 +49,8 @@ from gpool.wire.values import (
     decode,
     reason_for_pickle,
 )
+
+T = TypeVar("T")
 
 PROTOCOL = 5
 RESULTS_AS_DATA = b"\ngpool:results=data\n"
@@ -106,7 +109,7 @@ class OwnModules:
 def _installed_folders() -> set[str]:
     found = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     found |= {*site.getsitepackages(), site.getusersitepackages()}
-    return {str(Path(folder).resolve()) + "/" for folder in found if folder} | {"<frozen"}
+    return {str(Path(folder).resolve()) + os.sep for folder in found if folder} | {"<frozen"}
 
 
 _own = OwnModules()
@@ -148,6 +151,17 @@ def dumps(value: object) -> bytes:
             for module in pickler.registered:
                 cloudpickle.unregister_pickle_by_value(module)
         return file.getvalue()
+
+
+def by_value(function: Callable[..., T]) -> Callable[..., T]:
+    """Copy of a module's function that is sent with its code: a sandbox need not have gpool.
+
+    It may use builtins and modules that the function imports itself, no other globals.
+    """
+    assert isinstance(function, types.FunctionType)
+    copy = types.FunctionType(function.__code__, {"__name__": "__main__"}, function.__name__)
+    copy.__module__ = "__main__"
+    return copy
 
 
 def dumps_function(function: Callable[..., object], name: str) -> bytes:

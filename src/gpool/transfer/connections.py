@@ -62,6 +62,8 @@ class HttpConnection:
         """Whether an idle connection can be used again; readable means that the server closed it."""
         if monotonic() - self.idle_since > KEPT_IDLE_S:
             return False
+        if not hasattr(select, "poll"):  # Windows, where `select` takes any socket number
+            return not select.select([self._socket], [], [], 0)[0]
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return not poll.poll(0)

@@ -35,6 +35,8 @@ def write_private(path: Path, data: bytes, *, replace: bool) -> None:
                 os.link(draft, path)
     finally:
         draft.unlink(missing_ok=True)
+    if os.name == "nt":  # a folder cannot be opened there
+        return
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -47,7 +49,10 @@ def read_private(path: Path) -> bytes:
     with path.open("rb") as file:
         facts = os.fstat(file.fileno())
         mode = stat.S_IMODE(facts.st_mode)
-        if not stat.S_ISREG(facts.st_mode) or mode & 0o077:
+        is_open = (
+            os.name != "nt" and mode & 0o077
+        )  # Windows keeps rights elsewhere: the profile is the user's
+        if not stat.S_ISREG(facts.st_mode) or is_open:
             raise Invalid(f"{path} can be read by others (mode {mode:04o}); run `chmod 600 {path}`")
         return file.read()
 

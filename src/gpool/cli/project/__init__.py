@@ -1,0 +1,1 @@
+"""Tasks that a project's `gpool.toml` defines."""

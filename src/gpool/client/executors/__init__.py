@@ -1,0 +1,1 @@
+"""Interfaces of other libraries over the pool: `concurrent.futures` and joblib."""
