@@ -124,6 +124,7 @@ docs: setup                 ## write the generated pages again
 	$(BIN)/python -m gpool.core.lifecycle > docs/lifecycle.md
 	$(BIN)/python -m gpool.core.money.charging > docs/charges.md
 	$(BIN)/python -m gpool.core.permissions > docs/permissions.md
+	$(BIN)/python -m gpool.wire.events > docs/events.md
 	$(BIN)/python -m gpool.agent.state_machine.transitions > docs/agent-lifecycle.md
 	$(BIN)/python -m gpool.client.options > docs/options.md
 	$(BIN)/python -m tests.tools.settings_page > docs/settings.md

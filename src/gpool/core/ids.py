@@ -27,6 +27,9 @@ PREFIXES = {
     "key": "k",
     "team": "tm",
     "reservation": "rs",
+    "event": "ev",
+    "webhook": "wh",
+    "notice": "nt",
 }
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
 from gpool.core.errors import Invalid
 from gpool.core.model import GIB, MIB, Permission, Span
@@ -19,6 +19,7 @@ from gpool.core.quotas import OwnerQuota, Quota
 from gpool.observability.logs import LogFormat, LogLevel
 from gpool.server.blobs.bucket import Bucket, bucket_of, credentials_of_environment
 from gpool.server.blobs.signatures import S3Credentials
+from gpool.server.events.settings import NoticeSettings
 from gpool.server.identity.sealer import MasterSource
 from gpool.server.nodes.reports import SITE
 from gpool.server.outbound import own_address
@@ -40,16 +41,14 @@ class OidcProvider(BaseModel):
         pattern=r"^https?://",
         description="Issuer URL; the discovery document is at ISSUER/.well-known/openid-configuration.",
     )
-    client_id: str = Field(
-        min_length=1, description="Client id under which this server is registered there."
-    )
+    client_id: str = Field(min_length=1, description="Client id of this server at the provider.")
     client_secret: SecretStr | None = Field(
         default=None, description="Client secret; unset: a public client that uses PKCE alone."
     )
     scope: str = Field(default="openid", description="Scopes to request, separated by spaces.")
 
 
-class Settings(BaseSettings):
+class Settings(NoticeSettings):
     model_config = SettingsConfigDict(env_prefix="GPOOL_SERVER_", frozen=True, extra="forbid")
 
     host: str = Field(default="127.0.0.1", description="Address to listen on.")

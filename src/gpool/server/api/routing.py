@@ -26,6 +26,7 @@ from gpool.server.api.request_metrics import RequestMetrics
 from gpool.server.api.routes import (
     accounts,
     artifacts,
+    events,
     ledger,
     market,
     nodes,
@@ -100,6 +101,7 @@ ROUTERS = (
     teams.user_routes,
     operators.routes,
     ledger.routes,
+    events.routes,
     server.routes,
     server.alias_routes,
     channel.routes,

@@ -40,9 +40,9 @@ DOUBT = Span(60_000_000)
 AT_ONCE = 5_000
 """Ids read in one operation of the writer, so that other writes are not delayed."""
 
-RULES, QUOTAS, ACCOUNTS = 1, 2, 3
+RULES, QUOTAS, ACCOUNTS, SUBSCRIBERS = 1, 2, 3, 4
 WHOLE = 16
-"""Ids below name tables, as in migration 0013."""
+"""Ids below name tables, as in migrations 0013 and 0023."""
 
 ACCOUNT_TABLES = frozenset({"users", "memberships", "teams"})
 TASK_TABLES = ROW_TABLES - {"nodes"} | {"batches"}
@@ -147,6 +147,7 @@ class FollowChanges:
         server.gate.forget()
         await policy.refresh(server)
         await quotas.refresh(server)
+        await server.events.subscribers.refresh(server.store, server.now)
         await self._see_others(server.now)
         for node in await server.store.read(replicas.holders(self._nodes_here())):
             await self._send_again(node)
@@ -195,6 +196,8 @@ class FollowChanges:
             await policy.refresh(server)
         if QUOTAS in named:
             await quotas.refresh(server)
+        if SUBSCRIBERS in named:
+            await server.events.subscribers.refresh(server.store, server.now)
         self._touch(named)
         if ACCOUNTS in named:
             server.credentials.forget()
