@@ -153,6 +153,8 @@ async def checked(
     host = parts.hostname
     if parts.scheme not in ("http", "https") or not host or parts.username is not None:
         raise Invalid(f"{url[:200]!r} is not an http(s) URL without a user name")
+    if "#" in url:
+        raise Invalid(f"{url[:200]!r} has a fragment, which is never sent; leave it out")
     if not url.isascii() or not url.isprintable() or " " in url or "\\" in url:
         raise Invalid(f"{url[:200]!r} has characters that a URL must encode")
     try:
