@@ -139,8 +139,11 @@ def survey(terms: SurveyTerms) -> Operation[ConditionSurvey]:
     )
 
 
-def _owners(terms: SurveyTerms) -> list[int]:
-    return sorted(id_ for kind, id_ in terms.holders if kind == "user")
+def _owners(terms: SurveyTerms) -> dict[str, Relation]:
+    """Relation that `_of_owners` names; operators see the nodes of all."""
+    if POOL in terms.holders:
+        return {}
+    return {"owners": of_ids(sorted(id_ for kind, id_ in terms.holders if kind == "user"))}
 
 
 def _of_owners(terms: SurveyTerms) -> str:
@@ -157,7 +160,7 @@ def _nodes(terms: SurveyTerms) -> Operation[list[PoolCondition]]:
         "SELECT n.id, n.owner_id, n.name, n.last_beat_at FROM nodes n "  # noqa: S608
         f"WHERE n.last_beat_at < :before AND {_of_owners(terms)}",
         {"before": terms.lost_before},
-        {"owners": of_ids(_owners(terms))},
+        _owners(terms),
     )
     return [
         PoolCondition(
@@ -182,7 +185,7 @@ def _gpus(terms: SurveyTerms) -> Operation[list[PoolCondition]]:
         "SELECT g.id, g.node_id, n.owner_id, n.name, g.quarantined FROM gpus g JOIN nodes n ON n.id = g.node_id "  # noqa: S608
         f"WHERE g.quarantined IS NOT NULL AND g.gone = 0 AND {_of_owners(terms)}",
         {},
-        {"owners": of_ids(_owners(terms))},
+        _owners(terms),
     )
     found = []
     for row in rows:
