@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ READS_FOR = Span(86_400 * SECOND)
 """Time after the last read for which events of an account are recorded."""
 SILENCE_S = 15.0
 """Pause after which a stream sends a sign of life."""
+STREAM_S = 600.0
+"""Life of a stream; its reader connects again, and its permission is checked again."""
 ROWS = 200
 
 
@@ -66,7 +69,7 @@ async def page(server: Server, who: Caller, wanted: EventQuery, limit: int) -> l
 
 
 async def follow(server: Server, who: Caller, wanted: EventQuery) -> AsyncIterator[list[PoolEvent]]:
-    """Events as they come, for ever; an empty list is a sign of life."""
+    """Events as they come, for `STREAM_S`; an empty list is a sign of life."""
     holder = await holder_of_query(server, who, wanted, Action.EVENTS_READ)
     await subscribe(server, holder)
     return _follow(server, holder, wanted.after)
@@ -75,8 +78,10 @@ async def follow(server: Server, who: Caller, wanted: EventQuery) -> AsyncIterat
 async def _follow(
     server: Server, holder: EventHolder, after: int
 ) -> AsyncIterator[list[PoolEvent]]:
+    loop = asyncio.get_running_loop()
+    ends_s = loop.time() + STREAM_S
     with server.hub.subscription(holder[1]) as changed, server.events.stream():
-        while True:
+        while loop.time() < ends_s:
             rows = await server.store.read(outbox.events_after(holder, after, ROWS))
             if rows:
                 after = rows[-1].number
