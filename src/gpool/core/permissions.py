@@ -216,6 +216,7 @@ class Action(StrEnum):
     WEBHOOK_READ = "webhook.read"
     WEBHOOK_CHANGE = "webhook.change"
     WEBHOOKS_POOL = "webhook.pool"
+    WEBHOOKS_LIST_POOL = "webhook.list_pool"
     NOTICES_READ = "notice.read"
     NOTICE_CHANGE = "notice.change"
     # the pool
@@ -363,6 +364,7 @@ RULES: Mapping[Action, PermissionRule] = {
     _A.WEBHOOK_READ: _reads(_K.WEBHOOK, _OWN, _S.WEBHOOKS),
     _A.WEBHOOK_CHANGE: _changes(_K.WEBHOOK, _OWN, _S.WEBHOOKS),
     _A.WEBHOOKS_POOL: _changes(_K.SERVER, _OPERATOR, _S.ADMIN),
+    _A.WEBHOOKS_LIST_POOL: _reads(_K.SERVER, _OPERATOR, _S.ADMIN),
     _A.NOTICES_READ: _reads(_K.ACCOUNT, _SELF, _S.WEBHOOKS),
     _A.NOTICE_CHANGE: _changes(_K.ACCOUNT, _SELF, _S.WEBHOOKS),
     _A.HEALTH_READ: _reads(_K.SERVER, _ANYONE, None),

@@ -296,7 +296,8 @@ def as_markdown() -> str:
     pauses = ", ".join(_duration(seconds) for seconds in RETRY_DELAYS_S)
     lines += [
         "",
-        f"A delivery that fails is tried again after {pauses}: {sum(RETRY_DELAYS_S) // 3600} hours in all.",
+        f"A delivery that fails is tried again after {pauses}:",
+        f"{sum(RETRY_DELAYS_S) // 3600} hours in all.",
         "",
     ]
     return "\n".join(lines)

@@ -284,7 +284,7 @@ CASES: dict[tuple[str, str, str], Cell] = {
         "query": "?team={id}",
     },
     ("GET", "/v1/webhooks", "of the pool"): {
-        "action": Action.WEBHOOKS_POOL,
+        "action": Action.WEBHOOKS_LIST_POOL,
         "query": "?pool=true",
     },
     ("PATCH", "/v1/webhooks/{id}", ""): {"body": {"kinds": ["task.*"]}},

@@ -21,7 +21,7 @@ class NoticeSettings(BaseSettings):
         description="Networks besides the public Internet that webhooks may reach, e.g. 10.1.0.0/16, by commas.",
     )
     webhook_timeout_s: float = Field(
-        default=10, ge=0.1, le=60, description="Time for a receiver of a webhook to answer."
+        default=10, ge=0.1, le=14, description="Time for a receiver of a webhook to answer."
     )
     low_balance_microcredits: int = Field(
         default=1_000_000, ge=0, description="Balance below which an account gets `balance.low`."
@@ -39,7 +39,7 @@ class NoticeSettings(BaseSettings):
         default=None, description="File with the password, instead of `smtp_password`."
     )
     mail_from: str = Field(
-        default="", description="Sender of mails, e.g. `gpool <pool@example.org>`."
+        default="", description="Sender of mails, e.g. `Pool <pool@example.org>`."
     )
     mail_every_s: float = Field(
         default=60, ge=0, description="Least time between two mails to one address."

@@ -46,7 +46,7 @@ async def holder_of_query(
     if wanted.team is not None and wanted.pool:
         raise Invalid("'team' and 'pool' name two accounts; send one of them")
     if wanted.pool:
-        permit(who, _of_pool(action), THE_POOL)
+        permit(who, OF_POOL[action], THE_POOL)
         return POOL
     if wanted.team is None:
         permit(who, action, own(who))
@@ -58,8 +58,12 @@ async def holder_of_query(
     return "team", team
 
 
-def _of_pool(action: Action) -> Action:
-    return Action.EVENTS_READ_POOL if action is Action.EVENTS_READ else Action.WEBHOOKS_POOL
+OF_POOL = {
+    Action.EVENTS_READ: Action.EVENTS_READ_POOL,
+    Action.WEBHOOK_CREATE: Action.WEBHOOKS_POOL,
+    Action.WEBHOOKS_LIST: Action.WEBHOOKS_LIST_POOL,
+}
+"""Action on the pool that corresponds to one on an account."""
 
 
 async def page(server: Server, who: Caller, wanted: EventQuery, limit: int) -> list[PoolEvent]:

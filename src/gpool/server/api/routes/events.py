@@ -121,11 +121,15 @@ async def create_webhook(request: Request, team: OfTeam = None, pool: OfPool = F
 
 
 @routes.get(
-    "/v1/webhooks", Action.WEBHOOKS_LIST, Action.WEBHOOKS_POOL, returns=WebhookPage, problems=(400,)
+    "/v1/webhooks",
+    Action.WEBHOOKS_LIST,
+    Action.WEBHOOKS_LIST_POOL,
+    returns=WebhookPage,
+    problems=(400,),
 )
 async def list_webhooks(request: Request, team: OfTeam = None, pool: OfPool = False) -> Response:
     """List webhooks."""
-    who = await user_of(request, Action.WEBHOOKS_POOL if pool else Action.WEBHOOKS_LIST)
+    who = await user_of(request, Action.WEBHOOKS_LIST_POOL if pool else Action.WEBHOOKS_LIST)
     return answer(await webhooks.webhooks(server_of(request), who, _query(team, pool)))
 
 
