@@ -70,6 +70,8 @@ check: setup                ## lint, types, import contracts, structure, generat
 		|| { echo 'docs/charges.md is stale: run make docs'; exit 1; }
 	$(BIN)/python -m gpool.core.permissions | diff -u docs/permissions.md - \
 		|| { echo 'docs/permissions.md is stale: run make docs'; exit 1; }
+	$(BIN)/python -m gpool.wire.events | diff -u docs/events.md - \
+		|| { echo 'docs/events.md is stale: run make docs'; exit 1; }
 	$(BIN)/python -m gpool.agent.state_machine.transitions | diff -u docs/agent-lifecycle.md - \
 		|| { echo 'docs/agent-lifecycle.md is stale: run make docs'; exit 1; }
 	$(BIN)/python -m gpool.client.options | diff -u docs/options.md - \
@@ -124,6 +126,7 @@ docs: setup                 ## write the generated pages again
 	$(BIN)/python -m gpool.core.lifecycle > docs/lifecycle.md
 	$(BIN)/python -m gpool.core.money.charging > docs/charges.md
 	$(BIN)/python -m gpool.core.permissions > docs/permissions.md
+	$(BIN)/python -m gpool.wire.events > docs/events.md
 	$(BIN)/python -m gpool.agent.state_machine.transitions > docs/agent-lifecycle.md
 	$(BIN)/python -m gpool.client.options > docs/options.md
 	$(BIN)/python -m tests.tools.settings_page > docs/settings.md

@@ -36,6 +36,7 @@ from gpool.core.model import GIB, EndReason
 from gpool.server.app import close_server
 from gpool.server.scheduling.loops import MaintainIdentity, all_loops
 from gpool.server.store import identity_schema, schema  # noqa: F401 - they fill the metadata
+from gpool.server.store.operations.events import tables as event_tables  # noqa: F401 - likewise
 from gpool.server.store.protocol import Operation, operation
 from gpool.server.store.rows import values
 from gpool.server.store.schema_columns import metadata

@@ -13,6 +13,12 @@ from gpool.server.identity.audit import AuditEntry
 from gpool.server.store import identity_schema, schema  # noqa: F401 - they fill the metadata
 from gpool.server.store.drivers import postgres_replica
 from gpool.server.store.operations import node_pages, nodes, readings, replicas, rules
+from gpool.server.store.operations.events import (
+    conditions,
+    destinations,
+    outbox,
+    tables,  # noqa: F401 - likewise
+)
 from gpool.server.store.operations.identity import (
     account_deletion,
     accounts,
@@ -64,8 +70,13 @@ RULES: dict[str, Any] = {
     "changes": postgres_replica,
     "charges": BOOKS,
     "checkpoints": progress.forget_checkpoints,
+    "conditions": conditions.change_conditions,
     "data_keys": sealed_fields.forget_data_key,
     "failed_checks": deletion._delete,
+    "deliveries": outbox.forget_events,
+    "destinations": destinations.delete_destination,
+    "event_readers": outbox.forget_readers,
+    "events": outbox.forget_events,
     "gangs": deletion._delete,
     "gpu_bindings": nodes._forget_gone,
     "gpus": nodes._forget_gone,
@@ -86,6 +97,7 @@ RULES: dict[str, Any] = {
     "node_records": node_pages.forget_reliability_records,
     "nodes": nodes.remove_node,
     "oidc_identities": OF_ACCOUNT,
+    "outbox": outbox.number_events,
     "pending_transfers": BOOKS,
     "payout_lines": BOOKS,
     "payouts": Bound("one row for each closed period, for ever: the next file continues it"),

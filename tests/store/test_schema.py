@@ -19,7 +19,11 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 from gpool.core.errors import Invalid
 from gpool.core.ids import NodeId
 from gpool.core.model import Instant, TaskStatus
-from gpool.server.store import generated_rows, identity_schema, open_inline, open_store, schema  # noqa: F401 - they fill the metadata
+from gpool.server.store import (
+    generated_rows,
+    open_inline,
+    open_store,
+)
 from gpool.server.store.drivers.opening import migrate_sqlite, sqlite_version
 from gpool.server.store.drivers.sqlite_connection import compiled
 from gpool.server.store.migrations import newest_migration

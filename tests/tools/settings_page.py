@@ -9,6 +9,7 @@ from pydantic.fields import FieldInfo
 
 from gpool.agent.settings import AgentSettings
 from gpool.core.model import GIB
+from gpool.server.events.settings import NoticeSettings
 from gpool.server.identity.oidc import OidcProvider
 from gpool.server.settings import Settings
 
@@ -19,6 +20,7 @@ SECTIONS = {
     "registration": "Accounts and sign-in",
     "user_gpus": "Default quotas",
     "master_key": "Master keys",
+    "keep_events_days": "Events and notices",
 }
 """Heading by the first setting of each section."""
 
@@ -47,7 +49,10 @@ def as_markdown() -> str:
         "Server and agent read environment variables. Lists and sets are written as JSON. `gpool up` and",
         "`gpool join` set the variables of the agent from their options.",
     ]
-    for name, field in Settings.model_fields.items():
+    fields = Settings.model_fields
+    notices = NoticeSettings.model_fields.keys()
+    for name in (*(each for each in fields if each not in notices), *notices):
+        field = fields[name]
         if name in SECTIONS:
             lines += ["", f"## {SECTIONS[name]}", "", *TABLE]
         lines.append(_row(f"GPOOL_SERVER_{name.upper()}", name, field))

@@ -49,6 +49,7 @@ SECTIONS = {
         "delete": ("gpool.cli.listings", "Delete ended tasks or batches with their data."),
         "result": ("gpool.cli.tasks", "Download the output files of a finished task."),
         "explain": ("gpool.cli.tasks", "Explain why a task waits and estimate its start."),
+        "events": ("gpool.cli.notices.events", "Show events of your tasks, nodes and funds."),
     },
     "Pool and nodes": {
         "gpus": ("gpool.cli.pool", "List GPUs with their state."),
@@ -67,6 +68,8 @@ SECTIONS = {
         "keys": ("gpool.cli.account", "Manage API keys."),
         "team": ("gpool.cli.team", "Manage teams and their members."),
         "wallet": ("gpool.cli.wallet", "Manage the wallets of your account."),
+        "webhook": ("gpool.cli.notices.webhooks", "Send events to web addresses."),
+        "notify": ("gpool.cli.notices.events", "Send events to mail addresses."),
         "artifacts": ("gpool.cli.listings", "List and delete stored artifacts."),
         "storage": ("gpool.cli.listings", "Show what takes your storage."),
         "account": ("gpool.cli.listings", "Export or delete your account."),

@@ -152,6 +152,26 @@ def follow_log(
             return
 
 
+def follow_events(api: ApiTransport, query: str, after: str = "") -> Iterator[dict[str, Any]]:
+    """Events of an account, for ever: kept ones after a cursor, then new ones; resumed where a connection broke."""
+    tries = api.pauses()
+    while True:
+        headers = {"accept": "text/event-stream"} | ({"last-event-id": after} if after else {})
+        try:
+            with api.open(f"/v1/events?{query}", headers=headers) as response:
+                tries = api.pauses()
+                for event, data in _events(response.iter_bytes()):
+                    if event == KEEP_ALIVE:
+                        continue
+                    item = json.loads(data)
+                    after = str(item["id"])
+                    yield item
+        except Unreachable:
+            pause = next(tries, None)
+            if pause is None or api.wait(pause):
+                raise
+
+
 def _events(pieces: Iterable[bytes]) -> Iterator[tuple[str, str]]:
     name, data = "message", list[str]()
     for line in _lines(pieces):

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 
+_EMBEDDING = (
+    ipaddress.ip_network("64:ff9b::/96"),  # NAT64
+    ipaddress.ip_network("::/96"),  # IPv4-compatible
+)
+
 
 def is_public(address: str) -> bool:
     """Whether an address, or an IPv4 address embedded in it, is public: not private, loopback, link-local (metadata
@@ -14,8 +19,10 @@ def is_public(address: str) -> bool:
         inner = (
             parsed.ipv4_mapped or parsed.sixtofour or (parsed.teredo[1] if parsed.teredo else None)
         )
-        if inner is None and parsed in ipaddress.ip_network("64:ff9b::/96"):
+        if inner is None and any(parsed in network for network in _EMBEDDING):
             inner = ipaddress.IPv4Address(int(parsed) & 0xFFFFFFFF)
+        if parsed.is_site_local:
+            return False
         if inner is not None and not is_public(str(inner)):
             return False
     return parsed.is_global and not parsed.is_multicast

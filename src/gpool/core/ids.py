@@ -29,6 +29,9 @@ PREFIXES = {
     "reservation": "rs",
     "account": "ac",
     "receipt": "rc",
+    "event": "ev",
+    "webhook": "wh",
+    "notice": "nt",
 }
 
 

@@ -55,6 +55,7 @@ class ObjectKind(StrEnum):
     ARTIFACT = "artifact"
     NODE = "node"
     GPU = "gpu"
+    WEBHOOK = "webhook"
 
 
 # ---- actors
@@ -207,6 +208,17 @@ class Action(StrEnum):
     LEDGER_REFUND = "ledger.refund"
     LEDGER_VERIFY = "ledger.verify"
     BUDGET_SET = "budget.set"
+    # events
+    EVENTS_READ = "event.read"
+    EVENTS_READ_POOL = "event.read_pool"
+    WEBHOOK_CREATE = "webhook.create"
+    WEBHOOKS_LIST = "webhook.list"
+    WEBHOOK_READ = "webhook.read"
+    WEBHOOK_CHANGE = "webhook.change"
+    WEBHOOKS_POOL = "webhook.pool"
+    WEBHOOKS_LIST_POOL = "webhook.list_pool"
+    NOTICES_READ = "notice.read"
+    NOTICE_CHANGE = "notice.change"
     # the pool
     HEALTH_READ = "server.health"
     SCHEMA_READ = "server.schema"
@@ -345,6 +357,16 @@ RULES: Mapping[Action, PermissionRule] = {
     _A.LEDGER_REFUND: _changes(_K.SERVER, _OPERATOR, _S.ADMIN),
     _A.LEDGER_VERIFY: _reads(_K.SERVER, _OPERATOR, _S.ADMIN),
     _A.BUDGET_SET: _changes(_K.ACCOUNT, _OWN | _OPERATOR, _S.ADMIN),
+    _A.EVENTS_READ: _reads(_K.ACCOUNT, _VIEW, _S.TASKS_READ),
+    _A.EVENTS_READ_POOL: _reads(_K.SERVER, _OPERATOR, _S.ADMIN),
+    _A.WEBHOOK_CREATE: _changes(_K.ACCOUNT, _OWN, _S.WEBHOOKS),
+    _A.WEBHOOKS_LIST: _reads(_K.ACCOUNT, _OWN, _S.WEBHOOKS),
+    _A.WEBHOOK_READ: _reads(_K.WEBHOOK, _OWN, _S.WEBHOOKS),
+    _A.WEBHOOK_CHANGE: _changes(_K.WEBHOOK, _OWN, _S.WEBHOOKS),
+    _A.WEBHOOKS_POOL: _changes(_K.SERVER, _OPERATOR, _S.ADMIN),
+    _A.WEBHOOKS_LIST_POOL: _reads(_K.SERVER, _OPERATOR, _S.ADMIN),
+    _A.NOTICES_READ: _reads(_K.ACCOUNT, _SELF, _S.WEBHOOKS),
+    _A.NOTICE_CHANGE: _changes(_K.ACCOUNT, _SELF, _S.WEBHOOKS),
     _A.HEALTH_READ: _reads(_K.SERVER, _ANYONE, None),
     _A.SCHEMA_READ: _reads(_K.SERVER, _ANYONE, None),
     _A.PUBLIC_KEYS_READ: _reads(_K.SERVER, _ANYONE, None),

@@ -27,6 +27,8 @@ from gpool.server.blobs import Blobs
 from gpool.server.blobs.multipart import MultipartUploads
 from gpool.server.clock import Clock, MonotonicClock, SystemClock, system_ids
 from gpool.server.encryption.account_keys import AccountKeys
+from gpool.server.events.recording import RecordingStore
+from gpool.server.events.services import EventServices
 from gpool.server.first_start import ROOT_KEY_FILE, ensure_operator, load_root_key
 from gpool.server.identity.access_tokens import TokenAudience
 from gpool.server.identity.authorization import Credentials
@@ -112,6 +114,7 @@ async def open_server(settings: Settings, clock: Clock | None = None) -> Server:
         await server.blobs.multipart.probe()
     await quotas.refresh(server)
     await operating.refresh(server)
+    await server.events.subscribers.refresh(server.store, server.now)
     await server.identity.signing.ready(server.now)
     await server.picture.rebuild(server.now)
     await ensure_operator(server)
@@ -183,7 +186,9 @@ def wire(
     if root_key is None:
         root_key = load_root_key(settings.data)
     reads = ReadCache(MOST_ROWS)
-    store = MeasuredStore(store, metrics.signals.store, reads)
+    events = EventServices()
+    recording = RecordingStore(store, events.subscribers, clock.now)
+    store = MeasuredStore(recording, metrics.signals.store, reads)
     remember = span(settings.key_cache_s)
     sealer = Sealer(store, settings.master_source, clock.now, keys)
     sign_ins = _sign_ins(settings, store, sealer, ReceiptSigner(store, sealer, pool_name(root_key)))
@@ -258,6 +263,7 @@ def wire(
         examiner=GpuVerifier(store, picture, clock.now, VerificationSettings.of(settings)),
         telemetry=telemetry,
         monitor=monitor,
+        events=events,
         paces=FrameBudgets(settings.node_frames_per_s),
         reads=reads,
         admission=AdmissionController(
@@ -334,6 +340,7 @@ async def close_server(server: Server) -> None:
     """Close an opened server whose loops do not run."""
     if isinstance(server.replica, Membership):
         await server.replica.stop()
+    await server.events.close()
     await server.identity.close()
     await server.blobs.close()
     await server.store.close()

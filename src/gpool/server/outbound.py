@@ -1,4 +1,4 @@
-"""All outgoing HTTP of the server. URLs an operator configured (OIDC, chain) are used as they are.
+"""All outgoing HTTP and mail of the server. URLs an operator configured (OIDC, chain, mail) are used as they are.
 
 A user's URL is resolved first and refused if any address is not public; the checked address is dialled.
 """
@@ -9,12 +9,15 @@ import asyncio
 import ipaddress
 import json
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass
+import ssl
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from email.message import EmailMessage
 from functools import lru_cache
 from typing import Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
 
+import aiosmtplib
 import httpx2
 
 from gpool.core.addresses import is_public
@@ -31,10 +34,15 @@ FAILED_FOR = Span(10 * SECOND)
 _HEADERS = {"accept": "application/json", "user-agent": "gpool"}
 
 
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
+
+
 @dataclass(frozen=True, slots=True)
 class OutboundResponse:
     status: int
     body: bytes
+    retry_after: str = ""
 
     def json(self) -> Any:
         try:
@@ -117,7 +125,9 @@ class Outbound:
                             raise Unreachable(
                                 f"{_origin(url)} sent more than {MAX_ANSWER_BYTES} bytes"
                             )
-                    return OutboundResponse(answer.status_code, bytes(body))
+                    return OutboundResponse(
+                        answer.status_code, bytes(body), answer.headers.get("retry-after", "")
+                    )
         except (httpx2.HTTPError, httpx2.InvalidURL, TimeoutError) as error:
             what = str(error) or type(error).__name__
             raise Unreachable(f"{_origin(url)} does not respond ({what})") from error
@@ -127,7 +137,15 @@ class Outbound:
             await self._http.aclose()
 
 
-async def checked(url: str) -> CheckedDestination:
+async def _addresses(host: str, port: int) -> Sequence[str]:
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(entry[4][0]) for entry in found]
+
+
+async def checked(
+    url: str, allowed: Sequence[Network] = (), resolve: Resolve = _addresses
+) -> CheckedDestination:
+    """Resolve a user's URL; `Invalid` unless every address is public or in a network that the operator allows."""
     try:
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -136,15 +154,102 @@ async def checked(url: str) -> CheckedDestination:
     host = parts.hostname
     if parts.scheme not in ("http", "https") or not host or parts.username is not None:
         raise Invalid(f"{url[:200]!r} is not an http(s) URL without a user name")
+    if "#" in url:
+        raise Invalid(f"{url[:200]!r} has a fragment, which is never sent; leave it out")
+    if not url.isascii() or not url.isprintable() or " " in url or "\\" in url:
+        raise Invalid(f"{url[:200]!r} has characters that a URL must encode")
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise Invalid(f"{host[:200]!r} has no address: {error.strerror}") from error
-    addresses = [str(entry[4][0]) for entry in found]
+        addresses = await resolve(host, port)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise Invalid(f"{host[:200]!r} has no address: {why}") from error
+    if not addresses:
+        raise Invalid(f"{host[:200]!r} has no address")
     for address in addresses:
-        if not is_public(address):
+        if not is_public(address) and not _is_in(address, allowed):
             raise Invalid(f"{host[:200]!r} is at {address}, which is not a public address")
     return CheckedDestination(url, host, port, addresses[0])
+
+
+def _is_in(address: str, networks: Sequence[Network]) -> bool:
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    return any(parsed in network for network in networks)
+
+
+@lru_cache(maxsize=1)
+def _tls() -> ssl.SSLContext:
+    return httpx2.create_ssl_context(trust_env=False)
+
+
+async def post_checked(
+    url: str,
+    body: bytes,
+    headers: Mapping[str, str],
+    allowed: Sequence[Network] = (),
+    *,
+    timeout_s: float = TIMEOUT_S,
+    resolve: Resolve = _addresses,
+) -> OutboundResponse:
+    """Post to a user's URL: the checked address is dialled, with the name in TLS and in `Host`.
+
+    `Invalid` for a refused URL, `Unreachable` without an answer. A connection is used once: another host at the same
+    address must prove its own name.
+    """
+    to = await checked(url, allowed, resolve)
+    parts = urlsplit(url)
+    literal = f"[{to.address}]" if ":" in to.address else to.address
+    dialled = urlunsplit((parts.scheme, f"{literal}:{to.port}", parts.path or "/", parts.query, ""))
+    # a context of its own for each client would cost ten milliseconds
+    transport = httpx2.AsyncHTTPTransport(verify=_tls(), trust_env=False)
+    outbound = Outbound(transport, timeout_s)
+    try:
+        return await outbound._send(
+            "POST",
+            dialled,
+            content=body,
+            headers={**headers, "host": parts.netloc, "connection": "close"},
+            extensions={"sni_hostname": to.host},
+        )
+    except Unreachable as error:
+        raise Unreachable(error.detail.replace(_origin(dialled), _origin(url))) from error
+    finally:
+        await outbound.close()
+
+
+# ---- mail
+
+
+@dataclass(frozen=True, slots=True)
+class MailServer:
+    """The operator's SMTP server. `security`: `tls` from the first byte, `starttls`, or `none`."""
+
+    host: str
+    port: int
+    security: Literal["tls", "starttls", "none"]
+    sender: str
+    user: str = ""
+    password: str = field(default="", repr=False)
+    timeout_s: float = 30.0
+
+
+async def send_mail(server: MailServer, message: EmailMessage) -> None:
+    """Hand a message to the mail server; `Unreachable` if it is not accepted."""
+    try:
+        await aiosmtplib.send(
+            message,
+            hostname=server.host,
+            port=server.port,
+            use_tls=server.security == "tls",
+            start_tls=server.security == "starttls",
+            username=server.user or None,
+            password=server.password or None,
+            timeout=server.timeout_s,
+        )
+    except (aiosmtplib.SMTPException, OSError) as error:
+        what = str(error) or type(error).__name__
+        raise Unreachable(
+            f"the mail server {server.host} did not take the mail ({what})"
+        ) from error
 
 
 def _origin(url: str) -> str:

@@ -13,6 +13,7 @@ from gpool.server.actions.tasks.repeated import RepeatedRequests
 from gpool.server.alerts.monitor import PoolMonitor
 from gpool.server.blobs import Blobs
 from gpool.server.clock import Clock
+from gpool.server.events.services import EventServices
 from gpool.server.identity.audit import RecentReads, RefusedSignIns
 from gpool.server.identity.authorization import Credentials
 from gpool.server.identity.certificates import Certificate
@@ -118,6 +119,7 @@ class Server:
     repeated: RepeatedRequests = field(default_factory=RepeatedRequests)
     reads: ReadCache = field(default_factory=ReadCache)
     admission: AdmissionController = field(default_factory=AdmissionController)
+    events: EventServices = field(default_factory=EventServices)
     paces: FrameBudgets = field(default_factory=lambda: FrameBudgets(0.0))  # frame budgets of nodes
 
     @property

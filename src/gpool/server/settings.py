@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
 from gpool.core.errors import Invalid
 from gpool.core.model import GIB, MIB, Permission, Span
@@ -19,6 +19,7 @@ from gpool.core.quotas import OwnerQuota, Quota
 from gpool.observability.logs import LogFormat, LogLevel
 from gpool.server.blobs.bucket import Bucket, bucket_of, credentials_of_environment
 from gpool.server.blobs.signatures import S3Credentials
+from gpool.server.events.settings import NoticeSettings
 from gpool.server.identity.oidc import OidcProvider
 from gpool.server.identity.sealer import MasterSource
 from gpool.server.nodes.reports import SITE
@@ -31,7 +32,7 @@ Registration = Literal["open", "invite", "closed"]
 DefaultOn = Literal["anyone", "team", "me"]
 
 
-class Settings(BaseSettings):
+class Settings(NoticeSettings):
     model_config = SettingsConfigDict(env_prefix="GPOOL_SERVER_", frozen=True, extra="forbid")
 
     host: str = Field(default="127.0.0.1", description="Address to listen on.")

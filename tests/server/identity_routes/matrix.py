@@ -87,6 +87,7 @@ _OBJECTS = {
     ObjectKind.GPU: ("gpu:p", "gpu:-"),
     ObjectKind.KEY: ("key:p", "key:-"),
     ObjectKind.SESSION: ("session:p", "session:-"),
+    ObjectKind.WEBHOOK: ("webhook:p", "webhook:t", "webhook:-"),
 }
 TEAM_KEY_TOO = {Action.ME_READ, Action.ARTIFACT_UPLOAD}
 """Actions on the caller's own account that a key for one team may do."""
@@ -134,6 +135,8 @@ _WALLET = {"objects": ("wallet:p", "wallet:-")}
 _RESOURCE = {"objects": ("gpu:p", "gpu:-", "node:p", "node:-")}
 _SIGNATURE = {"message": "x", "signature": "0x"}
 _COMMAND = {"command": ["true"]}
+_HOOK = {"url": "https://8.8.8.8/hook"}  # an address, so nothing is asked for it
+_NOTICE = {"objects": ("notice:p", "notice:-"), "may": frozenset({"self"}), "own_account": False}
 _NODE: Cell = {"machine": OK, "body": {"name": "another", "cpu_milli": 1000}}
 
 
@@ -276,6 +279,49 @@ CASES: dict[tuple[str, str, str], Cell] = {
         "objects": ("charge:p",),
         "body": lambda ids: {"charge": ids["id"], "amount_microcredits": 5},
     },
+    # events
+    ("GET", "/v1/events", "of a team"): {
+        **_TEAM,
+        "may": words("owner member viewer"),
+        "sees": words("operator"),
+        "own_account": False,
+        "query": "?team={id}",
+    },
+    ("GET", "/v1/events", "of the pool"): {
+        "action": Action.EVENTS_READ_POOL,
+        "query": "?pool=true",
+    },
+    ("POST", "/v1/webhooks", ""): {"body": _HOOK},
+    ("POST", "/v1/webhooks", "of a team"): {
+        **_TEAM,
+        "may": words("owner"),
+        "sees": words("member viewer operator"),
+        "own_account": False,
+        "query": "?team={id}",
+        "body": _HOOK,
+    },
+    ("POST", "/v1/webhooks", "of the pool"): {
+        "action": Action.WEBHOOKS_POOL,
+        "query": "?pool=true",
+        "body": _HOOK,
+    },
+    ("GET", "/v1/webhooks", "of a team"): {
+        **_TEAM,
+        "may": words("owner"),
+        "sees": words("member viewer operator"),
+        "own_account": False,
+        "query": "?team={id}",
+    },
+    ("GET", "/v1/webhooks", "of the pool"): {
+        "action": Action.WEBHOOKS_LIST_POOL,
+        "query": "?pool=true",
+    },
+    ("PATCH", "/v1/webhooks/{id}", ""): {"body": {"kinds": ["task.*"]}},
+    ("POST", "/v1/webhooks/{id}/rotate", ""): {"body": {}},
+    ("POST", "/v1/webhooks/{id}/replay", ""): {"body": {}},
+    ("POST", "/v1/me/notices", ""): {"body": {"address": "ada@example.org"}},
+    ("POST", "/v1/me/notices/{id}/confirm", ""): {**_NOTICE, "body": {"code": "00000000"}},
+    ("DELETE", "/v1/me/notices/{id}", ""): _NOTICE,
     # tasks
     ("POST", "/v1/tasks", ""): {"body": _COMMAND},
     ("POST", "/v1/tasks", "for a team"): {

@@ -13,7 +13,12 @@ from typing import Any, TypeVar
 import httpx2
 
 from gpool.core.errors import GpoolError
+from gpool.core.ids import decode, encode
+from gpool.server.actions.events.webhooks import new_destination
+from gpool.server.events.delivery import place_of
+from gpool.server.events.webhooks import DestinationSecrets, new_secret
 from gpool.server.identity.audit import AuditEntry, AuditLink
+from gpool.server.store.operations.events import destinations
 from gpool.server.store.operations.identity import audit
 from gpool.server.store.protocol import Operation, Store, again, operation
 from tests.server.identity_routes.matrix import CONTENT, EVERYTHING, SHA256, USUAL, Asker, Row
@@ -177,6 +182,9 @@ async def _objects(pool: Pool, people: dict[str, Somebody]) -> None:
     ids["key:p"] = await _id(ada, "/v1/keys", {"name": "an old one"})
     ids["session:p"] = (await ada.ask("GET", "/v1/sessions")).json()["items"][0]["id"]
     ids["user:p"] = ada.id
+    ids["webhook:p"] = encode("webhook", await _destination(desk, ("user", ada.user)))
+    ids["webhook:t"] = encode("webhook", await _destination(desk, ("team", decode("team", team))))
+    ids["notice:p"] = encode("notice", await _destination(desk, ("user", ada.user), "mail"))
     ids["charge:p"] = await charged(desk.server, ada.id, 100)
     ids["receipt:p"] = await earned(desk.server, ada.id, ids["node:p"])
     ids |= {"payout:p": "1", "earned:p": "", "used:p": ""}
@@ -195,6 +203,8 @@ async def _objects(pool: Pool, people: dict[str, Somebody]) -> None:
         "reservation:-": f"rs-{NONE}",
         "gpu:-": f"g-{NONE}",
         "key:-": f"k-{NONE}",
+        "webhook:-": f"wh-{NONE}",
+        "notice:-": f"nt-{NONE}",
         "session:-": "0" * 26,
         "user:-": f"u-{NONE}",
         "wallet:-": wallet(8).address,
@@ -204,21 +214,11 @@ async def _objects(pool: Pool, people: dict[str, Somebody]) -> None:
 
 
 async def _askers(pool: Pool, people: dict[str, Somebody]) -> None:
-    personal = [
-        "task",
-        "batch",
-        "node",
-        "gpu",
-        "key",
-        "session",
-        "user",
-        "wallet",
-        "artifact",
-        "receipt",
-    ]
+    personal = ["task", "batch", "node", "gpu", "key", "session", "user", "wallet", "artifact"]
+    personal += ["receipt", "webhook", "notice"]
     own = {f"{kind}:p": frozenset({"self"}) for kind in personal}
     own["batch:done"] = frozenset({"self"})
-    of_team = ["task", "batch", "artifact", "team", "member", "invited"]
+    of_team = ["task", "batch", "artifact", "team", "member", "invited", "webhook"]
 
     def in_team(*words: str, orphans: str) -> dict[str, frozenset[str]]:
         stands = {f"{kind}:t": frozenset(words) for kind in of_team}
@@ -233,7 +233,7 @@ async def _askers(pool: Pool, people: dict[str, Somebody]) -> None:
         "exa": {"invitation:t": frozenset({"invited"})},
     }
     # `self` of a team's member is about what they made, not about the team
-    for kind in ("team:t", "member:t", "invited:t"):
+    for kind in ("team:t", "member:t", "invited:t", "webhook:t"):
         stands["mel"][kind] = frozenset({"member"})
     desk, ada, mel = pool.desk, people["ada"], people["mel"]
     for name in ("ada", "stranger", "weak", "tess", "mel", "mem", "vic", "exa"):
@@ -294,6 +294,17 @@ async def _askers(pool: Pool, people: dict[str, Somebody]) -> None:
     }
     for name, headers in unknown.items():
         add(name, (Asker(name, "unknown"), headers))
+
+
+async def _destination(desk: Desk, holder: tuple[str, int], form: str = "standard") -> int:
+    """A webhook or mail address that was once allowed; deliveries to it are refused before anything is dialled."""
+    server, id_ = desk.server, desk.server.ids.next()
+    held = DestinationSecrets("http://127.0.0.1:9/", new_secret())
+    sealed = await server.sealer.seal(place_of(id_), held.encoded())
+    status = "unconfirmed" if form == "mail" else "on"
+    row = new_destination(id_, holder, form, "*", sealed, status, server.now, "a hash")
+    await server.store.write(destinations.add_destination(row))
+    return id_
 
 
 async def _id(who: Somebody, path: str, document: Any) -> str:

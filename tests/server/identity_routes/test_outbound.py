@@ -40,6 +40,8 @@ pytestmark = pytest.mark.anyio
         "::ffff:10.0.0.1",
         "64:ff9b::7f00:1",
         "2002:7f00:1::",
+        "::127.0.0.1",
+        "fec0::1",
     ],
 )
 def test_private_addresses_are_not_public(address: str) -> None:

@@ -45,9 +45,9 @@ BUSY_IDS = 64
 PACE_S = 0.05
 """Pause after a read that named `BUSY_IDS` or more: a task that starts and ends meanwhile is read once."""
 
-RULES, QUOTAS, ACCOUNTS = 1, 2, 3
+RULES, QUOTAS, ACCOUNTS, SUBSCRIBERS = 1, 2, 3, 4
 WHOLE = 16
-"""Ids below name tables, as in migration 0013."""
+"""Ids below name tables, as in migrations 0013 and 0023."""
 
 ACCOUNT_TABLES = frozenset({"users", "memberships", "teams"})
 TASK_TABLES = ROW_TABLES - {"nodes"} | {"batches"}
@@ -155,6 +155,7 @@ class FollowChanges:
         server.gate.forget()
         await policy.refresh(server)
         await quotas.refresh(server)
+        await server.events.subscribers.refresh(server.store, server.now)
         await self._see_others(server.now)
         for node in await server.store.read(replicas.holders(self._nodes_here())):
             await self._send_again(node)
@@ -205,6 +206,8 @@ class FollowChanges:
             await policy.refresh(server)
         if QUOTAS in named:
             await quotas.refresh(server)
+        if SUBSCRIBERS in named:
+            await server.events.subscribers.refresh(server.store, server.now)
         self._touch(named)
         if ACCOUNTS in named:
             server.credentials.forget()

@@ -23,6 +23,8 @@ from gpool.server.actions.money.sealing import SealLedger
 from gpool.server.actions.tasks import deletion as task_deletion
 from gpool.server.actions.tasks import direct_uploads, sealed_logs
 from gpool.server.actions.tasks.outputs import remove_unless_recorded
+from gpool.server.events.delivery import DeliverNotices
+from gpool.server.events.loops import ExpireEvents, NumberEvents, TailEvents, WatchConditions
 from gpool.server.nodes.gpu_verifier import GpuVerifier
 from gpool.server.nodes.reliability import UpdateReliability
 from gpool.server.receipts.loops import IssueReceipts, VestEarnings
@@ -121,7 +123,7 @@ OVERDUE = "it does not release a gang that has ended; connect again when none of
 
 TRAINING_CHECK_S = 3600.0
 
-EVERYWHERE = frozenset({"follow", "move", "readings", "identity", "examine", "lag"})
+EVERYWHERE = frozenset({"follow", "move", "readings", "identity", "examine", "lag", "tail"})
 """Loops of every replica: they concern its own connections and memory. The others run in the leader only."""
 
 
@@ -488,4 +490,9 @@ def all_loops(server: Server) -> tuple[Loop, ...]:
         SealLedger(server),
         IssueReceipts(server),
         VestEarnings(server),
+        NumberEvents(server),
+        TailEvents(server),
+        WatchConditions(server),
+        ExpireEvents(server),
+        DeliverNotices(server),
     )

@@ -614,3 +614,65 @@ class BudgetsRecord(NamedTuple):
     account_id: int
     cap: int
     changed_at: Instant
+
+
+class OutboxRecord(NamedTuple):
+    id: int
+    at: Instant
+    kind: str
+    holder_kind: str
+    holder_id: int
+    subject: int
+    epoch: int
+    data: str
+
+
+class EventsRecord(NamedTuple):
+    number: int
+    at: Instant
+    kind: str
+    holder_kind: str
+    holder_id: int
+    subject: int
+    data: str
+
+
+class DestinationsRecord(NamedTuple):
+    id: int
+    holder_kind: str
+    holder_id: int
+    form: str
+    kinds: str
+    sealed: bytes
+    status: str
+    why: str
+    created_at: Instant
+    changed_at: Instant
+    sent_at: Instant | None
+    code_hash: str | None
+    code_tries: int
+
+
+class DeliveriesRecord(NamedTuple):
+    destination_id: int
+    number: int
+    subject: int
+    status: str
+    attempts: int
+    next_at: Instant
+    tried_at: Instant | None
+    response: int | None
+    error: str
+
+
+class EventReadersRecord(NamedTuple):
+    holder_kind: str
+    holder_id: int
+    expires_at: Instant
+
+
+class ConditionsRecord(NamedTuple):
+    kind: str
+    object: str
+    since: Instant
+    data: str

@@ -10,6 +10,7 @@ import sys
 from sqlalchemy import BigInteger, Column, LargeBinary, Text
 
 from gpool.server.store import identity_schema, schema  # noqa: F401 - they fill the metadata
+from gpool.server.store.operations.events import tables  # noqa: F401 - likewise
 from gpool.server.store.schema_columns import metadata
 
 IDS = {

@@ -203,6 +203,7 @@ class Requeued:
     ran: Span  # in the attempt that ended
     node: NodeId  # of that attempt
     fault: Fault | None = None  # set: the node could not start the task
+    team: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +213,15 @@ class EndedTask:
     user: UserId
     status: TaskStatus
     duration: Span  # measured by the agent
+    epoch: int = 0
+    team: int | None = None
+
+
+class StartedTask(NamedTuple):
+    task: TaskId
+    epoch: int
+    user: UserId
+    team: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +240,7 @@ class Recording:
         tuple[NodeId, Hold], ...
     ] = ()  # reported at an old epoch, or for another node's lease
     results: tuple[BatchResult, ...] = ()  # of those ended tasks that a request waits for
+    begun: tuple[StartedTask, ...] = ()  # `started`, with the accounts
 
     @property
     def only_ends(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from alembic import context
 
 from gpool.server.store import identity_schema, schema  # noqa: F401 - they fill the metadata
+from gpool.server.store.operations.events import tables  # noqa: F401 - likewise
 from gpool.server.store.schema_columns import metadata
 
 given = context.config.attributes

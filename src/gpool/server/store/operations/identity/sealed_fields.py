@@ -60,6 +60,7 @@ SEALED_COLUMNS = {
         SealedColumn("task_secrets", "sealed", (("spec_id", "int"), ("name", "text"))),
         SealedColumn("gangs", "secret_sealed", (("task_id", "int"),)),
         SealedColumn("server_secrets", "sealed", (("name", "text"),)),
+        SealedColumn("destinations", "sealed", (("id", "int"),)),
     )
 }
 """All sealed columns, in the order of paging."""

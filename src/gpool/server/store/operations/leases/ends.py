@@ -250,7 +250,17 @@ class Ends:
             value or None,
         )
         self._ended_rows.append((row, written))
-        self.ended.append(EndedTask(row.id, row.batch_id, row.user_id, becomes, Span(duration)))
+        self.ended.append(
+            EndedTask(
+                row.id,
+                row.batch_id,
+                row.user_id,
+                becomes,
+                Span(duration),
+                row.epoch,
+                row.team_id,
+            )
+        )
         self.released.append(row.id)
 
     def requeue(
@@ -285,6 +295,7 @@ class Ends:
                 Span(0 if started_at is None else max(0, self.at - started_at)),
                 row.node_id,
                 fault,
+                row.team_id,
             )
         )
         self.released.append(row.id)

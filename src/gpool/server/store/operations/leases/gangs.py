@@ -53,7 +53,7 @@ from gpool.server.store.rows import (
     storable,
 )
 from gpool.server.store.sealing import MEMBER_DETAIL, sealing
-from gpool.server.store.values import EndedTask, Recording, Requeued
+from gpool.server.store.values import EndedTask, Recording, Requeued, StartedTask
 from gpool.wire.frames import (
     Checkpointed,
     Finished,
@@ -141,7 +141,7 @@ class MemberReports:
 
     limits: StorageLimits = NO_LIMITS  # of the tasks' owners
     rest: list[ReportItem] = field(default_factory=list)
-    started: dict[TaskId, int] = field(default_factory=dict)
+    started: dict[TaskId, StartedTask] = field(default_factory=dict)
     chunks: list[LogChunk] = field(default_factory=list)
     reached: list[Reached] = field(default_factory=list)
     saved: dict[TaskId, Checkpointed] = field(default_factory=dict)
@@ -236,7 +236,8 @@ def _add(one: _Reported, item: ReportItem, at: Instant, reports: MemberReports) 
                 one.started_at = at
                 reports.noted.append(task)
             if one.rank == 0 and one.task.status in STARTABLE:
-                reports.started[task] = item.epoch
+                held = one.task
+                reports.started[task] = StartedTask(task, item.epoch, held.user_id, held.team_id)
         case Finished():
             one.end = item
         case HandedBack() | Released():

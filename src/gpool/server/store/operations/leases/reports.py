@@ -7,7 +7,7 @@ repeats its reports until it knows that they are durable.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import NamedTuple
@@ -34,7 +34,7 @@ from gpool.server.store.operations.tasks.results import results_of
 from gpool.server.store.operations.tasks.storage import NO_LIMITS, StorageLimits
 from gpool.server.store.protocol import Operation, Relation, Statement, operation
 from gpool.server.store.rows import of_ids, select, values
-from gpool.server.store.values import Recording
+from gpool.server.store.values import Recording, StartedTask
 from gpool.wire.frames import (
     Checkpointed,
     Finished,
@@ -75,7 +75,7 @@ class _Attempt(NamedTuple):
 @dataclass(slots=True)
 class _LeaseReports:
     ends: Ends
-    started: dict[TaskId, int] = field(default_factory=dict)
+    started: dict[TaskId, StartedTask] = field(default_factory=dict)
     failed: list[tuple[HeldTask, Finished]] = field(default_factory=list)
     with_results: list[tuple[HeldTask, Finished]] = field(default_factory=list)  # successes
     unstarted: list[FailedStart] = field(default_factory=list)
@@ -109,7 +109,7 @@ class _LeaseReports:
                 return False
             case Started():
                 if row.status in STARTABLE:
-                    self.started[row.id] = row.epoch
+                    self.started[row.id] = StartedTask(row.id, row.epoch, row.user_id, row.team_id)
             case LogChunk():
                 self.chunks.append(item)
             case Reached():
@@ -160,6 +160,7 @@ class _LeaseReports:
             logged=logged,
             noted=(*(TaskId(item.task) for item in self.reached), *self.saved),
             unusable=unusable,
+            begun=tuple(self.started.values()),
         )
 
 
@@ -261,6 +262,7 @@ def _merged(recordings: Sequence[Recording], refused: Iterable[tuple[NodeId, Hol
         logged=tuple(each for one in recordings for each in one.logged),
         noted=tuple(each for one in recordings for each in one.noted),
         unusable=tuple(each for one in recordings for each in one.unusable),
+        begun=tuple(each for one in recordings for each in one.begun),
         refused=tuple(refused),
     )
 
@@ -275,13 +277,13 @@ def _retries(specs: set[SpecId]) -> Operation[dict[SpecId, int]]:
     return {row.id: row.retries for row in rows}
 
 
-def _start(started: dict[TaskId, int], at: Instant) -> Operation[None]:
+def _start(started: Mapping[TaskId, StartedTask], at: Instant) -> Operation[None]:
     yield Statement(
         "UPDATE tasks SET status = 'running', started_at = :at FROM {started} AS s "  # noqa: S608
         "WHERE tasks.id = s.id AND tasks.epoch = s.epoch AND tasks.holding <> 0 "
         f"AND tasks.status IN ({', '.join(repr(word) for word in STARTABLE)})",
         {"at": at},
-        {"started": Relation(HOLDS, list(started.items()))},
+        {"started": Relation(HOLDS, [each[:2] for each in started.values()])},
     )
 
 

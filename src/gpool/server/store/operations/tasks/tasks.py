@@ -442,7 +442,9 @@ def cancel(
         last[row.batch_id] = sequence = last[row.batch_id] + 1
         cancelled.append((row.id, row.epoch, sequence))
         status = target(row.status, Move.CANCELLED)
-        ended.append(EndedTask(row.id, row.batch_id, row.user_id, status, Span(0)))
+        ended.append(
+            EndedTask(row.id, row.batch_id, row.user_id, status, Span(0), row.epoch, row.team_id)
+        )
     yield Statement(
         "UPDATE tasks SET status = 'cancelled', reason = 'cancelled', finished_at = :at, sequence = c.sequence "  # noqa: S608
         "FROM {cancelled} AS c WHERE tasks.id = c.id AND tasks.epoch = c.epoch "

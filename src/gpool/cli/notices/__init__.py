@@ -1,0 +1,1 @@
+"""Verbs of events: the stream, webhooks, mail notices."""

@@ -1,0 +1,1 @@
+"""Operations of events: outbox and numbering, destinations, deliveries, conditions."""
