@@ -1,0 +1,1 @@
+"""Pages by subject. A handler reads the form, calls actions and renders a template; it decides nothing."""
