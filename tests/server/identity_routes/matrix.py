@@ -207,6 +207,14 @@ CASES: dict[tuple[str, str, str], Cell] = {
     },
     ("POST", "/account/keys/revoke", ""): {"body": lambda parts: f"id={parts['id']}".encode()},
     ("POST", "/account/sessions/end", ""): {"body": lambda parts: f"id={parts['id']}".encode()},
+    ("POST", "/tasks/cancel", ""): {"body": lambda parts: f"id={parts['id']}".encode()},
+    ("GET", "/", "of everybody"): {"action": Action.TASKS_LIST_ALL, "query": "?all=1"},
+    ("GET", "/live/pool", "of everybody"): {"action": Action.TASKS_LIST_ALL, "query": "?all=1"},
+    ("GET", "/tasks", "of everybody"): {"action": Action.TASKS_LIST_ALL, "query": "?all=1"},
+    ("GET", "/tasks/new", ""): {"own_account": False},  # a form, and prices that everybody sees
+    ("POST", "/tasks/new", ""): {"body": b"command=true"},
+    ("POST", "/tasks/new/quote", ""): {"body": b"command=true"},
+    ("GET", "/tasks/{id}/files/{sha256}", ""): {"objects": ("task:-",)},  # 404 without results
     # operators
     ("POST", "/v1/users/invites", ""): {"body": {}},
     ("POST", "/v1/admin/keys/rotate", ""): {"body": {}},

@@ -39,8 +39,7 @@ from gpool.server.api.shedding import LoadShedder
 from gpool.server.identity.throttle import Guard
 from gpool.server.metrics.registry import RequestSignals
 from gpool.server.overload.admission import AdmissionController
-from gpool.server.web.pages import account as account_page
-from gpool.server.web.pages import sign_in as sign_in_pages
+from gpool.server.web.pages import PAGES
 from gpool.wire.frames import CHANNEL_PATH
 
 log = get_logger(__name__)
@@ -105,8 +104,7 @@ ROUTERS = (
     server.routes,
     server.alias_routes,
     channel.routes,
-    sign_in_pages.routes,
-    account_page.routes,
+    *PAGES,
 )
 
 

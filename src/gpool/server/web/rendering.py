@@ -114,7 +114,7 @@ def page(request: Request, template: str, status: int = 200, /, **members: Any) 
         path=request.scope["path"],
         version=VERSION,
         now=moment(request),
-        read_only=server.read_only.reason,
+        read_only=server.read_only.reason if server.read_only.is_on else None,
         **members,
     )
     return html(text, status)

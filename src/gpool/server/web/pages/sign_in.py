@@ -27,6 +27,20 @@ from gpool.wire.identity import UserRequest
 routes = PageRouter("pages")
 
 MAX_CODE = 200
+_BROWSERS = (
+    ("Firefox/", "Firefox"),
+    ("Edg/", "Edge"),
+    ("Chrome/", "Chrome"),
+    ("Safari/", "Safari"),
+)
+_SYSTEMS = (
+    ("Android", "Android"),
+    ("iPhone", "iPhone"),
+    ("iPad", "iPad"),
+    ("Windows", "Windows"),
+    ("Mac OS", "macOS"),
+    ("Linux", "Linux"),
+)
 
 
 @routes.page("/static/{name}", Action.PAGE_READ, load=LoadClass.OTHER)
@@ -147,4 +161,8 @@ def _signed_in(request: Request, target: str, cookie: str) -> Response:
 
 
 def _label(request: Request) -> str:
-    return request.headers.get("user-agent", "browser")
+    """Browser and system, for the list of sessions."""
+    agent = request.headers.get("user-agent", "")
+    browser = next((name for word, name in _BROWSERS if word in agent), "a browser")
+    system = next((name for word, name in _SYSTEMS if word in agent), "")
+    return f"{browser} on {system}" if system else browser

@@ -38,6 +38,11 @@
     form.addEventListener("input", (event) => { if (event.target.type === "search") send(); });
   }
 
+  // A stream that ends is aborted by htmx; that is no fault.
+  addEventListener("unhandledrejection", (event) => {
+    if (event.reason?.name === "AbortError") event.preventDefault();
+  });
+
   // Live state: said at the top, with the age of the data.
   const live = document.getElementById("live");
   let heard = Date.now();
