@@ -137,9 +137,11 @@ def partial(target: str, html: str, swap: str = "outerMorph") -> str:
     return f'<hx-partial hx-target="#{target}" hx-swap="{swap}">{html}</hx-partial>'
 
 
-def message(html: str) -> bytes:
+def message(html: str, id_: int | None = None) -> bytes:
+    """Event with a replacement; a browser that connects again names the last `id_`."""
     data = "\n".join(f"data: {line}" for line in html.split("\n"))
-    return f"{data}\n\n".encode()
+    named = "" if id_ is None else f"id: {id_}\n"
+    return f"{named}{data}\n\n".encode()
 
 
 def event(name: str) -> bytes:

@@ -135,6 +135,7 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "gb": memory,
     "lines": lines,
     "model": model,
+    "plain": plain,
     "price": price,
     "short": short,
     "shown": shown,

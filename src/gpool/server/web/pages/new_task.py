@@ -128,7 +128,7 @@ async def _once(content: bytes) -> AsyncIterator[bytes]:
 
 
 def _request(form: Form, sha256: str) -> TaskRequest:
-    script, command = form.raw("script").strip(), form.text("command")
+    script, command = form.raw("script").strip(), form.text("command").replace("\r\n", "\n")
     try:
         words = shlex.split(command)
     except ValueError as error:

@@ -105,7 +105,7 @@ async def stream_task(request: Request, id: str) -> Response:
     if not is_stream(request):
         source = (("task", task), _render(server_of(request), who, task))
         return await live_answer(request, [source], 0)
-    after = request.query_params.get("after", "0")
+    after = request.headers.get("last-event-id") or request.query_params.get("after", "0")
     first = int(after) if after.isascii() and after.isdigit() and len(after) < 18 else 0
     pieces = await outputs.follow(server_of(request), who, task, first)
     return stream(_changes(request, who, task, pieces), EVENT_STREAM)
@@ -117,7 +117,8 @@ async def _changes(
     server, views, log, viewer = server_of(request), views_of(request), ShownLog(), Viewer(0)
     async for piece in pieces:
         if isinstance(piece, list) and piece:
-            yield message(partial("log", log.add(piece), "beforeend"))
+            html = partial("log", log.add(piece), "beforeend")
+            yield message(html, log.cursor)
         elif not await is_signed_in_still(request):
             yield event("signed-out")
             return
