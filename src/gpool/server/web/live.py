@@ -109,9 +109,10 @@ def views_of(request: Request) -> LiveViews:
 
 @dataclass
 class Viewer:
-    """Versions of the fragments that one browser has."""
+    """Versions of the fragments that one browser has. `is_whole`: large fragments are sent, not offered."""
 
     since: int
+    is_whole: bool = False
     sent: dict[str, int] = field(default_factory=dict)
 
     def update(self, view: LiveView) -> str:
@@ -122,7 +123,7 @@ class Viewer:
             if version <= self.sent.get(name, self.since):
                 continue
             html = partial(name, view.fragments[name].html)
-            if len(html.encode()) > MAX_UPDATE_BYTES:
+            if len(html.encode()) > MAX_UPDATE_BYTES and not self.is_whole:
                 html = partial("news", NEWS)
             size += len(html.encode())
             if size > MAX_UPDATE_BYTES and found:

@@ -31,8 +31,8 @@ class PageRouter(EndpointRouter):
         return self._page("GET", path, actions, load=load, **declared)
 
     def live(self, path: str, *actions: Action) -> Callable[[H], H]:
-        """A stream of changes of a page."""
-        return self._page("GET", path, actions, rate=RouteClass.STREAM, load=LoadClass.LISTING)
+        """A stream of changes of a page; its views are shared, so it costs less than a listing."""
+        return self._page("GET", path, actions, rate=RouteClass.STREAM, load=LoadClass.OTHER)
 
     def form(self, path: str, *actions: Action, **declared: Any) -> Callable[[H], H]:
         """The target of a form."""

@@ -101,7 +101,8 @@ async def quote_new_task(request: Request) -> Response:
         wanted = _request(form, "0" * 64)
         found = await quote.quote(server_of(request), who, wanted)
     except GpoolError as error:
-        return html(rendered("quote.html", quote=None, error=error, equivalent=None), error.status)
+        status = 200 if error.status in UNFINISHED else error.status
+        return html(rendered("quote.html", quote=None, error=error, equivalent=None), status)
     return html(rendered("quote.html", quote=found, error=None, equivalent=equivalent(form)))
 
 

@@ -114,7 +114,12 @@ async def stream_task(request: Request, id: str) -> Response:
 async def _changes(
     request: Request, who: Caller, task: TaskId, pieces: AsyncIterator[Any]
 ) -> AsyncIterator[bytes]:
-    server, views, log, viewer = server_of(request), views_of(request), ShownLog(), Viewer(0)
+    server, views, log, viewer = (
+        server_of(request),
+        views_of(request),
+        ShownLog(),
+        Viewer(0, is_whole=True),
+    )
     async for piece in pieces:
         if isinstance(piece, list) and piece:
             html = partial("log", log.add(piece), "beforeend")
@@ -125,8 +130,7 @@ async def _changes(
         html = viewer.update(await views.fresh(("task", task), _render(server, who, task), 0.5))
         yield message(html) if html else event("still")
     view = await views.fresh(("task", task), _render(server, who, task), 0.0)
-    html = viewer.update(view)
-    if html:
+    while html := viewer.update(view):
         yield message(html)
     yield event("ended")
 

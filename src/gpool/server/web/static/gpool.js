@@ -55,7 +55,12 @@
   document.addEventListener("htmx:sse:before:message", () => { heard = Date.now(); say("free", "live"); });
   document.addEventListener("htmx:sse:error", () => say("fail", "connection lost"));
   document.addEventListener("htmx:after:swap", () => local(document));
-  document.addEventListener("ended", () => { heard = Infinity; say("off", "ended"); });
+  // The trigger "every 5s" connects where the first request was refused; it does nothing while a stream is open.
+  document.addEventListener("ended", (event) => {
+    heard = Infinity;
+    say("off", "ended");
+    setTimeout(() => event.target.remove());
+  });
   document.addEventListener("signed-out", () => location.assign("/sign-in"));
   document.addEventListener("reload", () => location.reload());
   if (live) setInterval(() => {
