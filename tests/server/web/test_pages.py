@@ -163,6 +163,14 @@ async def test_the_operator_page_is_for_operators(desk: Desk) -> None:
     assert "sound" in shown.text
 
 
+async def test_the_page_of_an_ended_task_is_never_an_older_view(desk: Desk) -> None:
+    browser, person = await visiting(desk)
+    task = await submitted(person)
+    assert ">queued<" in (await browser.get(f"/tasks/{task}")).text
+    await person.ask("DELETE", f"/v1/tasks/{task}")
+    assert ">cancelled<" in (await browser.get(f"/tasks/{task}")).text
+
+
 async def test_a_stream_goes_on_after_the_last_event(desk: Desk) -> None:
     """A hidden tab closes its stream and connects again: no output comes twice."""
     async with running(desk.server):

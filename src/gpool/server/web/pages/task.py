@@ -79,7 +79,9 @@ async def show_task(request: Request, id: str) -> Response:
     """Show one task."""
     who, server, task = await visitor(request), server_of(request), TaskId(decode("task", id))
     now = await query.task(server, who, task)  # the view is shared: the permission is checked here
-    view = await views_of(request).fresh(("task", task), _render(server, who, task), 0.5)
+    # the page of an ended task has no stream that would replace an older view
+    max_age_s = 0.0 if now.row.status.is_final else 0.5
+    view = await views_of(request).fresh(("task", task), _render(server, who, task), max_age_s)
     document = documents.task(now)
     search, only = request.query_params.get("q", "")[:100], request.query_params.get("stream", "")
     log = await part(_log(server, who, task, search, only))
