@@ -14,7 +14,7 @@ NOT_SLOW := $(if $(filter true,$(CI)),, and not slow)
 COMPILE = uv pip compile --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-annotate --custom-compile-command 'make lock' --quiet
 
-.PHONY: help setup up test alone pure check bench soak docs lock wheels release site system engines contracts clean
+.PHONY: help setup up test alone pure check bench soak docs lock wheels release site system engines contracts browser clean
 .DELETE_ON_ERROR:
 
 help:                       ## this list
@@ -44,7 +44,7 @@ up: $(VENV)/.installed      ## start a pool on this machine: server, agent, embe
 
 # ---- checking
 
-test: system setup engines contracts check  ## lint, types, contracts, then every test
+test: system setup engines contracts browser check  ## lint, types, contracts, then every test
 	$(RETRY) -n $(WORKERS) -m 'not alone$(NOT_SLOW)' --ignore tests/core --ignore tests/world
 	@echo 'the last part takes some five minutes, and is shown when it is done'
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target alone pure
@@ -111,6 +111,14 @@ ifneq ($(filter true,$(CI))$(filter contracts,$(MAKECMDGOALS)),)
 	@test -d contracts/node_modules/solc -a -d contracts/node_modules/@foundry-rs -a -d contracts/node_modules/@openzeppelin \
 		|| npm install --prefix contracts --no-save --no-package-lock --no-audit --no-fund --ignore-scripts --loglevel=error \
 		|| echo 'npm could not install the tools of contracts/; the tests of the contract say what is missing'
+endif
+
+# ... and the accessibility rules that are run in the pages.
+browser:                    ## axe-core, which tests of the pages run; without it those are skipped
+ifneq ($(filter true,$(CI))$(filter browser,$(MAKECMDGOALS)),)
+	@test -d tests/browser/node_modules/axe-core \
+		|| npm install --prefix tests/browser --no-save --no-package-lock --no-audit --no-fund --ignore-scripts --loglevel=error \
+		|| echo 'npm could not install axe-core; the tests of the pages say what is missing'
 endif
 
 soak: setup                 ## hours instead of minutes: more seeds, more kills

@@ -31,6 +31,9 @@ def test_a_user_is_found_by_id_name_and_key(pool: Pool) -> None:
     assert pool.read(users.user(bob.id)) == bob
     assert pool.read(users.user_by_name("bob")) == bob
     assert pool.read(users.user_by_key("hash")) == bob
+    names = pool.read(users.names_of([bob.id, pool.ann, pool.ann.__class__(99)]))
+    assert names == {bob.id: "bob", pool.ann: "ann"}
+    assert pool.read(users.names_of([])) == {}
 
 
 def test_nobody_is_found_by_an_unknown_id_name_or_key(pool: Pool) -> None:

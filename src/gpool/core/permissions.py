@@ -142,6 +142,7 @@ class Action(StrEnum):
     SIGN_IN_BEGIN = "session.begin_sign_in"  # redirect to an identity provider
     SIGN_IN_PROVE = "session.prove"  # a nonce for a wallet to sign
     SIGN_IN = "session.sign_in"
+    SIGN_IN_LINK = "session.link"  # a link that opens the page signed in, once
     REFRESH = "session.refresh"
     SIGN_OUT = "session.sign_out"
     SESSIONS_LIST = "session.list"
@@ -222,6 +223,7 @@ class Action(StrEnum):
     # the pool
     HEALTH_READ = "server.health"
     SCHEMA_READ = "server.schema"
+    PAGE_READ = "server.page"  # scripts and styles, and the sign-in page
     PUBLIC_KEYS_READ = "server.public_keys"
     METRICS_READ = "server.metrics"
     USERS_LIST = "user.list"
@@ -296,6 +298,7 @@ RULES: Mapping[Action, PermissionRule] = {
     _A.SIGN_IN_BEGIN: _reads(_K.SERVER, _ANYONE, None),
     _A.SIGN_IN_PROVE: _changes(_K.SERVER, _ANYONE, None, audit=_NEVER),
     _A.SIGN_IN: _changes(_K.SERVER, _ANYONE, None),
+    _A.SIGN_IN_LINK: _changes(_K.ACCOUNT, _SELF, None, Permission.OPERATOR),
     _A.REFRESH: _changes(_K.SERVER, _ANYONE, None, audit=_NEVER),
     _A.SIGN_OUT: _changes(_K.SESSION, _SELF, None),
     _A.SESSIONS_LIST: _reads(_K.ACCOUNT, _SELF | _OPERATOR, None),
@@ -369,6 +372,7 @@ RULES: Mapping[Action, PermissionRule] = {
     _A.NOTICE_CHANGE: _changes(_K.ACCOUNT, _SELF, _S.WEBHOOKS),
     _A.HEALTH_READ: _reads(_K.SERVER, _ANYONE, None),
     _A.SCHEMA_READ: _reads(_K.SERVER, _ANYONE, None),
+    _A.PAGE_READ: _reads(_K.SERVER, _ANYONE, None),
     _A.PUBLIC_KEYS_READ: _reads(_K.SERVER, _ANYONE, None),
     _A.METRICS_READ: _reads(_K.SERVER, _OPERATOR, _S.NODES_READ),
     _A.USERS_LIST: _reads(_K.SERVER, _OPERATOR, _S.ADMIN),

@@ -90,6 +90,13 @@ class TokensDocument(Answer):
     expires_in: int  # seconds, of the access token
 
 
+class SignInLinkDocument(Answer):
+    """Path beneath the server's address that opens the page signed in, once, from the server's own machine."""
+
+    path: str
+    expires_at: AwareDatetime
+
+
 class RefreshRequest(Document):
     refresh_token: Token
 

@@ -102,6 +102,8 @@ class Pool:
             "sha256": first or SHA256,
             "address": first,
             "user": second,
+            "name": "none",
+            "code": "none",
         }
 
     async def ask(self, asker: str, route: tuple[str, str], row: Row, thing: str) -> int | str:

@@ -164,6 +164,9 @@ def _announce(address: Address, folder: Path, profile: Path) -> None:
     reached = urlsplit(link).netloc
     if reached and reached != urlsplit(address.url).netloc:
         click.echo(f"  others     {urlsplit(address.url).scheme}://{reached}")
+    page = _page_link(address, key_file)
+    if page:
+        click.echo(f"  page       {page} (signs you in; once, soon)")
     click.echo(f"  key        {key_file} (profile 'local' in {profile})")
     click.echo(f"  logs       {folder / 'server.log'}, {folder / 'agent.log'}")
     click.echo(f"  try        {this} run -- python -c 'print(6*7)'")
@@ -197,6 +200,20 @@ def _join_link(address: Address, key_file: Path) -> str:
         return str(api.send_json("POST", "/v1/nodes/invites", {"expires_in_s": 86400})["link"])
     except GpoolError as error:
         click.echo(f"gpool: could not create a join link: {error.detail}", err=True)
+        return ""
+    finally:
+        api.close()
+
+
+def _page_link(address: Address, key_file: Path) -> str:
+    """One-time link to the page, for a browser on this machine; empty if the server makes none."""
+    from gpool.client.transport import ApiTransport
+
+    api = ApiTransport(address, key_file.read_text(encoding="ascii").strip())
+    try:
+        return address.url + str(api.send_json("POST", "/v1/auth/links", {})["path"])
+    except GpoolError as error:
+        click.echo(f"gpool: could not create a link to the page: {error.detail}", err=True)
         return ""
     finally:
         api.close()

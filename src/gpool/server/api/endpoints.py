@@ -79,6 +79,7 @@ class Endpoint:
     is_body_required: bool = True
     problems: tuple[int, ...] = ()  # statuses beyond those that `problem_statuses` derives
     load: LoadClass = LoadClass.OTHER  # when it is refused in an overload
+    is_page: bool = False  # for browsers: HTML, cookies; not in the OpenAPI document
 
     @property
     def is_open(self) -> bool:
@@ -162,6 +163,7 @@ class EndpointRouter:
         problems: tuple[int, ...] = (),
         load: LoadClass | None = None,
         include_in_schema: bool = True,
+        is_page: bool = False,
     ) -> Callable[[H], H]:
         if isinstance(returns, type):
             returns = SuccessReply(returns)
@@ -180,15 +182,13 @@ class EndpointRouter:
                 is_body_required,
                 problems,
                 load or _load_class(counted, replies[0].document),
+                is_page,
             )
 
             @wraps(handler)
             async def declared(request: Request, **parameters: Any) -> Any:
                 request.scope[DECLARED] = endpoint
-                mode: ReadOnlyMode = request.app.state.server.read_only
-                if mode.is_on:
-                    mode.check(endpoint.actions, by_node=PROOF_HEADER in request.headers)
-                return await handler(request, **parameters)
+                return await self._respond(handler, request, parameters)
 
             self.endpoints.append(endpoint)
             self.router.add_api_route(
@@ -204,6 +204,15 @@ class EndpointRouter:
             return cast("H", declared)
 
         return declare
+
+    async def _respond(
+        self, handler: Callable[..., Awaitable[Any]], request: Request, parameters: dict[str, Any]
+    ) -> Any:
+        endpoint: Endpoint = request.scope[DECLARED]
+        mode: ReadOnlyMode = request.app.state.server.read_only
+        if mode.is_on:
+            mode.check(endpoint.actions, by_node=PROOF_HEADER in request.headers)
+        return await handler(request, **parameters)
 
 
 def _load_class(rate: RouteClass, document: Any) -> LoadClass:

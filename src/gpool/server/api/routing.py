@@ -41,6 +41,7 @@ from gpool.server.api.shedding import LoadShedder
 from gpool.server.identity.throttle import Guard
 from gpool.server.metrics.registry import RequestSignals
 from gpool.server.overload.admission import AdmissionController
+from gpool.server.web.pages import PAGES
 from gpool.wire.frames import CHANNEL_PATH
 
 log = get_logger(__name__)
@@ -107,6 +108,7 @@ ROUTERS = (
     server.routes,
     server.alias_routes,
     channel.routes,
+    *PAGES,
 )
 
 

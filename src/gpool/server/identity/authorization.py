@@ -125,6 +125,14 @@ class Credentials:
         if found is not None:
             self._known[name] = _CachedCaller(found, Instant(now + self._remember))
 
+    def cached(self, secret: str) -> Caller | None:
+        """Caller of a browser cookie that was looked up lately."""
+        known = self._known.get(hashed(secret))
+        return None if known is None or known.until <= self._now() else known.who
+
+    def cache(self, secret: str, who: Caller) -> None:
+        self._keep(hashed(secret), who, self._now())
+
     def used_keys(self) -> list[tuple[int, Instant]]:
         used, self._used = self._used, {}
         return list(used.items())

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from argon2 import PasswordHasher, Type
@@ -69,8 +70,12 @@ sunshine princess starwars whatever trustno master shadow michael jennifer compu
 christopher strawberry chocolate butterfly blink unknown google facebook linkedin secret topsecret secretsecret
 testtest testpassword test tester testing default guest user username login temporary gpool gpoolgpool gpoolpassword
 """
-COMMON = frozenset(_COMMON_TEXT.split())
-"""Most common passwords of public leaks, in lower case; digits and signs at the end are removed before comparing."""
+_COMMON_FILE = Path(__file__).with_name("common_passwords.txt")
+COMMON = frozenset(_COMMON_TEXT.split()) | frozenset(_COMMON_FILE.read_text("utf-8").split())
+"""Most common passwords of public leaks, in lower case; digits and signs at the end are removed before comparing.
+
+The file holds those of the 10,000 most common ones in zxcvbn's list (MIT) that have five letters and more than digits.
+"""
 
 
 def acceptable(name: str, password: str) -> str:

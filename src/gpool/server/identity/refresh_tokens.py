@@ -23,6 +23,9 @@ If no row was updated, another request was faster: read and call `present` again
 parallel refreshes with one token, one UPDATE finds generation n; the other 49 present n - 1 within the grace and get
 the same successor.
 
+Browser cookie. `gpb_FAMILY.TAG` with a TAG of its own; it stays the same for the life of the session, which the store
+decides. A browser cannot keep a rotating token: its tabs send requests at the same time. Its use extends `idle_until`.
+
 Limit: a thief who refreshes in step with the owner, always within the grace, stays undetected; so the grace is short.
 """
 
@@ -43,6 +46,12 @@ SEED_BYTES = 32
 MAX_TURNS = 8
 _TOKEN = re.compile(
     rf"{PREFIX}(?P<family>[{ALPHABET}]{{26}})\.(?P<generation>0|[1-9][0-9]{{0,8}})\.(?P<tag>[A-Za-z0-9_-]{{43}})"
+)
+
+
+COOKIE_PREFIX = "gpb_"
+_COOKIE = re.compile(
+    rf"{COOKIE_PREFIX}(?P<family>[{ALPHABET}]{{26}})\.(?P<tag>[A-Za-z0-9_-]{{43}})"
 )
 
 
@@ -183,8 +192,39 @@ def token_of(family: Family, generation: int) -> str:
     return f"{PREFIX}{family.id}.{generation}.{_tag(family, generation)}"
 
 
+# ---- browser cookies
+
+
+@dataclass(frozen=True, slots=True)
+class PresentedCookie:
+    family: str
+    tag: str = field(repr=False)
+
+
+def parse_cookie(text: str) -> PresentedCookie | None:
+    """Parse a cookie's value; None if malformed, so that the store need not be read."""
+    match = _COOKIE.fullmatch(text)
+    return None if match is None else PresentedCookie(match["family"], match["tag"])
+
+
+def cookie_of(family: Family) -> str:
+    tag = _signed(family, f"gpool browser 1\0{family.id}")
+    return f"{COOKIE_PREFIX}{family.id}.{tag}"
+
+
+def is_live(family: Family, presented: PresentedCookie, now: Instant) -> bool:
+    """Whether the cookie is the session's and the session lasts."""
+    tag = cookie_of(family).rpartition(".")[2]
+    is_right = family.id == presented.family and hmac.compare_digest(tag, presented.tag)
+    return is_right and family.ended_at is None and now < min(family.expires_at, family.idle_until)
+
+
 def _tag(family: Family, generation: int) -> str:
-    message = f"gpool refresh 1\0{family.id}\0{generation}".encode()
+    return _signed(family, f"gpool refresh 1\0{family.id}\0{generation}")
+
+
+def _signed(family: Family, text: str) -> str:
+    message = text.encode()
     digest = hmac.new(family.seed, message, hashlib.sha256).digest()
     return base64.urlsafe_b64encode(digest).decode().rstrip("=")
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpool.core.errors import Forbidden, Invalid, NotSignedIn
 from gpool.core.ids import encode
-from gpool.core.model import Instant
+from gpool.core.model import SECOND, Instant, Span
 from gpool.core.permissions import Action, ObjectKind, Thing, missing
 from gpool.server.actions.audit import audited, entry, note_refused_sign_in
 from gpool.server.identity import refresh_tokens as refresh
@@ -34,6 +34,9 @@ from gpool.wire.documents import instant_to_datetime
 from gpool.wire.identity import SessionDocument, TokensDocument
 
 MAX_LABEL = 80
+EXTENDED_EVERY = Span(3600 * SECOND)
+"""A browser's session in use is extended this often: a write for each request would be too many."""
+
 NO_MATCH = "the name or the password is wrong"
 SIGN_IN_AGAIN = "this session has ended; sign in again with `gpool login`"
 DISABLED = "this account was disabled by an operator; contact an operator"
@@ -45,7 +48,15 @@ DISABLED = "this account was disabled by an operator; contact an operator"
 async def sign_in_with_password(
     server: Server, name: str, password: str, label: str, address: str = ""
 ) -> TokensDocument:
-    """Open a session. An unknown name, an account without a password and a wrong password get the same answer in
+    """Open a session with tokens."""
+    account = await account_with_password(server, name, password, address)
+    return await open_session(server, account, label, address, "password")
+
+
+async def account_with_password(
+    server: Server, name: str, password: str, address: str = ""
+) -> Account:
+    """Account that the password opens. An unknown name, an account without a password and a wrong password get the same answer in
     the same time; after too many wrong ones `TooMany` is raised before any lookup.
     """
     async with server.guard.sign_in(name, address) as guess:
@@ -61,12 +72,27 @@ async def sign_in_with_password(
         await server.write(
             account_operations.rehash_password(account.user.id, stored, found.rehash)
         )
-    return await open_session(server, account, label, address, "password")
+    return account
 
 
 async def open_session(
     server: Server, account: Account, label: str, address: str = "", via: str = ""
 ) -> TokensDocument:
+    family, token = await _begin(server, account, label, address, via)
+    return _tokens(server, account.user, family.id, token)
+
+
+async def open_browser_session(
+    server: Server, account: Account, label: str, address: str = "", via: str = ""
+) -> str:
+    """Open a session without tokens; returns the cookie's value."""
+    family, _ = await _begin(server, account, label, address, f"{via}, browser")
+    return refresh.cookie_of(family)
+
+
+async def _begin(
+    server: Server, account: Account, label: str, address: str, via: str
+) -> tuple[Family, str]:
     if account.disabled:
         raise Forbidden(DISABLED)
     family, token = refresh.begin(
@@ -90,7 +116,7 @@ async def open_session(
         server.now, account.user, "sign_in", f"session {family.id}", address=address, via=via
     )
     await server.write(audited(opened, [audit_entry]))
-    return _tokens(server, account.user, family.id, token)
+    return family, token
 
 
 def _tokens(server: Server, user: User, session: str, token: str) -> TokensDocument:
@@ -182,6 +208,44 @@ async def _family(server: Server, session: StoredSession) -> Family:
 
 def _place(session: str) -> FieldLocation:
     return FieldLocation("sessions", session, "seed_sealed")
+
+
+# ---- browser sessions
+
+
+async def browser_caller(server: Server, cookie: str) -> Caller | None:
+    """Caller of a browser's cookie; None if the session is unknown, ended or expired."""
+    presented = refresh.parse_cookie(cookie)
+    if presented is None:
+        return None
+    known = server.credentials.cached(cookie)
+    if known is not None:
+        return known
+    stored = await server.store.read(_browser_session(presented.family))
+    if stored.session is None or stored.caller is None:
+        return None
+    family, now = await _family(server, stored.session), server.now
+    if not refresh.is_live(family, presented, now):
+        return None
+    if now - family.rotated_at >= EXTENDED_EVERY and not server.read_only.is_on:
+        until = Instant(now + server.identity.terms.idle)
+        await server.write(operations.rotate(family.id, family.generation, until, now))
+    found = replace(stored.caller, session=family.id)
+    server.credentials.cache(cookie, found)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _BrowserSession:
+    session: StoredSession | None
+    caller: Caller | None
+
+
+@operation
+def _browser_session(family: str) -> Operation[_BrowserSession]:
+    session = yield from operations.session(family)
+    caller = None if session is None else (yield from users.caller(session.user))
+    return _BrowserSession(session, caller)
 
 
 # ---- sign-out

@@ -10,7 +10,15 @@ from starlette.responses import Response
 
 from gpool.core.ids import decode
 from gpool.core.permissions import Action
-from gpool.server.actions.accounts import accounts, export, oidc, removal, sessions, wallets
+from gpool.server.actions.accounts import (
+    accounts,
+    export,
+    oidc,
+    removal,
+    sessions,
+    sign_in_links,
+    wallets,
+)
 from gpool.server.api.callers import (
     address_of,
     caller_if_any,
@@ -47,6 +55,7 @@ from gpool.wire.identity import (
     PasswordSignIn,
     RefreshRequest,
     SessionPage,
+    SignInLinkDocument,
     SignOutRequest,
     TokensDocument,
     UserDocument,
@@ -165,6 +174,13 @@ async def finish_oidc(request: Request) -> Response:
     found = await oidc.finish(server_of(request), wanted, _label(request), address_of(request))
     credential_was_valid(request)
     return uncached(found)
+
+
+@routes.post("/v1/auth/links", Action.SIGN_IN_LINK, returns=created(SignInLinkDocument))
+async def create_sign_in_link(request: Request) -> Response:
+    """Create a link that opens the page signed in as you, once, in a browser on the server's machine. For operators."""
+    who = await user_of(request)
+    return uncached(await sign_in_links.create(server_of(request), who), 201)
 
 
 @routes.post(

@@ -92,6 +92,17 @@ def user(id: UserId) -> Operation[User | None]:
 
 
 @operation
+def names_of(ids: Sequence[UserId]) -> Operation[dict[UserId, str]]:
+    rows = yield from select(
+        UserColumns,
+        f"SELECT {USER} FROM {{wanted}} AS w JOIN users u ON u.id = w.id",  # noqa: S608
+        {},
+        {"wanted": Relation((("id", "int"),), tuple((id_,) for id_ in ids))},
+    )
+    return {row.id: row.name for row in rows}
+
+
+@operation
 def caller(id: UserId) -> Operation[Caller | None]:
     found = yield from _user("users u WHERE u.id = :id AND u.disabled_at IS NULL", id=id)
     return None if found is None else Caller(found, (yield from roles_of(id)))

@@ -1,0 +1,1 @@
+"""Pages in a real browser, against a pool of real processes."""

@@ -1,0 +1,1 @@
+"""Pages in process: sessions, forms, headers, hostile text."""
