@@ -79,6 +79,7 @@ _FREE_ENDS = frozenset(
         EndReason.LOST,
         EndReason.HANDED_BACK,
         EndReason.NODE_FAILED,
+        EndReason.NO_QUORUM,  # of a parent, which has no lease of its own
     }
 )
 _STARTED = frozenset({Phase.RUN, Phase.COLLECT})

@@ -18,7 +18,7 @@ from gpool.server.store.operations.tasks import node_history
 from gpool.server.store.operations.verification import standings
 from gpool.server.store.rows import allocation_from, spec_from
 from gpool.wire.documents import instant_to_datetime
-from gpool.wire.node_documents import FailedCheckDocument, NodeTaskDocument, NodeTasksDocument
+from gpool.wire.nodes import FailedCheckDocument, NodeTaskDocument, NodeTasksDocument
 
 MOST_PAGES = 50
 """Pages of 20,000 tasks each that are searched for a node's ended tasks."""

@@ -153,7 +153,7 @@ class NodeChannel:
     async def _connected(self, registered: StoredLeases) -> StoredLeases | NotRegistered:
         """Open the connection; return the leases as they are stored then: more may have been granted meanwhile."""
         server = self._server
-        took_time = await self._took_time(registered.row)
+        took_time = await _took_time(server, registered.row)
         if self._link is not None and not self.closed:
             return await server.write(reconciliation.connect(self.node, self._link))
         if not took_time:
@@ -411,7 +411,7 @@ class NodeChannel:
             self.refuse(error.code, error.detail, retry=isinstance(error, Forbidden))
             return
         assert node is not None
-        if await self._took_time(node):
+        if await _took_time(server, node):
             node = await server.write(nodes.node(self.node))
         if node is not None:
             server.picture.node_changed(node.node)
@@ -419,13 +419,6 @@ class NodeChannel:
     def _kept(self, offer: Offer) -> Offer:
         own = offer_without_ids(offer)
         return reconciliation.at_own_site(own, self._owner, self._server.settings.sites)
-
-    async def _took_time(self, row: NodeRow) -> bool:
-        verifier = self._server.examiner
-        if verifier is None:
-            return False
-        await verifier.admit(row)
-        return verifier.verifies
 
     def tell_gpu(self, frame: ToGpu) -> None:
         if not self.closed:
@@ -459,6 +452,15 @@ def _receipts_name(server: Server, node: NodeId) -> str:
     if entry is None or entry.node is None:
         return ""
     return server.identity.receipts.pool if is_priced(entry.node.offer) else ""
+
+
+async def _took_time(server: Server, row: NodeRow) -> bool:
+    """Admit the GPUs of a node; return whether they are verified, so that rows may have changed meanwhile."""
+    verifier = server.examiner
+    if verifier is None:
+        return False
+    await verifier.admit(row)
+    return verifier.verifies
 
 
 def _held_by(picture: StatePicture, node: NodeId) -> set[TaskId]:

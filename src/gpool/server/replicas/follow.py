@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterable, Sequence
 from time import monotonic
-from typing import Literal
 
 from gpool.core.ids import NodeId, SpecId, TaskId
 from gpool.core.model import EndReason, Instant, Shape, Span, TaskStatus
@@ -20,6 +19,7 @@ from gpool.server.nodes import reconciliation
 from gpool.server.nodes.connection import NodeChannel
 from gpool.server.replicas.following import Difference, UnknownSpec, difference
 from gpool.server.replicas.membership import KEEP_CHANGES, Membership
+from gpool.server.replicas.sent_frames import SentFrames
 from gpool.server.scheduling import delivery
 from gpool.server.server import Server
 from gpool.server.store.operations import nodes, replicas
@@ -28,7 +28,7 @@ from gpool.server.store.operations.replicas import ChangedRows, ChangedTask, Fol
 from gpool.server.store.read_cache import ROW_TABLES, Touch
 from gpool.server.store.rows import allocation_from
 from gpool.server.store.values import HeldLease
-from gpool.wire.frames import Hold, StopReason
+from gpool.wire.frames import StopReason
 
 log = get_logger(__name__)
 
@@ -51,8 +51,6 @@ WHOLE = 16
 
 ACCOUNT_TABLES = frozenset({"users", "memberships", "teams"})
 TASK_TABLES = ROW_TABLES - {"nodes"} | {"batches"}
-
-Sent = tuple[int, int, Literal["grant", "cancel", "preempt"]]
 
 
 def leadership_changed(server: Server, membership: Membership) -> None:
@@ -343,56 +341,6 @@ class FollowChanges:
         connection = server.nodes.connection(node)
         if stored is not None and isinstance(connection, NodeChannel):
             await connection.send_leases(stored)
-
-
-class SentFrames:
-    """Leases granted and stopped because of the feed, so that a lease named again is not sent again."""
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._sent: set[Sent] = set()
-
-    def forget(self) -> None:
-        self._sent.clear()
-
-    def unsent_grants(self, held: Iterable[ChangedTask]) -> list[ChangedTask]:
-        self._drop_ended()
-        return [
-            row
-            for row in held
-            if row.status == TaskStatus.LEASED and self._is_new((row.id, row.epoch, "grant"))
-        ]
-
-    def unsent_cancels(self, held: Iterable[ChangedTask]) -> list[tuple[NodeId, Hold]]:
-        return [
-            _hold(row)
-            for row in held
-            if row.status == TaskStatus.CANCELLED and self._is_new((row.id, row.epoch, "cancel"))
-        ]
-
-    def unsent_preemptions(self, held: Iterable[ChangedTask]) -> list[tuple[NodeId, Hold]]:
-        return [
-            _hold(row)
-            for row in held
-            if row.preempting
-            and row.status != TaskStatus.CANCELLED
-            and self._is_new((row.id, row.epoch, "preempt"))
-        ]
-
-    def _is_new(self, sent: Sent) -> bool:
-        is_new = sent not in self._sent
-        self._sent.add(sent)
-        return is_new
-
-    def _drop_ended(self) -> None:
-        held = self._server.picture.state.held
-        if len(self._sent) > 1000 + 4 * len(held):
-            self._sent = {each for each in self._sent if TaskId(each[0]) in held}
-
-
-def _hold(row: ChangedTask) -> tuple[NodeId, Hold]:
-    assert row.node_id is not None
-    return row.node_id, Hold(row.id, row.epoch)
 
 
 def _lease(row: ChangedTask) -> HeldLease:

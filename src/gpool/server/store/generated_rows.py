@@ -71,22 +71,6 @@ class TeamsRecord(NamedTuple):
     created_at: Instant
 
 
-class TeamNamesRecord(NamedTuple):
-    name: str
-    team_id: TeamId
-
-
-class RetiredNamesRecord(NamedTuple):
-    hashed: str
-
-
-class MembershipsRecord(NamedTuple):
-    team_id: TeamId
-    user_id: UserId
-    role: str
-    since: Instant
-
-
 class QuotasRecord(NamedTuple):
     kind: str
     id: int
@@ -100,13 +84,6 @@ class StoredRecord(NamedTuple):
     kind: str
     id: int
     sha256: str
-
-
-class StorageRecord(NamedTuple):
-    kind: str
-    id: int
-    shard: int
-    size_bytes: int
 
 
 class UploadsRecord(NamedTuple):
@@ -166,25 +143,6 @@ class GpuBindingsRecord(NamedTuple):
     wallet: str | None
     bound_at: Instant
     settled_at: Instant | None
-
-
-class VerificationsRecord(NamedTuple):
-    task_id: TaskId
-    user_id: UserId
-    siblings: int
-    decided_at: Instant | None
-    outcome: str
-    rerun_id: int | None
-
-
-class SiblingsRecord(NamedTuple):
-    task_id: TaskId
-    parent_id: TaskId
-    number: int
-    node_id: NodeId
-    owner_id: UserId
-    state: str
-    digest: str | None
 
 
 class FailedChecksRecord(NamedTuple):
@@ -358,31 +316,6 @@ class NodesRecord(NamedTuple):
     public_key: str | None
 
 
-class GpusRecord(NamedTuple):
-    id: GpuId
-    node_id: NodeId
-    uuid: str
-    position: int
-    available: int
-    gone: int
-    flagged: str | None
-    quarantined: str | None
-    unproven: str | None
-    verdict: str | None
-    judged_at: Instant | None
-    measured: str | None
-
-
-class SpecsRecord(NamedTuple):
-    id: SpecId
-    user_id: UserId
-    digest: str
-    body: str
-    retries: int
-    created_at: Instant
-    stored_bytes: int
-
-
 class BatchesRecord(NamedTuple):
     id: BatchId
     user_id: UserId
@@ -443,16 +376,6 @@ class AttemptsRecord(NamedTuple):
     detail: str
 
 
-class CheckpointsRecord(NamedTuple):
-    task_id: TaskId
-    epoch: int
-    saved_at: Instant
-    size_bytes: int
-    files: int
-    manifest: str
-    stored_bytes: int
-
-
 class ArtifactsRecord(NamedTuple):
     sha256: str
     size_bytes: int
@@ -461,34 +384,11 @@ class ArtifactsRecord(NamedTuple):
     key_sealed: bytes | None
 
 
-class ArtifactRefsRecord(NamedTuple):
-    sha256: str
-    kind: str
-    holder: int
-    user_id: UserId
-    epoch: int
-    team_id: TeamId | None
-
-
-class SchedulerTermRecord(NamedTuple):
-    id: int
-    term: int
-    taken_at: Instant
-
-
 class RulesRecord(NamedTuple):
     kind: str
     id: int
     value: str
     changed_at: Instant
-
-
-class GangsRecord(NamedTuple):
-    task_id: TaskId
-    epoch: int
-    secret_sealed: bytes
-    logged: int
-    link: str
 
 
 class MembersRecord(NamedTuple):
@@ -539,14 +439,6 @@ class ReplicasRecord(NamedTuple):
     draining: int
 
 
-class NodeConnectionsRecord(NamedTuple):
-    node_id: NodeId
-    replica_id: int | None
-    boot: str
-    beat: int
-    connected_at: Instant
-
-
 class ReadingsRecord(NamedTuple):
     replica_id: int
     number: int
@@ -554,26 +446,11 @@ class ReadingsRecord(NamedTuple):
     body: bytes
 
 
-class ServerSecretsRecord(NamedTuple):
-    name: str
-    sealed: bytes
-
-
 class LedgerAccountsRecord(NamedTuple):
     id: int
     kind: str
     balance: int
     sequence: int
-
-
-class LedgerTransfersRecord(NamedTuple):
-    id: str
-    kind: str
-    at: Instant
-    digest: str
-    refers_to: str | None
-    block: int | None
-    leaf: int | None
 
 
 class LedgerEntriesRecord(NamedTuple):
@@ -608,12 +485,6 @@ class LedgerSpendingRecord(NamedTuple):
     account_id: int
     month: int
     amount: int
-
-
-class BudgetsRecord(NamedTuple):
-    account_id: int
-    cap: int
-    changed_at: Instant
 
 
 class OutboxRecord(NamedTuple):
@@ -663,16 +534,3 @@ class DeliveriesRecord(NamedTuple):
     tried_at: Instant | None
     response: int | None
     error: str
-
-
-class EventReadersRecord(NamedTuple):
-    holder_kind: str
-    holder_id: int
-    expires_at: Instant
-
-
-class ConditionsRecord(NamedTuple):
-    kind: str
-    object: str
-    since: Instant
-    data: str

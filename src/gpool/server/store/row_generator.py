@@ -42,15 +42,33 @@ LEDGER_ACCOUNTS = frozenset(
 """Columns with the name of a reference that hold an account of the ledger."""
 NEVER_READ_WHOLE = frozenset(
     {
+        "artifact_refs",
         "attempt_notes",
+        "budgets",
         "changes",
+        "checkpoints",
+        "conditions",
+        "event_readers",
+        "gangs",
+        "gpus",
         "idempotency",
         "ledger_holders",
+        "ledger_transfers",
         "log_chunks",
         "log_heads",
+        "memberships",
+        "node_connections",
+        "retired_names",
+        "scheduler_term",
+        "server_secrets",
+        "siblings",
         "sign_in_nonces",
+        "specs",
+        "storage",
         "team_invitations",
+        "team_names",
         "used_proofs",
+        "verifications",
         "work_signatures",
     }
 )

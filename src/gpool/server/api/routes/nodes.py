@@ -33,7 +33,6 @@ from gpool.server.server import Once
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operations.node_pages import NodeFilter
 from gpool.server.store.values import NodeCredentials
-from gpool.wire.node_documents import NodeTasksDocument
 from gpool.wire.nodes import (
     GpuDocument,
     GpuPage,
@@ -46,6 +45,7 @@ from gpool.wire.nodes import (
     NodePage,
     NodePatch,
     NodeRequest,
+    NodeTasksDocument,
     TelemetryDocument,
 )
 

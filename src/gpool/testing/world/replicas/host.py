@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gpool.core.errors import NotSignedIn, Unreachable
-from gpool.core.ids import TaskId, encode
-from gpool.core.model import Instant, TaskSpec
+from gpool.core.ids import encode
 from gpool.server.actions import policy, quotas
 from gpool.server.nodes.connection import NodeChannel
-from gpool.server.nodes.registry import OpenSecrets
 from gpool.server.replicas.follow import FollowChanges, leadership_changed
 from gpool.server.replicas.membership import Membership
 from gpool.server.scheduling.loops import LoopRunner, all_loops
@@ -43,9 +41,9 @@ from gpool.testing.world.replicas.sessions import (
     SimulatedReplicas,
     StoreSession,
 )
+from gpool.testing.world.replicas.watched_channel import WatchedChannel
 from gpool.transfer.node_proofs import NodeKey, RequestStatement, public_text
 from gpool.wire import frames
-from gpool.wire.frames import Hello, Hold, Line, ServerFrame, Stop
 
 MS = 1_000
 S = 1_000_000
@@ -166,40 +164,6 @@ class ReplicaProcess:
             self._database.disconnect(pid)
         self._database.listeners.pop(self.id, None)
         return self.base.kill()
-
-
-class WatchedChannel(NodeChannel):
-    """Fails the run if an agent does not know of a lease that this connection never sent."""
-
-    fail: Callable[[str], None]
-    known: set[TaskId]
-
-    async def greet(self, hello: Hello) -> None:
-        self.known = {TaskId(hold.task) for hold in hello.holds}
-        self._send = self._noting(self._send)
-        await super().greet(hello)
-
-    def _noting(self, send: Callable[[ServerFrame], None]) -> Callable[[ServerFrame], None]:
-        """A lease that is cancelled before it was sent is only stopped: the agent confirms that it has nothing of it."""
-
-        def noted(frame: ServerFrame) -> None:
-            if isinstance(frame, Stop):
-                self.known.update(TaskId(hold.task) for hold in frame.holds)
-            send(frame)
-
-        return noted
-
-    def _send_grants(
-        self, lines: list[Line], spec_of: Callable[[int], TaskSpec | None], secrets: OpenSecrets
-    ) -> None:
-        self.known.update(TaskId(lease.task) for line in lines for lease in line.leases)
-        super()._send_grants(lines, spec_of, secrets)
-
-    def _forgotten(self, stated: Iterable[Hold], now: Instant) -> set[TaskId]:
-        found = super()._forgotten(stated, now)
-        if unsent := found - self.known:
-            self.fail(f"node {self.node} was not sent leases of its own: {sorted(unsent)}")
-        return found
 
 
 def _watched(site: HostEnvironment) -> Parts:
