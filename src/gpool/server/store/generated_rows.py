@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gpool.core.ids import BatchId, GpuId, NodeId, SpecId, TaskId, UserId
+from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
 from gpool.core.model import Instant
 from gpool.core.permissions import TeamId
 

@@ -15,7 +15,6 @@ from gpool.server.store.schema_columns import metadata
 
 IDS = {
     "batches": "BatchId",
-    "gpus": "GpuId",
     "nodes": "NodeId",
     "specs": "SpecId",
     "tasks": "TaskId",
@@ -82,7 +81,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gpool.core.ids import BatchId, GpuId, NodeId, SpecId, TaskId, UserId
+from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
 from gpool.core.model import Instant
 from gpool.core.permissions import TeamId
 '''
