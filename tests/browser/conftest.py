@@ -15,8 +15,9 @@ APPEARS_MS = 60_000
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium(require: Callable[[str], None]) -> Iterator[Browser]:
+    """Per module: while Playwright runs, no other test of the process can call `asyncio.run`."""
     require("chromium")
     expect.set_options(timeout=APPEARS_MS)
     with sync_playwright() as playwright:
