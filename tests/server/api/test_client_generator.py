@@ -29,7 +29,8 @@ async def test_a_client_is_generated_for_every_endpoint_without_a_warning(
         for operation in methods.values()
     }
     assert generated_from(document, tmp_path) == described
-    assert len(described) == len(endpoints()) - 2  # without the channel and the document itself
+    documented = [each for each in endpoints() if not each.is_page]
+    assert len(described) == len(documented) - 2  # without the channel and the document itself
 
 
 def generated_from(document: dict[str, Any], folder: Path) -> set[str]:
