@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from gpool.server.deposits.loop import EVERY_S, LONGEST_S, CreditDeposits
+from gpool.server.outbound import Outbound
 from gpool.server.store.operations.identity import accounts
 from gpool.wallet import signing
 from tests.server.identity_routes.people_desk import Somebody, registered
@@ -284,6 +291,38 @@ async def test_a_chain_that_is_away_delays_deposits_and_nothing_else(desk: Depos
     for _ in range(6):
         await desk.scan()
     assert desk.loop.every_s == LONGEST_S
+
+
+async def test_a_node_that_refuses_long_ranges_is_asked_for_shorter_ones(
+    desk: DepositDesk,
+) -> None:
+    ada = await desk.person("ada", desk.senders[0])
+    for amount in (1, 20):
+        desk.deposit(amount)
+        desk.mine(30)
+    asked: list[int] = []
+
+    async def limited(request: Request) -> Response:
+        """The real chain, for at most ten blocks a call."""
+        call = await request.json()
+        if call["method"] == "eth_getLogs":
+            first, last = (int(call["params"][0][name], 16) for name in ("fromBlock", "toBlock"))
+            asked.append(last - first + 1)
+            if asked[-1] > 10:
+                error = {"code": -32600, "message": "up to a 10 block range"}
+                return JSONResponse({"jsonrpc": "2.0", "id": call["id"], "error": error})
+        return JSONResponse(desk.chain.http.post(desk.chain.url, json=call).json())
+
+    app = Starlette(routes=[Route("/", limited, methods=["POST"])])
+    outbound = Outbound(httpx2.ASGITransport(app=app))
+    services = replace(desk.desk.server.identity, outbound=outbound)
+    terms = desk.desk.server.settings.deposit_terms(CHAIN_ID)
+    assert terms is not None
+    loop = CreditDeposits(replace(desk.desk.server, sign_ins=services), terms)
+    await loop.run_once(desk.desk.server.now)
+    await outbound.close()
+    assert asked[0] > 50
+    assert (await balance(ada), loop.every_s) == (21, EVERY_S)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ EVERY_S = 10.0
 LONGEST_S = 300.0
 """Longest pause after failures in a row."""
 MOST_BLOCKS = 1000
-"""Blocks of one call; halved when the node refuses, down to one."""
+"""Blocks of one call; halved when the node refuses, down to one, and then raised slowly."""
 MOST_CALLS = 20
 """Ranges of one run."""
 ROWS = 500
@@ -91,9 +91,12 @@ class CreditDeposits:
         try:
             found = await self._chain.deposits(within)
         except Unreachable:
-            self._most_blocks = max(1, self._most_blocks // 2)
-            raise
-        self._most_blocks = min(2 * self._most_blocks, MOST_BLOCKS)
+            if within.first == within.last:
+                raise
+            # too many blocks or logs for this node: the next call of this run asks for fewer
+            self._most_blocks = (within.last - within.first + 1) // 2
+            return
+        self._most_blocks = min(self._most_blocks + self._most_blocks // 8 + 1, MOST_BLOCKS)
         last, rows = first_blocks(found, within, ROWS)
         block_hash = await self._chain.block_hash(last)
         if any(each.block == last and each.block_hash != block_hash for each in rows):

@@ -301,10 +301,10 @@ def deposits_of(user: UserId, limit: int) -> Operation[tuple[DepositsRecord, ...
     """Deposits to the account of a user, and those of its wallets that are not credited, newest first."""
     rows = yield from select(
         DepositsRecord,
-        f"SELECT {DEPOSIT} FROM deposits d WHERE d.account_id IN (SELECT h.account_id FROM ledger_holders h "  # noqa: S608
-        "WHERE h.kind = 'user' AND h.id = :user) OR (d.status <> 'credited' AND d.sender IN "
-        "(SELECT w.address FROM wallets w WHERE w.user_id = :user)) "
-        "ORDER BY d.block DESC, d.tx, d.log_index DESC LIMIT :limit",
+        f"SELECT {DEPOSIT} FROM ledger_holders h JOIN deposits d ON d.account_id = h.account_id "  # noqa: S608
+        "WHERE h.kind = 'user' AND h.id = :user UNION ALL "
+        f"SELECT {DEPOSIT} FROM wallets w JOIN deposits d ON d.sender = w.address AND d.status <> 'credited' "
+        "WHERE w.user_id = :user ORDER BY block DESC, tx, log_index DESC LIMIT :limit",
         {"user": user, "limit": limit},
     )
     return tuple(rows)
