@@ -74,6 +74,11 @@ RULES: dict[str, Any] = {
     "data_keys": sealed_fields.forget_data_key,
     "failed_checks": deletion._delete,
     "deliveries": outbox.forget_events,
+    "deposit_cursors": Bound("one row for each token and address that an operator configured"),
+    "deposits": Bound(
+        "one row for each transfer on the chain to the pool's address, for which its sender paid gas: "
+        "without it a second scan could credit it again"
+    ),
     "destinations": destinations.delete_destination,
     "event_readers": outbox.forget_readers,
     "events": outbox.forget_events,

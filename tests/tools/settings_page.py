@@ -9,6 +9,7 @@ from pydantic.fields import FieldInfo
 
 from gpool.agent.settings import AgentSettings
 from gpool.core.model import GIB
+from gpool.server.deposits.settings import DepositSettings
 from gpool.server.events.settings import NoticeSettings
 from gpool.server.identity.oidc import OidcProvider
 from gpool.server.settings import Settings
@@ -21,6 +22,7 @@ SECTIONS = {
     "user_gpus": "Default quotas",
     "master_key": "Master keys",
     "keep_events_days": "Events and notices",
+    "deposit_rpc_url": "Deposits by chain transfers",
 }
 """Heading by the first setting of each section."""
 
@@ -50,8 +52,8 @@ def as_markdown() -> str:
         "`gpool join` set the variables of the agent from their options.",
     ]
     fields = Settings.model_fields
-    notices = NoticeSettings.model_fields.keys()
-    for name in (*(each for each in fields if each not in notices), *notices):
+    last = (*NoticeSettings.model_fields, *DepositSettings.model_fields)
+    for name in (*(each for each in fields if each not in last), *last):
         field = fields[name]
         if name in SECTIONS:
             lines += ["", f"## {SECTIONS[name]}", "", *TABLE]

@@ -94,6 +94,10 @@ SECTIONS = {
             "gpool.cli.market.ledger",
             "Show your balance, pending funds and recent entries.",
         ),
+        "deposit": (
+            "gpool.cli.market.deposits",
+            "Show where to send tokens, and your deposits.",
+        ),
         "budget": (
             "gpool.cli.market.ledger",
             "Show or set the monthly budget of your account or team.",

@@ -209,6 +209,9 @@ class Action(StrEnum):
     LEDGER_REFUND = "ledger.refund"
     LEDGER_VERIFY = "ledger.verify"
     BUDGET_SET = "budget.set"
+    DEPOSITS_READ = "deposit.read"
+    DEPOSITS_LIST_ALL = "deposit.list_all"
+    DEPOSITS_RESUME = "deposit.resume"
     # events
     EVENTS_READ = "event.read"
     EVENTS_READ_POOL = "event.read_pool"
@@ -360,6 +363,9 @@ RULES: Mapping[Action, PermissionRule] = {
     _A.LEDGER_REFUND: _changes(_K.SERVER, _OPERATOR, _S.ADMIN),
     _A.LEDGER_VERIFY: _reads(_K.SERVER, _OPERATOR, _S.ADMIN),
     _A.BUDGET_SET: _changes(_K.ACCOUNT, _OWN | _OPERATOR, _S.ADMIN),
+    _A.DEPOSITS_READ: _reads(_K.ACCOUNT, _SELF, _S.MONEY_READ),
+    _A.DEPOSITS_LIST_ALL: _reads(_K.SERVER, _OPERATOR, _S.ADMIN),
+    _A.DEPOSITS_RESUME: _changes(_K.SERVER, _OPERATOR, _S.ADMIN),
     _A.EVENTS_READ: _reads(_K.ACCOUNT, _VIEW, _S.TASKS_READ),
     _A.EVENTS_READ_POOL: _reads(_K.SERVER, _OPERATOR, _S.ADMIN),
     _A.WEBHOOK_CREATE: _changes(_K.ACCOUNT, _OWN, _S.WEBHOOKS),

@@ -104,10 +104,14 @@ class Outbound:
     ) -> OutboundResponse:
         return await self._send("POST", url, data=dict(form), auth=auth)
 
-    async def post_json(self, url: str, document: object) -> OutboundResponse:
-        return await self._send("POST", url, json=document)
+    async def post_json(
+        self, url: str, document: object, most_bytes: int = MAX_ANSWER_BYTES
+    ) -> OutboundResponse:
+        return await self._send("POST", url, most_bytes, json=document)
 
-    async def _send(self, method: str, url: str, **options: Any) -> OutboundResponse:
+    async def _send(
+        self, method: str, url: str, most_bytes: int = MAX_ANSWER_BYTES, **options: Any
+    ) -> OutboundResponse:
         if self._http is None:
             self._http = httpx2.AsyncClient(
                 transport=self._transport,
@@ -121,10 +125,8 @@ class Outbound:
                     body = bytearray()
                     async for piece in answer.aiter_bytes():
                         body += piece
-                        if len(body) > MAX_ANSWER_BYTES:
-                            raise Unreachable(
-                                f"{_origin(url)} sent more than {MAX_ANSWER_BYTES} bytes"
-                            )
+                        if len(body) > most_bytes:
+                            raise Unreachable(f"{_origin(url)} sent more than {most_bytes} bytes")
                     return OutboundResponse(
                         answer.status_code, bytes(body), answer.headers.get("retry-after", "")
                     )

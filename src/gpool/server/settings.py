@@ -19,6 +19,7 @@ from gpool.core.quotas import OwnerQuota, Quota
 from gpool.observability.logs import LogFormat, LogLevel
 from gpool.server.blobs.bucket import Bucket, bucket_of, credentials_of_environment
 from gpool.server.blobs.signatures import S3Credentials
+from gpool.server.deposits.settings import DepositSettings
 from gpool.server.events.settings import NoticeSettings
 from gpool.server.identity.oidc import OidcProvider
 from gpool.server.identity.sealer import MasterSource
@@ -32,7 +33,7 @@ Registration = Literal["open", "invite", "closed"]
 DefaultOn = Literal["anyone", "team", "me"]
 
 
-class Settings(NoticeSettings):
+class Settings(NoticeSettings, DepositSettings):
     model_config = SettingsConfigDict(env_prefix="GPOOL_SERVER_", frozen=True, extra="forbid")
 
     host: str = Field(default="127.0.0.1", description="Address to listen on.")

@@ -1,4 +1,4 @@
-"""REST documents of the ledger: balances, entries, grants, refunds, budgets, verification. Amounts are micro-credits."""
+"""REST documents of the ledger: balances, entries, grants, refunds, budgets, verification, deposits. Amounts are micro-credits."""
 
 from __future__ import annotations
 
@@ -111,3 +111,59 @@ class LedgerCheckDocument(Answer):
     unsealed: int
     head: str | None
     findings: list[LedgerFindingDocument]
+
+
+# ---- deposits
+
+DepositStatus = Literal["credited", "unmatched", "held"]
+
+
+class DepositDocument(Answer):
+    """A transfer on the chain with enough confirmations. `amount`: in units of the token, decimal.
+
+    `unmatched`: no account has the sender's wallet yet; `held`: an operator decides about it.
+    """
+
+    transfer: str  # id in the ledger
+    transaction: str
+    log_index: int
+    block: int
+    sender: str
+    amount: str
+    status: DepositStatus
+    changed_at: AwareDatetime
+
+
+class DepositsDocument(Answer):
+    """Where to send tokens. `wallets`: yours; only transfers from them are credited to you.
+
+    `scanned_block`: null before the first scan. `halted`: crediting is stopped until an operator acts.
+    """
+
+    chain_id: int
+    token: str
+    address: str
+    confirmations: int
+    scanned_block: int | None
+    halted: bool
+    wallets: list[str]
+    items: list[DepositDocument]  # newest first
+
+
+class PoolDepositsDocument(Answer):
+    """`items`: deposits that are not credited. `why`: reason for which crediting is halted, or empty."""
+
+    chain_id: int
+    token: str
+    address: str
+    confirmations: int
+    scanned_block: int | None
+    halted_at: AwareDatetime | None
+    why: str
+    items: list[DepositDocument]
+
+
+class DepositsResume(Document):
+    """`from_block`: scanned again from here on; what is credited already is not credited again."""
+
+    from_block: Annotated[int, Field(ge=0, lt=1 << 62, strict=True)]

@@ -299,6 +299,7 @@ CASES: dict[tuple[str, str, str], Cell] = {
         "objects": ("charge:p",),
         "body": lambda ids: {"charge": ids["id"], "amount_microcredits": 5},
     },
+    ("POST", "/v1/admin/deposits/resume", ""): {"body": {"from_block": 5}},
     # events
     ("GET", "/v1/events", "of a team"): {
         **_TEAM,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import httpx2
+from pydantic import SecretStr
 
 from gpool.core.errors import GpoolError
 from gpool.core.ids import decode, encode
@@ -18,6 +19,7 @@ from gpool.server.actions.events.webhooks import new_destination
 from gpool.server.events.delivery import place_of
 from gpool.server.events.webhooks import DestinationSecrets, new_secret
 from gpool.server.identity.audit import AuditEntry, AuditLink
+from gpool.server.store.operations import deposits
 from gpool.server.store.operations.events import destinations
 from gpool.server.store.operations.identity import audit
 from gpool.server.store.protocol import Operation, Store, again, operation
@@ -38,6 +40,13 @@ from tests.tools.nodes import a_key
 T = TypeVar("T")
 NONE = "0" * 13
 ALWAYS = {"first": "2001-01-01T00:00:00Z", "last": "2999-01-01T00:00:00Z"}
+SOURCE = deposits.DepositSource(1, "0x" + "11" * 20, "0x" + "22" * 20)
+DEPOSITS = {
+    "deposit_rpc_url": SecretStr("http://127.0.0.1:9"),
+    "deposit_token": SOURCE.token,
+    "deposit_address": SOURCE.address,
+    "deposit_from_block": 5,
+}
 TEAM_INPUT = b"the team's input"
 
 
@@ -138,7 +147,9 @@ async def a_pool(desk: Desk) -> Pool:
         people[name] = await registered(desk, name)
     await _objects(pool, people)
     await _askers(pool, people)
-    server = replace(desk.server, store=pool.store)  # type: ignore[arg-type]
+    settings = desk.server.settings.model_copy(update=DEPOSITS)
+    await desk.server.write(deposits.open_cursor(SOURCE, 9, desk.server.now))
+    server = replace(desk.server, store=pool.store, settings=settings)  # type: ignore[arg-type]
     server.credentials._store = pool.store
     desk.app.state.server = server
     return pool

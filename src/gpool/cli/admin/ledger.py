@@ -1,4 +1,4 @@
-"""`gpool admin ledger`: grants, refunds, and verification of the books."""
+"""`gpool admin ledger`: grants, refunds, deposits, and verification of the books."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import click
 
 from gpool.cli.command import as_json, client_of, examples, team_id, user_id
 from gpool.cli.main import FAILED
+from gpool.cli.market.deposits import show_deposits, show_place
 from gpool.cli.market.ledger import limit_option, show_ledger
 from gpool.cli.printing import emit_json, local_time
 
@@ -163,3 +164,32 @@ def ledger_verify(ctx: click.Context, anchors: tuple[str, ...], as_json: bool) -
         for one in found["findings"]:
             click.echo(f"{one['thing']}: {one['why']}")
     ctx.exit(0 if found["sound"] else FAILED)
+
+
+@ledger.command(
+    "deposits",
+    epilog=examples("gpool admin ledger deposits", "gpool admin ledger deposits --resume 21000000"),
+)
+@click.option(
+    "--resume",
+    "block",
+    type=click.IntRange(0),
+    metavar="BLOCK",
+    help="Scan again from this block on, and end a halt; nothing is credited twice.",
+)
+@as_json
+@click.pass_context
+def ledger_deposits(ctx: click.Context, block: int | None, as_json: bool) -> None:
+    """Show the scan of the chain and deposits that are not credited."""
+    api = client_of(ctx).api
+    if block is None:
+        found = api.get_json("/v1/admin/deposits")
+    else:
+        found = api.send_json("POST", "/v1/admin/deposits/resume", {"from_block": block})
+    if as_json:
+        emit_json(found)
+        return
+    show_place(found)
+    if found["halted_at"]:
+        click.echo(f"halted         {local_time(found['halted_at'])}: {found['why']}")
+    show_deposits(found["items"], "Every deposit is credited.")

@@ -23,6 +23,7 @@ from gpool.server.actions.money.sealing import SealLedger
 from gpool.server.actions.tasks import deletion as task_deletion
 from gpool.server.actions.tasks import direct_uploads, sealed_logs
 from gpool.server.actions.tasks.outputs import remove_unless_recorded
+from gpool.server.deposits.loop import CreditDeposits
 from gpool.server.events.delivery import DeliverNotices
 from gpool.server.events.loops import ExpireEvents, NumberEvents, TailEvents, WatchConditions
 from gpool.server.nodes.gpu_verifier import GpuVerifier
@@ -484,6 +485,9 @@ def all_loops(server: Server) -> tuple[Loop, ...]:
         loops = (*loops, VerifyGpus(server, server.examiner))
     if server.sign_ins is None:
         return loops
+    terms = server.settings.deposit_terms(server.settings.chain_id)
+    if terms is not None:
+        loops = (*loops, CreditDeposits(server, terms))
     return (
         *loops,
         MaintainIdentity(server),

@@ -271,6 +271,32 @@ class PayoutLinesRecord(NamedTuple):
     microcredits: int
 
 
+class DepositCursorsRecord(NamedTuple):
+    chain_id: int
+    token: str
+    address: str
+    block: int
+    block_hash: str
+    changed_at: Instant
+    halted_at: Instant | None
+    why: str
+
+
+class DepositsRecord(NamedTuple):
+    chain_id: int
+    tx: str
+    log_index: int
+    token: str
+    address: str
+    block: int
+    block_hash: str
+    sender: str
+    amount: str
+    status: str
+    account_id: int | None
+    changed_at: Instant
+
+
 class UsersRecord(NamedTuple):
     id: UserId
     name: str

@@ -534,3 +534,40 @@ payout_lines = Table(
     Index("ix_payout_lines_account_id", "account_id", "number"),
 )
 """Amount of each owner's account in a period, and to which wallet or id it is paid."""
+
+deposit_cursors = Table(
+    "deposit_cursors",
+    metadata,
+    int_column("chain_id", primary_key=True),
+    text_column("token", primary_key=True),
+    text_column("address", primary_key=True),
+    int_column("block"),
+    note("block_hash"),
+    int_column("changed_at"),
+    maybe_int("halted_at"),
+    note("why"),
+)
+"""Last block scanned for deposits, with its hash; empty: not known. `halted_at`: the hash has changed since, and an
+operator has not resumed; `why` has both."""
+
+deposits = Table(
+    "deposits",
+    metadata,
+    int_column("chain_id", primary_key=True),
+    text_column("tx", primary_key=True),
+    int_column("log_index", primary_key=True),
+    text_column("token"),
+    text_column("address"),
+    int_column("block"),
+    text_column("block_hash"),
+    text_column("sender"),
+    text_column("amount"),
+    text_column("status"),
+    maybe_int("account_id"),
+    int_column("changed_at"),
+    Index("ix_deposits_account_id", "account_id", "block"),
+)
+"""Transfers to the pool's address. `amount`: decimal, in units of the token. `status`: credited, unmatched (no account
+has the sender's wallet), held (an operator decides: more than the ledger moves at once, or seen in another block
+before). `account_id`: of the ledger."""
+partial_index("ix_deposits_sender", deposits.c.sender, where="status <> 'credited'")

@@ -13,7 +13,7 @@ from gpool.core.errors import Invalid
 from gpool.core.ids import decode
 from gpool.core.permissions import Action
 from gpool.core.scheduler.order.limits import Holder
-from gpool.server.actions.money import ledger, verification
+from gpool.server.actions.money import deposits, ledger, verification
 from gpool.server.actions.money.verification import BlockAnchor, LedgerReport
 from gpool.server.api.callers import server_of, user_of
 from gpool.server.api.endpoints import EndpointRouter, created
@@ -23,10 +23,13 @@ from gpool.server.store.identity_values import Caller
 from gpool.wire.ledger import (
     BudgetDocument,
     BudgetRequest,
+    DepositsDocument,
+    DepositsResume,
     GrantRequest,
     LedgerCheckDocument,
     LedgerDocument,
     LedgerFindingDocument,
+    PoolDepositsDocument,
     PoolLedgerDocument,
     RefundRequest,
     TransferDocument,
@@ -122,6 +125,46 @@ async def check_ledger(
     await user_of(request)
     anchors = [_anchor(text) for text in anchor or []]
     return answer(_check(await verification.verify(server_of(request).store, anchors)))
+
+
+@routes.get(
+    "/v1/deposits",
+    Action.DEPOSITS_READ,
+    load=LoadClass.LISTING,
+    returns=DepositsDocument,
+    problems=(404,),
+)
+async def read_deposits(request: Request, limit: Limit = 20) -> Response:
+    """Read where to send tokens, and your deposits, newest first; 404 if the pool takes no deposits."""
+    who = await user_of(request)
+    return answer(await deposits.own_deposits(server_of(request), who, limit))
+
+
+@routes.get(
+    "/v1/admin/deposits",
+    Action.DEPOSITS_LIST_ALL,
+    load=LoadClass.LISTING,
+    returns=PoolDepositsDocument,
+    problems=(404,),
+)
+async def read_open_deposits(request: Request, limit: Limit = 100) -> Response:
+    """Read the state of the scan and the deposits that are not credited, newest first."""
+    await user_of(request)
+    return answer(await deposits.open_deposits(server_of(request), limit))
+
+
+@routes.post(
+    "/v1/admin/deposits/resume",
+    Action.DEPOSITS_RESUME,
+    body=DepositsResume,
+    returns=PoolDepositsDocument,
+    problems=(404,),
+)
+async def resume_deposits(request: Request) -> Response:
+    """Scan the chain again from a block on, and end a halt."""
+    who = await user_of(request)
+    wanted, once = await document_of(request, DepositsResume)
+    return answer(await deposits.resume(server_of(request), who, wanted.from_block, once))
 
 
 def holder_of(who: Caller, team: str | None, user: str | None) -> Holder:

@@ -80,6 +80,11 @@ def forget_holder(holder: Holder) -> Operation[None]:
         "(SELECT account_id FROM ledger_holders WHERE kind = :kind AND id = :id)",
         names,
     )
+    yield Statement(
+        "UPDATE deposits SET sender = '' WHERE account_id IN "
+        "(SELECT account_id FROM ledger_holders WHERE kind = :kind AND id = :id)",
+        names,
+    )
     yield Statement("DELETE FROM ledger_holders WHERE kind = :kind AND id = :id", names)
     yield Statement("DELETE FROM usage_totals WHERE kind = :kind AND id = :id", names)
 

@@ -1,0 +1,1 @@
+"""Deposits by chain transfers: settings, what a node of the chain answers, and the loop that credits them."""
