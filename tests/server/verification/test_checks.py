@@ -17,7 +17,15 @@ from gpool.server.scheduling.loops import PruneStore
 from gpool.server.store.operations.invariants import ROW_CHECKS, violations
 from gpool.wire.frames import Finished, Lease
 from tests.server.server_desk import Desk, StoppedClock, open_desk
-from tests.server.verification.lenders import BOTH, TRUTH, Lender, Lenders, data, decimal
+from tests.server.verification.lenders import (
+    BOTH,
+    TRUTH,
+    Lender,
+    Lenders,
+    data,
+    decimal,
+    siblings_left,
+)
 
 pytestmark = pytest.mark.anyio
 CHECK = b"the pickled check function"
@@ -107,20 +115,22 @@ async def test_no_lie_of_workers_or_checkers_is_accepted(both: Desk) -> None:
     """Two workers lie about results, two checkers refuse right ones; none accepts a wrong one."""
     pool = Lenders(both)
     consumer = await both.person("consumer", *BOTH)
+    liars = [await pool.join(f"liar-{number}", owner(works=data(number))) for number in range(2)]
+    tasks = await submit(pool, consumer, 4)
+    await pool.tick()
+    assert any(liar.ran for liar in liars)  # nobody else could be drawn
     for number in range(2):
-        await pool.join(f"liar-{number}", owner(works=data(number)))
         await pool.join(f"refuser-{number}", owner(checks=lambda _: FALSE))
     for number in range(12):
         await pool.join(f"honest-{number}", owner())
-    tasks = await submit(pool, consumer, 30)
+    tasks += await submit(pool, consumer, 26)
     await pool.run(30)
     found = [await pool.task(task, consumer) for task in tasks]
     right = [each["id"] for each in found if each["status"] == "succeeded"]
     assert {await value_of(pool, task, consumer) for task in right} == {TRUTH}
-    assert len(right) >= 28
+    assert len(right) >= 26
     assert {each["status"] for each in found} <= {"succeeded", "failed"}
-    assert sum(each["verification"]["differed"] for each in found) > 0
-    assert any(not is_check(lease) for one in pool.everyone[::2][:2] for lease in one.ran)
+    assert sum(each["verification"]["differed"] for each in found) >= 2
 
 
 async def test_a_worker_whose_result_fails_is_told_and_another_owner_runs_it(desk: Desk) -> None:
@@ -231,6 +241,9 @@ async def test_a_large_value_reaches_the_check_as_an_artifact(both: Desk) -> Non
     assert lender.ran[0].payload == b""
     await pool.run(2)
     assert (await pool.task(task, consumer))["status"] == "succeeded"
+    gone = await both.http.delete(f"/v1/tasks/{task}/record", headers=consumer)
+    assert gone.status_code == 204, gone.text
+    assert await siblings_left(both) == 0
     await PruneStore(both.server).run_once(both.server.now)
     for check in ROW_CHECKS:
         assert await both.server.store.read(violations(check, 9)) == []
@@ -243,6 +256,8 @@ async def test_a_large_value_reaches_the_check_as_an_artifact(both: Desk) -> Non
         ({"verify": 2, "check": CHECK_SHA256}, "add verify="),
         ({"verify": "check", "check": CHECK_SHA256, "compare": 0.1}, "compares no answers"),
         ({"verify": "check", "check": CHECK_SHA256, "max_cost": "1"}, "max_cost"),
+        ({"verify": "check", "check": CHECK_SHA256, "secrets": {"KEY": "1"}}, "secrets"),
+        ({"verify": "check", "check": CHECK_SHA256, "nodes": 2}, "this is a function"),
     ],
 )
 async def test_options_without_a_meaning_are_refused(
