@@ -15,7 +15,7 @@ import gpool
 from gpool import Client
 from gpool.client import options
 from gpool.client.mapping import MAP_ECHOES, BatchLine
-from gpool.client.options import MEANINGS, Options, TaskOptions
+from gpool.client.options import MEANINGS, FunctionOptions, Options
 from gpool.client.runs import echoed_result
 from gpool.client.values import Result, failure
 from tests.client.inprocess import Node, RealPool
@@ -157,7 +157,7 @@ def test_a_map_says_once_that_the_environment_is_being_built() -> None:
 
 def test_every_option_is_typed_and_explained_and_the_page_is_current() -> None:
     names = list(Options.__dataclass_fields__)
-    assert sorted(get_type_hints(TaskOptions)) == sorted(names)
+    assert sorted(get_type_hints(FunctionOptions)) == sorted(names)
     assert sorted(MEANINGS) == sorted(names)
     page = Path(__file__).parents[2] / "docs" / "options.md"
     assert page.read_text(encoding="utf-8") == options.as_markdown(), "run make docs"

@@ -10,7 +10,7 @@ import cloudpickle
 import pytest
 
 from gpool import Client
-from tests.tools.processes import LONG_LEASE, Daemon, Pool
+from tests.tools.processes import LONG_LEASE, PATIENCE_S, Daemon, Pool, eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -65,3 +65,47 @@ def test_a_function_is_verified_with_a_tolerance(lenders: Pool) -> None:
         found = task.remote(1.0)
         assert found == [pytest.approx(1 / 3), 1.0]
         assert [one[1] for one in task.map([2.0, 3.0])] == [2.0, 3.0]
+
+
+def factor(number: int) -> int:
+    """Find the smallest factor, the slow way."""
+    return next(d for d in range(2, number + 1) if number % d == 0)
+
+
+def is_factor(result: int, number: int) -> bool:
+    return 1 < result <= number and number % result == 0
+
+
+def seven_is_refused(result: int, number: int) -> bool:
+    return is_factor(result, number) and result != 7
+
+
+def test_a_result_is_checked_on_another_owners_node(lenders: Pool) -> None:
+    with Client(lenders.address, lenders.key) as client:
+        task = client.task(factor, verify="check", check=is_factor)
+        assert task.remote(91) == 7
+        assert list(task.map([15, 77])) == [3, 7]
+        [newest] = lenders.json("ps", "--limit", "1")
+        found = lenders.status(newest["id"])
+        assert found["verify"] == "check"
+        assert found["verification"]["agreed"] == 2
+
+
+def test_a_refused_result_waits_for_a_further_owner(lenders: Pool) -> None:
+    """One of two owners runs it, the other refuses the result: nobody is left to confirm that."""
+    with Client(lenders.address, lenders.key) as client:
+        run = client.task(factor, verify="check", check=seven_is_refused).submit(91)
+        eventually(
+            "a worker's and a checker's answer",
+            lambda: lenders.status(run.id)["verification"]["answered"] == 2,
+            PATIENCE_S,
+        )
+        assert client.task(factor, verify="check", check=seven_is_refused).remote(15) == 3
+        assert lenders.status(run.id)["status"] == "queued"
+        run.cancel()
+
+
+def test_a_check_of_a_command_is_refused_with_a_hint(lenders: Pool) -> None:
+    done = lenders.gpool("run", "--verify", "check", "--", "true")
+    assert done.returncode == 2
+    assert '@gpool.task(verify="check", check=is_right)' in done.stderr

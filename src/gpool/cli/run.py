@@ -44,6 +44,20 @@ scheduling = option_section("Scheduling")
 gangs = option_section("Several nodes (gangs)")
 
 
+class VerifyChoice(click.Choice[str]):
+    """Values of `--verify`; "check" is refused with the way to use it."""
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value == "check":
+            self.fail(
+                "a check function needs a function's value and is given in Python: "
+                '@gpool.task(verify="check", check=is_right). For a command use 2 or 3.',
+                param,
+                ctx,
+            )
+        return super().convert(value, param, ctx)
+
+
 def _deadline(ctx: click.Context, option: click.Parameter, text: str | None) -> str | None:  # noqa: ARG001 - click's signature
     from gpool.client import times
 
@@ -161,7 +175,7 @@ def _deadline(ctx: click.Context, option: click.Parameter, text: str | None) -> 
 @scheduling("--team", metavar="TEAM", help="Submit for this team of yours.")
 @placement(
     "--verify",
-    type=click.Choice(["2", "3", "spot"]),
+    type=VerifyChoice(["2", "3", "spot"]),
     callback=lambda _ctx, _option, word: int(word) if word in ("2", "3") else word,
     help="Accept the result only if nodes of 2 or 3 other owners agree; spot: check some results.",
 )

@@ -99,8 +99,10 @@ class Client:
         self.data = OwnData(self.api)
         self.task = Decorator(lambda: self)
         """`@client.task(...)`: `@gpool.task` for this client."""
-        self._heads: WeakKeyDictionary[Task[..., Any], tuple[bytes, bytes]] = WeakKeyDictionary()
-        """Pickled function and start of the request, by task."""
+        self._heads: WeakKeyDictionary[Task[..., Any], tuple[bytes, bytes, bytes]] = (
+            WeakKeyDictionary()
+        )
+        """Pickled function, pickled check and start of the request, by task."""
 
     def __enter__(self) -> Client:
         return self
@@ -227,14 +229,16 @@ class Client:
         return b"{%s%s%s]}" % (_deadline(task), self._head(task), call)
 
     def _head(self, task: Task[..., Any]) -> bytes:
-        pickled = task.pickled()
-        known, head = self._heads.get(task, (b"", b""))
-        if known is not pickled:
+        pickled, check = task.pickled(), task.pickled_check()
+        known, known_check, head = self._heads.get(task, (b"", b"", b""))
+        if known is not pickled or known_check is not check:
             function = {"sha256": self.artifacts.put(pickled), "python": PYTHON}
             members = {**self._requested(task.options), "name": task.label, "function": function}
+            if check:
+                members["check"] = self.artifacts.put(check)
             members.pop("by", None)  # "2h" counts from each call
             head = _members(members)[1:] + b',"calls":['
-            self._heads[task] = pickled, head
+            self._heads[task] = pickled, check, head
         return head
 
     def _render(self, pickled: bytes) -> bytes:
@@ -463,6 +467,11 @@ def _command_document(
         raise Invalid(
             f"results is {options.results!r}, but a command has no pickled result; leave 'results' out: "
             "a command's outputs are fetched as files"
+        )
+    if options.verify == "check":
+        raise Invalid(
+            'verify is "check", but a command returns no value that a function could check; give verify=2 or 3, '
+            "or run a function"
         )
     document = client._requested(options)
     document["command"] = [str(word) for word in command]

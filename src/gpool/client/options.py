@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +17,7 @@ from gpool.core.errors import Invalid
 
 
 class TaskOptions(TypedDict, total=False):
-    """Keywords of `@gpool.task`, `Task.with_options` and `gpool.run`; see docs/options.md."""
+    """Keywords of functions and of `gpool.run`; see docs/options.md."""
 
     gpu: str | int | float | None
     vram: str | None
@@ -53,8 +53,14 @@ class TaskOptions(TypedDict, total=False):
     on: str | None
     show_output: bool | None
     results: Literal["pickle"] | None
-    verify: Literal[2, 3, "spot"] | None
+    verify: Literal[2, 3, "spot", "check"] | None
     compare: Literal["hash"] | float | None
+
+
+class FunctionOptions(TaskOptions, total=False):
+    """Keywords of `@gpool.task` and `Task.with_options`; `check` of `gpool.run` is another."""
+
+    check: Callable[..., object] | None
 
 
 MEANINGS: Mapping[str, str] = {
@@ -92,8 +98,9 @@ MEANINGS: Mapping[str, str] = {
     "on": 'owners whose nodes may run it: `"me"`, `"team:NAME"`, `"user:NAME"`, `"anyone"`, several with commas',
     "show_output": "`False`: do not show a function's output on standard error",
     "results": '`"pickle"`: unpickle values from nodes of other accounts too (one team\'s: `GPOOL_TRUST`); functions only',
-    "verify": 'accept the result only if nodes of `2` or `3` other owners agree on it; `"spot"`: check some results',
+    "verify": 'accept the result only if nodes of `2` or `3` other owners agree on it; `"spot"`: check some results; `"check"`: if `check` accepts it',
     "compare": 'how answers are compared: `"hash"` (default), or a tolerance for numbers, `1e-6`; functions only',
+    "check": 'with `verify="check"`: `check(result, *args, **kwargs)`, run on another owner\'s node; functions only',
 }
 """One line per option, for docs/options.md and `help(gpool.task)`."""
 
@@ -101,7 +108,7 @@ MEANINGS: Mapping[str, str] = {
 def as_markdown() -> str:
     """docs/options.md, generated: `python -m gpool.client.options > docs/options.md`."""
     flags = {"labels": "label", "secrets": "secret"}
-    only_python = {"script", "show_output", "results", "preload", "compare"}
+    only_python = {"script", "show_output", "results", "preload", "compare", "check"}
     lines = [
         "# Options of a task",
         "",
@@ -112,7 +119,7 @@ def as_markdown() -> str:
         "| keyword | type | meaning | `gpool run` |",
         "|---|---|---|---|",
     ]
-    hints = TaskOptions.__annotations__
+    hints = {**TaskOptions.__annotations__, **FunctionOptions.__annotations__}
     for name, meaning in MEANINGS.items():
         flag = flags.get(name, name).replace("_", "-")
         kind = str(
@@ -172,8 +179,9 @@ class Options:
     results: str | None = (
         None  # "pickle": send values pickled, and unpickle those of other accounts' nodes too
     )
-    verify: int | str | None = None  # owners whose answers must agree, or "spot"
+    verify: int | str | None = None  # owners whose answers must agree, "spot" or "check"
     compare: str | float | None = None  # "hash", or a tolerance of numbers
+    check: Callable[..., object] | None = None  # returns whether a result is right
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Options:
@@ -230,6 +238,7 @@ class Options:
             "compare": self.compare,
         }
         _check_verified(self.verify, self.compare)
+        _check_checked(self)
         if self.results not in (None, "pickle"):
             raise Invalid(f"results is {self.results!r}; give results='pickle' or leave it out")
         if self.checkpoint_every is not None and self.checkpoint is None:
@@ -255,9 +264,9 @@ class Options:
 
 def _check_verified(verify: object, compare: object) -> None:
     is_number = type(verify) is int and verify in (2, 3)
-    if verify is not None and verify != "spot" and not is_number:
+    if verify is not None and verify not in ("spot", "check") and not is_number:
         raise Invalid(
-            f'verify is {verify!r}; give the number of owners that must agree, 2 or 3, or "spot"'
+            f'verify is {verify!r}; give the number of owners that must agree, 2 or 3, "spot" or "check"'
         )
     if compare is None or compare == "hash":
         return
@@ -267,6 +276,22 @@ def _check_verified(verify: object, compare: object) -> None:
         )
     if verify is None:
         raise Invalid(f"compare is {compare!r} and verify is not given; add verify=2")
+
+
+def _check_checked(options: Options) -> None:
+    if options.verify != "check":
+        if options.check is not None:
+            raise Invalid('check is given and verify is not "check"; add verify="check"')
+        return
+    if not callable(options.check):
+        raise Invalid(
+            f'verify is "check" and check is {options.check!r}; give a function of the result and the arguments '
+            "that returns whether the result is right"
+        )
+    if options.pickle_requested:
+        raise Invalid('verify="check" and results="pickle" exclude each other: a check gets data')
+    if options.compare not in (None, "hash"):
+        raise Invalid('verify="check" and compare exclude each other: no answers are compared')
 
 
 def _words(option: str, given: Sequence[str], like: str) -> list[str]:

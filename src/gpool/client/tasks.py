@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, Unpack, cast, overload
 
-from gpool.client.options import Options, TaskOptions
+from gpool.client.options import FunctionOptions, Options
 from gpool.client.runs import Run
 from gpool.client.values import RESULTS_AS_DATA, by_value, dumps_function, is_sent_by_value
 from gpool.core.errors import Invalid
@@ -41,6 +41,8 @@ class Task(Generic[P, R]):
         self._client = client
         self._pickled = b""
         self._references: References | None = None
+        self._pickled_check = b""
+        self._check_references: References | None = None
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -70,6 +72,20 @@ class Task(Generic[P, R]):
         if pickled != self._pickled:
             self._pickled = pickled
         return self._pickled
+
+    def pickled_check(self) -> bytes:
+        """Check function as the runner receives it, empty without one; the same object while nothing changed."""
+        check = self.options.check
+        if check is None:
+            return b""
+        if self._check_references is not None and self._check_references.are_unchanged():
+            return self._pickled_check
+        self._check_references = References(check)
+        checking = functools.partial(by_value(_run_check), runnable(check))
+        pickled = dumps_function(checking, f"check of {self.label}") + RESULTS_AS_DATA
+        if pickled != self._pickled_check:
+            self._pickled_check = pickled
+        return self._pickled_check
 
     @overload
     def remote(self: Task[P, Coroutine[Any, Any, V]], *args: P.args, **kwargs: P.kwargs) -> V: ...
@@ -122,7 +138,7 @@ class Task(Generic[P, R]):
             self, iterables, return_exceptions=return_exceptions, progress=progress
         )
 
-    def with_options(self, **changes: Unpack[TaskOptions]) -> Task[P, R]:
+    def with_options(self, **changes: Unpack[FunctionOptions]) -> Task[P, R]:
         """The same function with changed options."""
         options = {
             name: getattr(self.options, name)
@@ -255,6 +271,14 @@ def _run_coroutine(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     return asyncio.run(function(*args, **kwargs))
 
 
+def _run_check(check: Callable[..., object], result: object, arguments: bytes) -> bool:
+    """Run a check function with a result that the server decoded and the call's own pickled arguments."""
+    import pickle  # noqa: PLC0415 - it runs in the sandbox, without this module's globals
+
+    args, kwargs = pickle.loads(arguments)
+    return bool(check(result, *args, **kwargs))
+
+
 def _refuse_unpicklable_returns(function: Callable[..., object], label: str) -> None:
     """Generators cannot leave the process that created them."""
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
@@ -301,12 +325,12 @@ class Decorator:
     def __call__(self, function: Callable[P, R], /) -> Task[P, R]: ...
     @overload
     def __call__(
-        self, /, **options: Unpack[TaskOptions]
+        self, /, **options: Unpack[FunctionOptions]
     ) -> Callable[[Callable[P, R]], Task[P, R]]: ...
     def __call__(
-        self, function: Callable[P, R] | None = None, /, **options: Unpack[TaskOptions]
+        self, function: Callable[P, R] | None = None, /, **options: Unpack[FunctionOptions]
     ) -> Any:
-        """Turn a function into a task; the options are those of `TaskOptions`, explained in docs/options.md."""
+        """Turn a function into a task; the options are those of `FunctionOptions`, explained in docs/options.md."""
         wanted = Options.of(options)
         wanted.members()  # raises for malformed options where they are written
         if function is not None:

@@ -245,6 +245,7 @@ class TaskSpec:
     on_loss: OnLoss = OnLoss.REFORM
     trace: str = ""  # W3C `traceparent` of the submission, if it was sampled
     tolerance: float | None = None  # of compared numbers; None: answers are compared by their hash
+    check_sha256: str = ""  # pickled check function of `verify="check"`, an artifact
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ class TaskRequest(Document):
     inputs and secrets: "anyone", or "me", "team" (yours and your teams'), "team:NAME", "user:NAME", several with commas;
     null: the pool's default, for tasks with secrets at most "team". `verify`: run it on nodes of that many owners, not
     the caller's, and accept the answer only if they agree; `compare`: by hash, or numbers in a function's value by a
-    tolerance, absolute and relative.
+    tolerance, absolute and relative. `verify: "check"`: the function `check` decides on another owner's node.
     """
 
     name: Name | None = None
@@ -162,9 +162,10 @@ class TaskRequest(Document):
     max_price: str | int | float | None = None  # "0.40/h": credits per hour on one node
     max_cost: str | int | float | None = None  # "2.00": credits of a task over all its attempts
     on: Annotated[str, StringConstraints(min_length=1, max_length=1500)] | None = None
-    verify: Annotated[int, Field(ge=2, le=3)] | Literal["spot"] | None = (
+    verify: Annotated[int, Field(ge=2, le=3)] | Literal["spot", "check"] | None = (
         None  # answers of different owners that must agree
     )
+    check: Sha256 | None = None  # pickled check function of a function with verify "check"
     compare: Literal["hash"] | Annotated[float, Field(gt=0, lt=1)] = "hash"  # or a tolerance
 
 
@@ -291,7 +292,9 @@ class TaskDocument(Answer):
     granted_cpus: float | None = None
     granted_memory_bytes: int | None = None
     closeness: str | None = None  # of its GPUs ("NVLink", "across sockets"), while it is leased
-    verify: int | Literal["spot"] | None = None  # answers of different owners that must agree
+    verify: int | Literal["spot", "check"] | None = (
+        None  # answers of different owners that must agree
+    )
     verification: VerificationDocument | None = None  # not in listings
 
 

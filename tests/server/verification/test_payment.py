@@ -14,6 +14,7 @@ from tests.server.actions.test_market import lent
 from tests.server.server_desk import Desk, StoppedClock, open_desk
 from tests.server.verification.lenders import BOTH, TRUTH, Lenders, silence, value
 from tests.server.verification.lenders import data as number_data
+from tests.server.verification.test_checks import owner, submit
 
 pytestmark = pytest.mark.anyio
 PRICE = 3_600_000  # micro-credits an hour: 1,000 a second and GPU
@@ -91,4 +92,28 @@ async def test_siblings_that_agreed_are_paid_and_the_liar_is_not(desk: Desk) -> 
     shown = await books(desk, consumer)
     assert shown["pending_microcredits"] == 0
     assert GIVEN - shown["balance_microcredits"] == paid
+    assert (await desk.get("/v1/admin/ledger/check")).json()["sound"] is True
+
+
+async def test_a_worker_whose_result_fails_its_check_is_not_paid(desk: Desk) -> None:
+    pool = Lenders(desk)
+    consumer = await funded(desk)
+    offered = {"gpus": lent(PRICE).gpus, "price_microcredits": PRICE}
+    liar = await pool.join("liar", owner(works=number_data(1)), **offered)
+    clockwork = Clockwork(desk, pool)
+    [task] = await submit(pool, consumer, gpu="1")
+    await clockwork.round()
+    for number in range(5):
+        await pool.join(f"n{number}", owner(), **offered)
+    for _ in range(10):
+        await clockwork.round()
+    found = await pool.task(task, consumer)
+    assert found["status"] == "succeeded"
+    assert len(liar.ran) == 1
+    assert found["verification"]["agreed"] == 4
+    assert found["cost_microcredits"] == 4 * 10_000  # two checks refused the lie; a worker, a check
+    shown = await books(desk, consumer)
+    assert shown["pending_microcredits"] == 0
+    assert GIVEN - shown["balance_microcredits"] == 4 * 10_000
+    assert (await books(desk, liar.headers))["balance_microcredits"] == 0
     assert (await desk.get("/v1/admin/ledger/check")).json()["sound"] is True

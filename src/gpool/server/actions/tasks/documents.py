@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from datetime import datetime
+from typing import Literal
 
 import msgspec
 
@@ -16,6 +17,7 @@ from gpool.core.model import (
     Phase,
     Slice,
     TaskRow,
+    TaskSpec,
     TaskStatus,
 )
 from gpool.core.specs import fields, gpu, owners
@@ -243,9 +245,16 @@ def task(
         granted_cpus=None if row.allocation is None else row.allocation.cpu_milli / 1000,
         granted_memory_bytes=None if row.allocation is None else row.allocation.memory_bytes,
         closeness=closeness,
-        verify="spot" if asked.siblings == SPOT else asked.siblings or None,
+        verify=_verify(spec),
         verification=verification,
     )
+
+
+def _verify(spec: TaskSpec) -> int | Literal["spot", "check"] | None:
+    if spec.check_sha256:
+        return "check"
+    siblings = spec.requirements.siblings
+    return "spot" if siblings == SPOT else siblings or None
 
 
 def _cost(view: TaskView, verification: VerificationDocument | None) -> int | None:

@@ -23,7 +23,7 @@ from gpool.core.model import (
 )
 from gpool.core.specs import fields
 from gpool.core.specs import gpu as gpuspec
-from gpool.core.trust.rounds import SPOT
+from gpool.server.verification.requests import check_verified, siblings_of
 from gpool.wire.documents import TaskRequest
 from gpool.wire.frames import MAX_SPEC_BYTES, weight_of
 
@@ -52,7 +52,7 @@ def spec_of(request: TaskRequest) -> TaskSpec:
     recipe = _recipe(request)
     _check_effect(request)
     _check_gang(request, command)
-    _check_verified(request)
+    check_verified(request)
     spec = TaskSpec(
         kind=kind,
         name=request.name or _default_name(command),
@@ -77,6 +77,7 @@ def spec_of(request: TaskRequest) -> TaskSpec:
         engine=Engine(request.engine),
         on_loss=OnLoss(request.on_loss),
         tolerance=None if request.compare == "hash" else float(request.compare),
+        check_sha256=request.check or "",
     )
     if spec.inputs or spec.outputs:  # every other field has its own limit
         _check_weight(spec)
@@ -140,33 +141,6 @@ def _check_gang(request: TaskRequest, command: tuple[str, ...]) -> None:
             f"the command begins with {program!r} and 'engine' is 'torchrun', which starts it a second time; give "
             "the program alone, like python train.py"
         )
-
-
-def _check_verified(request: TaskRequest) -> None:
-    """Refuse options with which independent owners could not give comparable answers."""
-    if request.verify is None:
-        if request.compare != "hash":
-            raise Invalid(
-                f"'compare' is {request.compare} and 'verify' is not given; a tolerance compares the answers of a "
-                "verified task: add verify=2, or leave 'compare' out"
-            )
-        return
-    if request.compare != "hash" and request.function is None:
-        raise Invalid(
-            f"'compare' is {request.compare} and this is a command, whose outputs are compared by hash; a tolerance "
-            "compares numbers in the value of a function: leave 'compare' out"
-        )
-    for is_given, name, why in (
-        (request.nodes > 1, "nodes", "a gang runs at one site, mostly on nodes of one owner"),
-        (bool(request.secrets), "secrets", "every owner whose node runs it could read them"),
-        (request.tier == "none", "tier 'none'", "it is given on your own nodes only"),
-        (request.checkpoint is not None, "checkpoint", "siblings share no state"),
-        (request.max_cost is not None, "max_cost", "it bounds one run; use max_price"),
-    ):
-        if is_given:
-            raise Invalid(
-                f"'verify' and {name} exclude each other: {why}; leave out one of the two"
-            )
 
 
 def _check_weight(spec: TaskSpec) -> None:
@@ -266,7 +240,7 @@ def _requirements(request: TaskRequest, recipe: Recipe | None) -> Requirements:
         else fields.parse_price(request.max_price),
         cpu_by_gpus=bool(gpus) and request.cpus is None,
         memory_by_gpus=bool(gpus) and memory is None,
-        siblings=SPOT if request.verify == "spot" else request.verify or 0,
+        siblings=siblings_of(request),
     )
 
 

@@ -67,6 +67,8 @@ async def explanation(server: Server, view: TaskView) -> Explanation:
         said = (
             f"Nodes of different owners run it, {needed} of which must agree: {', '.join(parts)}."
         )
+        if view.spec.check_sha256:
+            said = f"Nodes of different owners run it and check its result: {', '.join(parts)}."
         return Explanation("verifying", said)
     banned = await server.store.read(standings.banned_nodes(server.now))
     found = candidates(server.picture.state, view.spec, row.user, row.team, banned)
@@ -76,6 +78,13 @@ async def explanation(server: Server, view: TaskView) -> Explanation:
         if run.state is RunState.ANSWERED
     }
     owners: set[UserId] = found.owners(answered)
+    if answered and view.spec.check_sha256:
+        if owners:
+            said = "Nodes of further owners are drawn that run it or check its result."
+            return Explanation("verifying", said)
+        had = counted(len(answered), "owner has", "owners have")
+        said = f"{had} run it or checked its result; it needs a node of a further owner, and continues when one joins."
+        return Explanation("too_few_owners", said)
     if len(owners) + len(answered) < needed:
         there = counted(len(owners) + len(answered), "such owner has", "such owners have")
         said = f"It needs nodes of {needed} owners other than you that can run it; {there} one. It starts when more join."

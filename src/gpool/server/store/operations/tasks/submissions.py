@@ -217,6 +217,7 @@ class _Draft:
     def artifacts(self) -> list[str]:
         spec = self.submission.spec
         names = [file.sha256 for file in spec.inputs]
+        names += [spec.check_sha256] if spec.check_sha256 else []
         return [*names, spec.function_sha256] if spec.function_sha256 else names
 
 

@@ -19,7 +19,9 @@ from gpool.core.specs.owners import ANYONE
 from gpool.core.trust.rounds import SPOT
 from gpool.server.store.operations.leases.grants import is_current_term
 from gpool.server.store.operations.money.charges import Settlement
+from gpool.server.store.operations.tasks.artifacts import PLAIN, StoredBytes, keep, put_artifact
 from gpool.server.store.operations.tasks.progress import EPOCH_SHIFT, STDOUT
+from gpool.server.store.operations.tasks.storage import holder_of
 from gpool.server.store.operations.tasks.submissions import (
     NewTask,
     Submission,
@@ -111,6 +113,16 @@ class NewSibling:
     owner: UserId
 
 
+@dataclass(frozen=True, slots=True)
+class CheckInput:
+    """Pickled arguments of a check: inline, or bytes that are stored and not recorded yet."""
+
+    payload: bytes = b""
+    sha256: str = ""
+    size_bytes: int = 0
+    stored: StoredBytes = PLAIN
+
+
 @operation
 def open_verifications(each: int, limit: int) -> Operation[list[OpenVerification]]:
     """Read open verifications, the oldest `each` of every user first, `limit` in all."""
@@ -185,14 +197,36 @@ def sibling_spec(spec: TaskSpec, node: NodeId, number: int) -> TaskSpec:
     needs = replace(spec.requirements, siblings=0, on=pinned)
     is_check = spec.requirements.siblings == SPOT and number > 0
     priority = LOWEST_PRIORITY if is_check else spec.priority
-    return replace(spec, requirements=needs, tolerance=None, priority=priority)
+    return replace(spec, requirements=needs, tolerance=None, priority=priority, check_sha256="")
+
+
+def check_spec(spec: TaskSpec, node: NodeId, number: int) -> TaskSpec:
+    """Return the spec of a check on the drawn node: the check function in the task's own environment."""
+    pinned = sibling_spec(spec, node, number)
+    return replace(pinned, function_sha256=spec.check_sha256, name=f"check of {spec.name}"[:200])
+
+
+@operation
+def arguments_of(task: TaskId) -> Operation[tuple[bytes, str]]:
+    """Read the pickled arguments of a task: inline, or the hash of an artifact."""
+    rows = yield from select(
+        _ParentPayload,
+        "SELECT t.id, t.payload, t.payload_sha256 FROM tasks t WHERE t.id = :id",
+        {"id": task},
+    )
+    rows = yield from opened(rows, PAYLOAD)
+    return (bytes(rows[0].payload or b""), rows[0].payload_sha256) if rows else (b"", "")
 
 
 @operation
 def start_siblings(
-    parent: OpenVerification, new: Sequence[NewSibling], term: int, at: Instant
+    parent: OpenVerification,
+    new: Sequence[NewSibling],
+    term: int,
+    at: Instant,
+    check: CheckInput | None = None,
 ) -> Operation[list[tuple[Submission, SubmittedTasks]]]:
-    """Queue siblings of a waiting parent; none if it has ended or another scheduler has taken over."""
+    """Queue siblings of a waiting parent, or checks; none if it has ended or another scheduler has taken over."""
     if not (yield from is_current_term(term)):
         return []
     rows = yield from select(
@@ -204,17 +238,24 @@ def start_siblings(
     rows = yield from opened(rows, PAYLOAD)
     if not rows:
         return []
-    [found] = rows
-    spec = parent.spec
+    payload, sha256 = bytes(rows[0].payload or b""), rows[0].payload_sha256
+    spec, of = parent.spec, sibling_spec
+    if check is not None:
+        payload, sha256, of = check.payload, check.sha256, check_spec
+        if sha256:
+            account = holder_of(parent.user_id, parent.team_id)
+            yield from put_artifact(sha256, check.size_bytes, at, check.stored, account)
+            kept = [(sha256, each.task) for each in new]
+            yield from keep("payload", kept, parent.user_id, parent.team_id)
     wanted = [
         Submission(
             batch=each.batch,
             is_new_batch=True,
             closes_batch=True,
             spec_id=each.spec_id,
-            spec=sibling_spec(spec, each.node, each.number),
+            spec=of(spec, each.node, each.number),
             user=parent.user_id,
-            tasks=[NewTask(each.task, 0, bytes(found.payload or b""), found.payload_sha256)],
+            tasks=[NewTask(each.task, 0, payload, sha256)],
             at=at,
             team=parent.team_id,
             settlement=Settlement.VERDICT,

@@ -85,6 +85,7 @@ class ComparedAnswer:
     state: str
     digest: str
     summary: str  # for the node's owner
+    wanted: str = ""  # instead of the accepted answer's summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +233,7 @@ def _record(verdict: Verdict, at: Instant) -> Operation[None]:
                 one.task,
                 one.node,
                 one.state == "agreed",
-                wanted,
+                one.wanted or wanted,
                 one.summary,
                 *keys.get(one.node, ("", "")),
                 one.task == verdict.own,
