@@ -19,6 +19,7 @@ from gpool.core.model import (
     TaskStatus,
 )
 from gpool.core.specs import fields, gpu, owners
+from gpool.core.specs.progress import WHOLE, from_stored
 from gpool.core.trust.rounds import SPOT
 from gpool.server.store.values import (
     PREEMPTING,
@@ -39,6 +40,7 @@ from gpool.wire.documents import (
     MemberDocument,
     OutputDocument,
     ProgressDocument,
+    ReportedProgress,
     TaskDocument,
     VerificationDocument,
     instant_to_datetime,
@@ -245,6 +247,7 @@ def task(
         closeness=closeness,
         verify="spot" if asked.siblings == SPOT else asked.siblings or None,
         verification=verification,
+        progress=_progress(view),
     )
 
 
@@ -252,6 +255,16 @@ def _cost(view: TaskView, verification: VerificationDocument | None) -> int | No
     if verification is not None:
         return verification.cost_microcredits
     return None if view.cost is None else view.cost.charged
+
+
+def _progress(view: TaskView) -> ReportedProgress | None:
+    if not view.record.progress:
+        return None
+    found = from_stored(view.record.progress)
+    if found.epoch != view.row.epoch:
+        return None  # of an attempt before the present one
+    at = instant_to_datetime(found.at)
+    return ReportedProgress(fraction=found.millionths / WHOLE, text=found.text, at=at)
 
 
 def _member(view: MemberView) -> MemberDocument:
