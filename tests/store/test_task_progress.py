@@ -34,6 +34,7 @@ def test_progress_of_another_node_or_epoch_is_refused(pool: Pool) -> None:
     task = pool.running(node)
     assert pool.record(other, Progressed(task, 1, 5, "x")).refused
     assert pool.record(node, Progressed(task, 2, 5, "x")).refused
+    assert pool.record(node, Progressed(task + 1, 1, 5, "")).refused == (Hold(task + 1, 1),)
     assert shown(pool, task) is None
 
 
@@ -54,10 +55,3 @@ def test_a_text_like_a_sealed_one_is_only_a_text(pool: Pool) -> None:
     found = shown(pool, task)
     assert found is not None
     assert found.text == "\x1agpool:AAAA"
-
-
-def test_reports_without_progress_change_no_further_row(pool: Pool) -> None:
-    node = pool.node("one")
-    task = pool.running(node)
-    assert pool.view(task).record.progress is None
-    assert pool.record(node, Progressed(task + 1, 1, 5, "")).refused == (Hold(task + 1, 1),)
