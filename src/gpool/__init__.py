@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from gpool.core.errors import TimedOut as TimedOut
     from gpool.core.errors import Unreachable as Unreachable
     from gpool.core.errors import UntrustedResult as UntrustedResult
+    from gpool.reporting import progress as progress
+    from gpool.reporting import tqdm as tqdm
 
     __version__: str
 
@@ -36,8 +38,10 @@ _HOMES = {
     "Run": "gpool.client.runs",
     "Task": "gpool.client.tasks",
     "local_files": "gpool.client.local_files",
+    "progress": "gpool.reporting",
     "run": "gpool.client.client",
     "task": "gpool.client.client",
+    "tqdm": "gpool.reporting",
 } | dict.fromkeys(
     (
         "Cancelled",
@@ -89,8 +93,10 @@ __all__ = [
     "UntrustedResult",
     "__version__",
     "local_files",
+    "progress",
     "run",
     "task",
+    "tqdm",
 ]
 
 

@@ -30,8 +30,10 @@ PUBLIC = [
     "UntrustedResult",
     "__version__",
     "local_files",
+    "progress",
     "run",
     "task",
+    "tqdm",
 ]
 
 

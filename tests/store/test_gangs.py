@@ -37,6 +37,7 @@ from gpool.wire.frames import (
     HandedBack,
     Hold,
     LogChunk,
+    Progressed,
     Reached,
     Released,
     Started,
@@ -486,7 +487,7 @@ def test_outputs_of_an_attempt_that_counts_for_nothing_go(site: Site) -> None:
     assert site.pool.read(artifacts.unreferenced(site.pool.now(), 10)) == (A,)
 
 
-def test_phases_and_checkpoints_are_rank_0s(site: Site) -> None:
+def test_phases_progress_and_checkpoints_are_rank_0s(site: Site) -> None:
     task = site.gang(gang_spec(checkpoint="state/"))
     site.say(1, Reached(task, 1, Phase.BUILD))
     assert site.pool.view(task).note is None
@@ -494,6 +495,10 @@ def test_phases_and_checkpoints_are_rank_0s(site: Site) -> None:
     assert site.pool.view(task).note == "fetch"
     add = artifacts.add_artifact(A, 10, None, site.nodes[0], (task, 1), site.pool.now())
     assert site.pool.write(add)
+    site.say(1, Progressed(task, 1, 500_000, "rank 1"))
+    assert site.pool.view(task).record.progress is None
+    site.say(0, Progressed(task, 1, 400_000, "rank 0"))
+    assert (site.pool.view(task).record.progress or "").endswith("rank 0")
     saved = Checkpointed(task, 1, (OutputFile("state/w", A, 10),))
     assert site.say(1, saved).unusable == (Hold(task, 1),)
     assert site.pool.view(task).checkpoint is None

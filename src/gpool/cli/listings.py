@@ -29,7 +29,7 @@ from gpool.cli.command import (
 )
 from gpool.cli.main import INTERRUPTED, exit_code_of, print_error
 from gpool.cli.printing import age, duration, emit_json, gib, local_time, table, watch
-from gpool.cli.tasks import places, task_status, where, whose, whose_tasks
+from gpool.cli.tasks import places, progress_text, task_status, where, whose, whose_tasks
 from gpool.core.errors import GpoolError, Invalid
 
 if TYPE_CHECKING:
@@ -268,7 +268,11 @@ def ps(
             return partial(emit_json, found)
         names = principal_names(client) if everybody else {}
         rows = _task_rows(found, batches, names if everybody else None, client.api.date)
-        columns = ("id", "name", *(["user"] if everybody else ()), "status", "age", "duration", "node", "gpu")  # fmt: skip
+        columns = ["id", "name", *(["user"] if everybody else ()), "status", "age", "duration", "node", "gpu"]  # fmt: skip
+        if any(row[-1] != "-" for row in rows):
+            columns.append("progress")
+        else:
+            rows = [row[:-1] for row in rows]
         return partial(table, columns, rows, f"No task is {status}." if status else "No tasks yet.")
 
     watch_until_interrupted(ctx, refresh, every_s)
@@ -295,6 +299,7 @@ def _task_rows(
                 "-" if is_many else duration(task, date),
                 "-" if is_many else where(task, shared),
                 task.get("gpu") or "-",
+                "-" if is_many else progress_text(task) or "-",
             )
         )
     return rows

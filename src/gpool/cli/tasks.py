@@ -84,6 +84,14 @@ def task_status(task: dict[str, Any]) -> str:
     return task["status"] if phase in (None, "run") else f"{task['status']} ({phase})"
 
 
+def progress_text(task: dict[str, Any]) -> str | None:
+    """ "40 % epoch 4"; None if the task reported nothing."""
+    reported = task.get("progress")
+    if not reported:
+        return None
+    return f"{int(100 * reported['fraction'])} % {reported.get('text') or ''}".rstrip()
+
+
 def places(tasks: Iterable[dict[str, Any]]) -> Iterator[tuple[str | None, str | None]]:
     for task in tasks:
         for one in (task, *(task.get("members") or ())):
@@ -156,9 +164,10 @@ def status(ctx: click.Context, task: str, as_json: bool) -> None:
         document["engine"] = document["on_loss"] = None
     if document.get("kind") != "function":  # the batch of a command has one task
         document["batch"] = None
+    document["progress"] = progress_text(document)
     document["members"] = [_member(member) for member in document.get("members") or ()]
     names = (
-        "id name batch user team status phase reason exit_code error_text command gpu gpu_indexes cpus memory disk on labels max_price max_cost cost tier "
+        "id name batch user team status phase progress reason exit_code error_text command gpu gpu_indexes cpus memory disk on labels max_price max_cost cost tier "
         "environment network timeout retries priority by preemptible nodes engine on_loss node members created_at started_at finished_at tries losses checkpoint outputs expired verification"
     )
     fields(document, names.split())

@@ -18,7 +18,7 @@ from gpool.agent.runner.serve import RESULTS_AS_DATA
 from gpool.agent.runtime.protocol import (
     BadOutput,
     CallAnswer,
-    CallOutput,
+    CallEvent,
     CommandJob,
     CommandSandbox,
     FunctionCall,
@@ -95,6 +95,9 @@ class FakeCommand:
                 found.append(OutputFile(name, sha256, len(data)))
         return found
 
+    async def read_end(self, name: str, most_bytes: int) -> bytes:
+        return self._files.get(name, b"")[-most_bytes:]
+
     async def remove(self) -> None:
         await self.kill()
         self._runtime.live.discard(self)
@@ -128,7 +131,7 @@ class FakeRunner:
         self._calls.extend(calls)
         self._wake.set()
 
-    async def events(self) -> AsyncIterator[Sequence[CallAnswer | CallOutput]]:
+    async def events(self) -> AsyncIterator[Sequence[CallEvent]]:
         while not self._over.done():
             await self._wake.wait()
             self._wake.clear()

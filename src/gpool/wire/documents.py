@@ -233,6 +233,14 @@ class VerificationDocument(Answer):
     cost_microcredits: int | None = None  # of all siblings, held charges included
 
 
+class ReportedProgress(Answer):
+    """As the task's code reported it; `at` by the server's clock."""
+
+    fraction: float  # 0 to 1
+    text: str = ""
+    at: AwareDatetime
+
+
 class TaskDocument(Answer):
     """`phase`: of the present attempt (fetch, build, start, run, collect). `cpus` to `on_loss`: as requested;
     `memory_bytes` and `disk_bytes` are null if not requested. `shares`: of "cpus" and "memory" those that were not
@@ -296,6 +304,7 @@ class TaskDocument(Answer):
         None  # answers of different owners that must agree
     )
     verification: VerificationDocument | None = None  # not in listings
+    progress: ReportedProgress | None = None  # of the present or last attempt; null: none reported
 
 
 class BatchDocument(Answer):

@@ -128,7 +128,18 @@ class Checkpointed(_Frame, frozen=True):
     files: tuple[OutputFile, ...]  # paths beneath the work directory
 
 
-ReportItem = Started | Finished | Released | HandedBack | LogChunk | Reached | Checkpointed
+class Progressed(_Frame, frozen=True):
+    """How far the task says it is, at most one a second; see `core.specs.progress`."""
+
+    task: int
+    epoch: int
+    millionths: int
+    text: str = ""
+
+
+ReportItem = (
+    Started | Finished | Released | HandedBack | LogChunk | Reached | Checkpointed | Progressed
+)
 
 
 # ---- agent to server

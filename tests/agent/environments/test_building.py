@@ -447,6 +447,9 @@ class Given:
     async def collect(self, wanted: Sequence[str], into: Path) -> list[OutputFile]:
         raise AssertionError(f"{wanted} into {into}: a build collects nothing")
 
+    async def read_end(self, name: str, most_bytes: int) -> bytes:
+        raise AssertionError(f"{name}, {most_bytes} bytes: a build reports no progress")
+
     async def warn(self) -> None:
         return
 

@@ -157,6 +157,7 @@ def test_a_guest_sees_its_own_machine_and_gives_back_what_it_wrote(tmp_path: Pat
         "BIG",
         "CUDA_VISIBLE_DEVICES",
         "PYTHONUNBUFFERED",
+        "GPOOL_PROGRESS_FILE",
         "OMP_NUM_THREADS",
         "LD_LIBRARY_PATH",
     }

@@ -19,9 +19,10 @@ from typing import Any
 import cloudpickle
 import pytest
 
+import gpool
 from gpool.agent.runner import forking, serve
 from gpool.agent.runtime import runner_calls
-from gpool.agent.runtime.protocol import FunctionCall, SandboxFailed
+from gpool.agent.runtime.protocol import CallAnswer, CallProgress, FunctionCall, SandboxFailed
 from tests.tools.runtimes import Caller, caller, processes_with, using
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -33,7 +34,7 @@ real = pytest.mark.parametrize("kind", ["bubblewrap", "process"])
 def test_both_ends_speak_the_same_words() -> None:
     for name in ("DEFINE", "CALL", "CALL_FILE", "PRELOAD", "ASSIGN"):
         assert getattr(serve, name) == getattr(runner_calls, name) == getattr(forking, name)
-    for name in ("READY", "ANSWER", "ANSWER_FILE", "RETIRE"):
+    for name in ("READY", "ANSWER", "ANSWER_FILE", "RETIRE", "PROGRESS"):
         assert getattr(serve, name) == getattr(runner_calls, name)
     for name in ("WARM", "ENDED"):
         assert getattr(forking, name) == getattr(runner_calls, name)
@@ -42,6 +43,7 @@ def test_both_ends_speak_the_same_words() -> None:
     assert forking.ENDED_BODY.format == runner_calls.ENDED_BODY.format
     assert serve.HEAD.format == runner_calls.HEAD.format
     assert serve.ANSWER_HEAD.format == runner_calls.ANSWER_HEAD.format
+    assert serve.PROGRESS_HEAD.format == runner_calls.PROGRESS_HEAD.format
     assert serve.INLINE_LIMIT_BYTES == runner_calls.INLINE_LIMIT_BYTES
 
 
@@ -369,5 +371,72 @@ def test_an_alarm_of_one_call_does_not_end_the_next(kind: str, tmp_path: Path) -
         await calling.call(set_alarm)
         answer = await calling.call(left_of_it)
         assert pickle.loads(answer.value) == (0.0, 0o022)
+
+    with_runner(kind, tmp_path, work)
+
+
+def report(text: str) -> str:
+    """Report from the call, from a thread and from a forked process, whose report is dropped."""
+    other = threading.Thread(target=gpool.progress, args=(0.2, "from a thread"))
+    other.start()
+    other.join()
+    if not os.fork():
+        gpool.progress(0.9, "from a fork")
+        os._exit(0)
+    os.wait()
+    gpool.progress(0.4, text)
+    threading.Event().wait(0.3)
+    return text
+
+
+def forge(number: int) -> str:
+    """Write frames of progress as no runner does: of another call, cut off, without a number."""
+    for body in (
+        runner_calls.PROGRESS_HEAD.pack(number + 1, 0.9) + b"of another call",
+        b"short",
+        runner_calls.PROGRESS_HEAD.pack(number, float("nan")) + b"\x1b[2J\xff" * 1000,
+    ):
+        frame = runner_calls.HEAD.pack(len(body), runner_calls.PROGRESS) + body
+        for descriptor in range(3, 20):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{descriptor}").startswith("pipe:"):
+                    os.write(descriptor, frame)
+        threading.Event().wait(0.2)
+    return "forged"
+
+
+async def _with_progress(calling: Caller) -> tuple[list[CallProgress], CallAnswer]:
+    progress: list[CallProgress] = []
+    async for batch in calling.runner.events():
+        progress += [event for event in batch if isinstance(event, CallProgress)]
+        for event in batch:
+            if isinstance(event, CallAnswer):
+                return progress, event
+    raise AssertionError("the runner ended")
+
+
+@real
+def test_a_call_reports_its_progress(kind: str, tmp_path: Path) -> None:
+    async def work(calling: Caller) -> None:
+        for text in ("epoch 4", "x" * 1000):
+            [number] = await calling.send(report, (text,))
+            progress, answer = await _with_progress(calling)
+            assert progress[-1] == CallProgress(number, 400_000, text[:200])
+            assert {each.text for each in progress} <= {"from a thread", text[:200]}
+            assert not answer.raised
+
+    with_runner(kind, tmp_path, work)
+
+
+@real
+def test_forged_progress_ends_no_runner_and_is_of_no_other_call(kind: str, tmp_path: Path) -> None:
+    async def work(calling: Caller) -> None:
+        [number] = await calling.send(forge, (1,))
+        progress, answer = await _with_progress(calling)
+        assert not answer.raised, answer.error_text
+        assert [(each.number, each.millionths) for each in progress] == [(number, 0)]
+        assert len(progress[0].text) == 200
+        assert progress[0].text.isprintable()
+        assert (await calling.call(shout, "next")).raised is False
 
     with_runner(kind, tmp_path, work)

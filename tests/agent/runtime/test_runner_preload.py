@@ -17,8 +17,15 @@ from typing import Any
 import cloudpickle
 import pytest
 
+import gpool
 from gpool.agent.runner import forking
-from gpool.agent.runtime.protocol import FunctionCall, SandboxFailed, SandboxLimits
+from gpool.agent.runtime.protocol import (
+    CallAnswer,
+    CallProgress,
+    FunctionCall,
+    SandboxFailed,
+    SandboxLimits,
+)
 from gpool.core.model import EndReason
 from tests.tools.runtimes import LIMITS, PATIENCE_S, Caller, caller, processes_with, using
 
@@ -336,3 +343,27 @@ def test_a_runner_without_preload_cannot_say_that_a_process_ended(tmp_path: Path
 def test_the_files_of_gpus_are_known(opened: str) -> None:
     assert opened.startswith(forking.GPU_FILES)
     assert not "/dev/null".startswith(forking.GPU_FILES)
+
+
+def report(fraction: float) -> float:
+    gpool.progress(fraction, "from a child")
+    threading.Event().wait(0.3)
+    return fraction
+
+
+@contained
+def test_a_child_reports_the_progress_of_its_own_call(kind: str, tmp_path: Path) -> None:
+    async def work(calling: Caller) -> None:
+        first, second = await calling.send(report, (0.25,), (0.5,))
+        progress, answers = list[CallProgress](), 0
+        async for batch in calling.runner.events():
+            progress += [event for event in batch if isinstance(event, CallProgress)]
+            answers += sum(isinstance(event, CallAnswer) for event in batch)
+            if answers == 2:
+                break
+        assert progress == [
+            CallProgress(first, 250_000, "from a child"),
+            CallProgress(second, 500_000, "from a child"),
+        ]
+
+    with_runner(kind, tmp_path, work)

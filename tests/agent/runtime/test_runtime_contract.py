@@ -14,7 +14,14 @@ from typing import Any
 import pytest
 
 from gpool.agent.runtime.docker.engine import records
-from gpool.agent.runtime.protocol import BadOutput, CommandJob, SandboxLimits, StagedInput
+from gpool.agent.runtime.protocol import (
+    PROGRESS_FILE,
+    PROGRESS_VARIABLE,
+    BadOutput,
+    CommandJob,
+    SandboxLimits,
+    StagedInput,
+)
 from gpool.core.model import EndReason
 from tests.agent.runtime.container_case import none_left
 from tests.leftovers import RunPaths, clear
@@ -124,6 +131,26 @@ def test_an_output_that_was_not_written_is_named(kind: str, tmp_path: Path) -> N
         )
 
 
+@pytest.mark.parametrize("kind", [*REAL, "microvm"])
+def test_the_progress_file_is_read_while_the_command_runs(kind: str, tmp_path: Path) -> None:
+    script = 'cd /; echo "0.4 epoch 4" > "$GPOOL_PROGRESS_FILE"; echo written; exec sleep 1000'
+
+    async def work(runtime: Any) -> tuple[bytes, bytes]:
+        argv = ("sh", "-c", script)
+        sandbox = await runtime.start_command(CommandJob(argv, (), (), (), LIMITS))
+        missing = await sandbox.read_end("missing", 100)
+        printed = b""
+        async for _, data in sandbox.output():
+            printed += data
+            if b"written" in printed:
+                break
+        found = await sandbox.read_end(PROGRESS_FILE, 100)
+        await sandbox.remove()
+        return missing, found
+
+    assert using(kind, tmp_path, work) == (b"", b"0.4 epoch 4\n")
+
+
 @real
 def test_a_command_sees_its_own_variables_and_none_of_the_agents(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -136,7 +163,7 @@ def test_a_command_sees_its_own_variables_and_none_of_the_agents(
     assert seen["LR"] == "0.1 = x"
     assert seen["E"] == ""
     allowed = {"PATH", "HOME", "LANG", "TMPDIR", "LR", "E", "CUDA_VISIBLE_DEVICES", "PWD"}
-    allowed |= {"PYTHONUNBUFFERED", "OMP_NUM_THREADS"}
+    allowed |= {"PYTHONUNBUFFERED", "OMP_NUM_THREADS", PROGRESS_VARIABLE}
     assert set(seen) - allowed <= {"LD_LIBRARY_PATH", "PYTHONPATH", *BY_ENGINES}
 
 

@@ -178,3 +178,19 @@ def test_names_too_long_for_a_report_are_refused(place: WorkDirectory, into: Pat
         os.close(descriptor)
     with pytest.raises(BadOutput, match="archive"):
         place.collect(["out/"], into, 1 << 30)
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_the_end_of_a_special_file_is_not_read(name: str, place: WorkDirectory) -> None:
+    make, _ = SPECIAL[name]
+    make(place.work / "out")
+    assert place.read_end("out", 100) == b""
+
+
+def test_only_the_end_of_a_huge_file_is_read(place: WorkDirectory) -> None:
+    with (place.work / "out").open("wb") as file:
+        file.truncate(1 << 40)
+        file.seek(0, os.SEEK_END)
+        file.write(b"0.4 epoch 4\n")
+    assert place.read_end("out", 12) == b"0.4 epoch 4\n"
+    assert place.read_end("missing", 12) == b""

@@ -25,7 +25,7 @@ from gpool.server.store.operations.tasks import artifacts, tasks
 from gpool.server.store.protocol import Operation, Statement, operation
 from gpool.server.store.rows import select
 from gpool.server.store.sealing import account_keys
-from gpool.wire.frames import Finished, LogChunk
+from gpool.wire.frames import Finished, LogChunk, Progressed
 from tests.server.identity_routes.people_desk import Somebody, registered
 from tests.server.server_desk import (
     FUNCTION,
@@ -39,7 +39,18 @@ from tests.server.server_desk import (
 
 pytestmark = pytest.mark.anyio
 
-PLACES = ("argument", "variable", "payload", "value", "error", "detail", "log", "file", "part")
+PLACES = (
+    "argument",
+    "variable",
+    "payload",
+    "value",
+    "error",
+    "detail",
+    "log",
+    "file",
+    "part",
+    "progress",
+)
 DAY_S = 86_400
 
 
@@ -94,7 +105,8 @@ async def plant(who: Somebody, agent: Agent, planted: Mapping[str, bytes]) -> di
     again = agent.leases()[-1]
     assert (again.task, again.epoch) == (one.task, 2)
     await agent.report(
-        Finished(again.task, again.epoch, failed, exit_code=1, error_text=text["error"])
+        Progressed(again.task, again.epoch, 400_000, text["progress"]),
+        Finished(again.task, again.epoch, failed, exit_code=1, error_text=text["error"]),
     )
     return found
 
@@ -105,6 +117,7 @@ async def check(who: Somebody, found: Mapping[str, str], planted: Mapping[str, b
     task = (await who.ask("GET", f"/v1/tasks/{found['command']}")).json()
     assert task["command"][1].encode() == planted["argument"]
     assert planted["error"].decode() in [*task.values()]
+    assert task["progress"]["text"].encode() == planted["progress"]
     assert (
         planted["detail"] in (await who.ask("GET", f"/v1/tasks/{found['command']}/events")).content
     )

@@ -19,11 +19,26 @@ from gpool.core.model import (
     Span,
     Tier,
 )
-from gpool.server.nodes.reports import MAX_ERROR_LETTERS, MAX_ITEMS, offer_problem
+from gpool.server.nodes.reports import (
+    MAX_ERROR_LETTERS,
+    MAX_ITEMS,
+    checked_report,
+    offer_problem,
+)
 from gpool.server.scheduling.delivery import lines_on
 from gpool.server.store.operations.leases.finished import LATE, plausible_duration
 from gpool.server.store.operations.tasks import progress
-from gpool.wire.frames import PROTOCOL, Finished, Hello, Lease, LogChunk, Recorded, Refused, Started
+from gpool.wire.frames import (
+    PROTOCOL,
+    Finished,
+    Hello,
+    Lease,
+    LogChunk,
+    Progressed,
+    Recorded,
+    Refused,
+    Started,
+)
 from tests.server.server_desk import Agent, Desk, an_offer
 
 pytestmark = pytest.mark.anyio
@@ -223,3 +238,18 @@ async def test_of_a_start_that_was_not_told_nothing_is_known(desk: Desk) -> None
 def test_what_was_not_measured_stays_so_and_a_clock_set_back_gives_nothing_below_zero() -> None:
     assert plausible_duration(0, 0, 0, 100) == 0  # type: ignore[arg-type]
     assert plausible_duration(50, 200, 200, 100) == 0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("lie", "kept"),
+    [
+        (Progressed(1, 1, -(1 << 60), "x"), Progressed(1, 1, 0, "x")),
+        (Progressed(1, 1, 1 << 60, "x" * 100_000), Progressed(1, 1, 1_000_000, "x" * 200)),
+        (
+            Progressed(1, 1, 5, "\0\x1b[2J\u202e\n"),
+            Progressed(1, 1, 5, "\ufffd\ufffd[2J\ufffd\ufffd"),
+        ),
+    ],
+)
+def test_progress_is_kept_within_limits(lie: Progressed, kept: Progressed) -> None:
+    assert checked_report(lie) == kept

@@ -10,7 +10,7 @@ import pytest
 
 from gpool.server.app import running
 from gpool.server.web.live import EVENT_STREAM
-from gpool.wire.frames import LogChunk, Started
+from gpool.wire.frames import LogChunk, Progressed, Started
 from tests.server.identity_routes.people_desk import Somebody, registered
 from tests.server.server_desk import Desk, an_offer
 from tests.server.web.browser import Browser
@@ -192,3 +192,23 @@ async def test_a_stream_goes_on_after_the_last_event(desk: Desk) -> None:
             rest = (await desk.get(f"/live/tasks/{task}", headers=headers)).text
         assert "first line" not in rest
         assert "event: ended" in rest
+
+
+async def test_progress_is_a_bar_with_an_escaped_text(desk: Desk) -> None:
+    agent = await desk.agent("vega", an_offer(8, 0))
+    browser, person = await visiting(desk)
+    task = await submitted(person)
+    await desk.schedule()
+    [lease] = agent.leases()
+    await agent.report(Started(lease.task, lease.epoch))
+    await agent.report(Progressed(lease.task, lease.epoch, 405_000, BAD))
+    document = (await person.ask("GET", f"/v1/tasks/{task}")).json()["progress"]
+    assert document["fraction"] == 0.405
+    listed = (await person.ask("GET", "/v1/tasks")).json()["items"]
+    assert [each["progress"] for each in listed] == [document]
+    other = await submitted(person)
+    assert 'class="progress"' not in (await browser.get(f"/tasks/{other}")).text
+    page = (await browser.get(f"/tasks/{task}")).text
+    assert 'aria-label="40.5 % done"' in page
+    assert "&lt;img src=x" in page
+    assert not {"<img", "\u202e", "\x1b"} & set(re.findall("<img|\u202e|\x1b", page))

@@ -15,6 +15,7 @@ Frames in both directions: length (u32, of the body), kind (u8), body; little-en
        4 retire    no more answers will come
        5 warm      forks (u8): the modules are imported or skipped; 0: one of them opened a GPU
        6 ended     number (u64), exit code (u8), microseconds (u64): the call's process ended before it answered
+       7 progress  number (u64), fraction (f64), text: of the running call
 
 Past 400 lines because it is shipped as one script. After `preload` it runs no user code and forks a child for each function (forking.py).
 """
@@ -35,15 +36,18 @@ import sys
 import time
 import traceback
 from _thread import _count as thread_count  # also counts threads unknown to `threading`
+from _thread import allocate_lock
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
 DEFINE, CALL, CALL_FILE, PRELOAD, ASSIGN = 1, 2, 3, 4, 5
-READY, ANSWER, ANSWER_FILE, RETIRE = 1, 2, 3, 4
+READY, ANSWER, ANSWER_FILE, RETIRE, PROGRESS = 1, 2, 3, 4, 7
 HEAD = struct.Struct("<IB")
 CALL_HEAD = struct.Struct("<Q32s")
 ANSWER_HEAD = struct.Struct("<QBQI")
+PROGRESS_HEAD = struct.Struct("<Qd")
+PROGRESS_LETTERS = 200
 INLINE_LIMIT_BYTES = 64 * 1024
 READ_BYTES = 1 << 20
 TEXT_LIMIT = 64 * 1024
@@ -81,11 +85,39 @@ class Baseline:
             sys.path[:] = self.path
 
 
+class AnswerPipe:
+    """Frames to the agent. Threads of a call report progress beside the runner's answers."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.lock = allocate_lock()
+        self.number, self.pid = 0, -1  # of the running call, and of the process that answers it
+
+    def write(self, kind: int, body: bytes) -> None:
+        frame = HEAD.pack(len(body), kind) + body
+        with self.lock:
+            written = os.write(self.descriptor, frame)
+            while written < len(frame):
+                written += os.write(self.descriptor, frame[written:])
+
+    def progress(self, fraction: float, text: str) -> None:
+        """Report progress of the running call; dropped while another thread writes, and in forked processes."""
+        encoded = text[:PROGRESS_LETTERS].encode("utf-8", "replace")
+        body = PROGRESS_HEAD.pack(self.number, fraction) + encoded
+        if os.getpid() == self.pid and self.lock.acquire(False):
+            try:
+                os.write(
+                    self.descriptor, HEAD.pack(len(body), PROGRESS) + body
+                )  # whole: it is short
+            finally:
+                self.lock.release()
+
+
 class FunctionRunner:
     def __init__(self, alone: bool, calls: int, answers: int, files: int, values: str) -> None:
         self.alone = alone
         self.calls = calls
-        self.answers = answers
+        self.answers = AnswerPipe(answers)
         self.files = socket.socket(fileno=files)
         self.values = values
         self.functions: dict[bytes, Any] = {}
@@ -131,6 +163,7 @@ class FunctionRunner:
 
     def call(self, kind: int, body: bytes) -> bool:
         number, sha256 = CALL_HEAD.unpack_from(body)
+        self.answers.number, self.answers.pid = number, self.pid
         threads = thread_count()
         began = time.perf_counter_ns()
         raised = 0
@@ -315,10 +348,7 @@ class FunctionRunner:
             return
 
     def write(self, kind: int, body: bytes) -> None:
-        frame = HEAD.pack(len(body), kind) + body
-        written = os.write(self.answers, frame)
-        while written < len(frame):
-            written += os.write(self.answers, frame[written:])
+        self.answers.write(kind, body)
 
 
 @functools.cache
@@ -391,6 +421,9 @@ def main(words: list[str]) -> int:
     runner.baseline.record_environ()
     runner.functions[b""] = sys.modules["__main__"]  # keeps this module's globals alive
     sys.modules["__main__"] = type(sys)("__main__")  # a function's own `__main__`, not the runner's
+    reports: Any = type(sys)("gpool_runner")  # found there by `gpool.progress`
+    reports.progress = runner.answers.progress
+    sys.modules["gpool_runner"] = reports
     gc.freeze()
     runner.write(READY, runner.marker)
     runner.serve()

@@ -17,6 +17,7 @@ from gpool.agent.runner import gang as starter
 from gpool.agent.running.attempt_spans import attempt_span
 from gpool.agent.running.checkpoints import CheckpointSaver, uninterrupted
 from gpool.agent.running.output_upload import RoomWait, upload_output
+from gpool.agent.running.progress_file import watch_progress
 from gpool.agent.running.sandboxes import (
     KILLED,
     ExecutorContext,
@@ -41,6 +42,7 @@ from gpool.agent.state_machine.instructions import (
     CommandPrinted,
     CommandReached,
     CommandStarted,
+    ProgressReported,
     StartCommand,
 )
 from gpool.core.errors import GpoolError, StorageFull, Unreachable
@@ -203,6 +205,10 @@ class CommandExecutor:
     def _checkpointed(self, files: tuple[OutputFile, ...]) -> None:
         self._context.feed(CommandCheckpointed(self._start.task, self._start.epoch, files))
 
+    def _progressed(self, millionths: int, text: str) -> None:
+        lease = self._start.task, self._start.epoch
+        self._context.feed(ProgressReported(*lease, millionths, text))
+
     def _note(self, text: str) -> None:
         data = f"[gpool: {text}]\n".encode()
         self._context.feed(CommandPrinted(self._start.task, self._start.epoch, 2, data))
@@ -306,6 +312,9 @@ class CommandExecutor:
         self._sandbox = sandbox
         self._has_begun = True
         self._context.feed(CommandStarted(start.task, start.epoch))
+        watching = None
+        if self._collects:
+            watching = asyncio.create_task(watch_progress(sandbox, self._progressed))
         saving = None
         if self._saver is not None:
             saving = asyncio.create_task(self._save_periodically(sandbox, self._saver))
@@ -315,6 +324,9 @@ class CommandExecutor:
             ended = await sandbox.ended()
         finally:
             self._sandbox = None
+            if watching is not None:
+                watching.cancel()
+                await asyncio.wait([watching])
             if saving is not None or self._wanted:
                 await sandbox.kill()  # first: no process may change what is collected
             if saving is not None:

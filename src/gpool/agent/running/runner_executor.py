@@ -26,7 +26,9 @@ from gpool.agent.running.sandboxes import (
 )
 from gpool.agent.runtime.protocol import (
     CallAnswer,
+    CallEvent,
     CallOutput,
+    CallProgress,
     FunctionCall,
     GpuShare,
     PreparedEnvironment,
@@ -42,6 +44,7 @@ from gpool.agent.state_machine.instructions import (
     CallAnswered,
     CallPrinted,
     CallsAnswered,
+    ProgressReported,
     RunnerCall,
     RunnerEnded,
     RunnerReached,
@@ -261,7 +264,7 @@ class RunnerExecutor:
 
     # ---- answers out
 
-    async def _feed_batch(self, batch: Sequence[CallAnswer | CallOutput]) -> None:
+    async def _feed_batch(self, batch: Sequence[CallEvent]) -> None:
         runner = self._start.runner
         answers: list[CallAnswered] = []
         leases = self._leases
@@ -297,6 +300,8 @@ class RunnerExecutor:
                     self._context.feed(CallsAnswered(runner, tuple(answers)))
                     answers = []
                 self._context.feed(CallPrinted(runner, *running, event.stream, event.data))
+            elif isinstance(event, CallProgress) and (running := leases.get(event.number)):
+                self._context.feed(ProgressReported(*running, event.millionths, event.text))
         if answers:
             self._context.feed(CallsAnswered(runner, tuple(answers)))
             if not leases and not self._queue:

@@ -26,6 +26,8 @@ from gpool.agent.runtime.bubblewrap.launcher_client import (
 from gpool.agent.runtime.descriptors import close_all, command_pipes
 from gpool.agent.runtime.devices import visible_variables
 from gpool.agent.runtime.protocol import (
+    PROGRESS_FILE,
+    PROGRESS_VARIABLE,
     TASK_VARIABLES,
     CommandJob,
     CommandSandbox,
@@ -136,6 +138,7 @@ class ProcessRuntime(PlainRuntime):
             "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
             "HOME": str(place.work),
             **dict(TASK_VARIABLES),
+            PROGRESS_VARIABLE: str(place.work / PROGRESS_FILE),
             **dict(thread_variables(job.limits, job.slices)),
             "TMPDIR": str(place.root / "tmp"),
             "PYTHONPATH": _source(),

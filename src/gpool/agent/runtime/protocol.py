@@ -65,6 +65,10 @@ def thread_variables(limits: SandboxLimits, slices: Sequence[Slice]) -> tuple[tu
 WORK_AT = "/work"
 """Work directory of a command, as the sandbox sees it."""
 
+PROGRESS_FILE, PROGRESS_VARIABLE = ".gpool-progress", "GPOOL_PROGRESS_FILE"
+"""File of the work directory in which a command reports its progress, and the variable with its path."""
+PROGRESS_AT = ((PROGRESS_VARIABLE, f"{WORK_AT}/{PROGRESS_FILE}"),)
+
 ENVIRONMENT_AT = "/opt/gpool/env"
 """Mount point of an environment inside a sandbox. Environments are built at this path: their scripts name it."""
 
@@ -201,6 +205,10 @@ class CommandSandbox(Protocol):
         """
         ...
 
+    async def read_end(self, name: str, most_bytes: int) -> bytes:
+        """Last bytes of a plain file of the work directory, while the command runs; empty if there is none. Follows no link."""
+        ...
+
     async def remove(self) -> None:
         """Kill and remove the work directory. Idempotent."""
         ...
@@ -243,6 +251,16 @@ class CallOutput:
     data: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class CallProgress:
+    number: int
+    millionths: int
+    text: str
+
+
+CallEvent = CallAnswer | CallOutput | CallProgress
+
+
 class RunnerSandbox(Protocol):
     """Calls run one at a time, in the order sent."""
 
@@ -250,7 +268,7 @@ class RunnerSandbox(Protocol):
 
     async def send(self, calls: Sequence[FunctionCall]) -> None: ...
 
-    def events(self) -> AsyncIterator[Sequence[CallAnswer | CallOutput]]: ...
+    def events(self) -> AsyncIterator[Sequence[CallEvent]]: ...
 
     async def ended(self) -> SandboxExit: ...
 

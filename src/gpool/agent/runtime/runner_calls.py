@@ -25,22 +25,26 @@ from gpool.agent.runtime.descriptors import ReadWatch, close_all, readable, writ
 from gpool.agent.runtime.protocol import (
     BadOutput,
     CallAnswer,
+    CallEvent,
     CallOutput,
+    CallProgress,
     FunctionCall,
     SandboxExit,
     SandboxFailed,
 )
 from gpool.agent.runtime.work_directory import WorkDirectory
 from gpool.core.model import INLINE_LIMIT_BYTES
+from gpool.core.specs import progress
 
 # As in runner/serve.py, which must not import this module; tests/agent/runtime/test_runner.py compares the two.
 DEFINE, CALL, CALL_FILE, PRELOAD, ASSIGN = 1, 2, 3, 4, 5
 TRACE_END = b"\ngpool:trace\n"  # as in runner/serve.py
-READY, ANSWER, ANSWER_FILE, RETIRE, WARM, ENDED = 1, 2, 3, 4, 5, 6
+READY, ANSWER, ANSWER_FILE, RETIRE, WARM, ENDED, PROGRESS = 1, 2, 3, 4, 5, 6, 7
 HEAD = struct.Struct("<IB")
 CALL_HEAD = struct.Struct("<IBQ32s")
 ANSWER_HEAD = struct.Struct("<QBQI")
 ENDED_BODY = struct.Struct("<QBQ")
+PROGRESS_HEAD = struct.Struct("<Qd")
 MARKER_BYTES = 16
 
 MAX_FRAME_BYTES = INLINE_LIMIT_BYTES + 512 * 1024
@@ -258,7 +262,7 @@ class RunnerClient:
             self._waiting.append(call.number)
         await self._write(b"".join(frames))
 
-    async def events(self) -> AsyncIterator[Sequence[CallAnswer | CallOutput]]:
+    async def events(self) -> AsyncIterator[Sequence[CallEvent]]:
         reader = self._reader
         live = False
         while not reader.over:
@@ -355,13 +359,18 @@ class RunnerClient:
                 except BrokenPipeError:
                     return  # the sandbox is ending: `events` ends
 
-    async def _drain(self, live: bool) -> list[CallAnswer | CallOutput]:
+    async def _drain(self, live: bool) -> list[CallEvent]:
         reader = self._reader
-        frames = [frame for frame in reader.frames() if frame[0] in ANSWERS]
+        frames, newest = list[bytes](), b""
+        for frame in reader.frames():
+            if frame[0] in ANSWERS:
+                frames.append(frame)
+            elif frame[0] == PROGRESS:
+                newest = frame
         if frames or live or reader.over:
             for stream in reader.streams:
                 stream.read(len(frames))
-        batch: list[CallAnswer | CallOutput] = []
+        batch: list[CallEvent] = []
         for frame in frames:
             answer = self._ended_call(frame) if frame[0] == ENDED else self._answer(frame)
             if answer is None:
@@ -373,6 +382,8 @@ class RunnerClient:
         pending = sum(len(stream.rest) for stream in reader.streams)
         if self._waiting and (live or reader.over or pending >= OUTPUT_AT_ONCE_BYTES):
             batch += reader.live_output(self._waiting[0])
+        if newest and self._waiting and (reported := _progress(newest, self._waiting[0])):
+            batch.append(reported)
         return batch
 
     def _answer(self, frame: bytes) -> CallAnswer | None:
@@ -409,6 +420,16 @@ class RunnerClient:
             text = f"the function's value cannot be collected: {bad}"
             return replace(answer, raised=True, value=b"", error_text=text)
         return replace(answer, value_file=path)
+
+
+def _progress(frame: bytes, running: int) -> CallProgress | None:
+    """None if the frame is malformed or of a call that has ended."""
+    if len(frame) < 1 + PROGRESS_HEAD.size:
+        return None
+    number, fraction = PROGRESS_HEAD.unpack_from(frame, 1)
+    text = frame[1 + PROGRESS_HEAD.size :][: progress.MAX_FILE_BYTES].decode("utf-8", "replace")
+    found = progress.checked(progress.millionths(fraction), text)
+    return CallProgress(number, *found) if number == running else None
 
 
 async def open_runner(

@@ -91,6 +91,9 @@ class RunningCommand:
             return []
         return await asyncio.to_thread(self._place.collect, tuple(wanted), into, self._disk_bytes)
 
+    async def read_end(self, name: str, most_bytes: int) -> bytes:
+        return await asyncio.to_thread(self._place.read_end, name, most_bytes)
+
     async def take(self, directory: str, to: Path) -> None:
         """Move a directory of the ended command, then owned by the agent and read-only; links are not followed.
 

@@ -27,6 +27,7 @@ from gpool.agent.state_machine.instructions import (
     FrameArrived,
     Instruction,
     OfferDetected,
+    ProgressReported,
     ReadingsTaken,
     ReclaimAsked,
     RunnerEnded,
@@ -127,6 +128,7 @@ class AgentState:
             ReclaimAsked: self._on_reclaim_asked,
             RunsLimited: self._on_runs_limited,
             CommandReached: events.on_command_reached,
+            ProgressReported: events.on_progress,
             CommandCheckpointed: events.on_command_checkpointed,
             CommandStarted: events.on_command_started,
             CommandPrinted: events.on_printed,
@@ -144,6 +146,8 @@ class AgentState:
             self._expire(now, out)
         self._handlers[type(event)](now, event, out)
         if self._connection.welcomed:
+            if now >= self._outbox.progress.due_at:
+                self._leases.report_progress(now)
             out.extend([Send(frame) for frame in self._outbox.flush(now)])
         if self._exit_by != NEVER and not self._exited:
             self._exit_when_done(now, out)
@@ -157,6 +161,7 @@ class AgentState:
             at = min(at, self._timer.deadline)
         if self._connection.welcomed:
             at = min(at, self._timer.heartbeat_at, self._outbox.flush_at)
+            at = min(at, self._outbox.progress.due_at)
         if not self._exited:
             at = min(at, self._exit_by)
         return None if at >= NEVER else at

@@ -69,6 +69,16 @@ class CommandCheckpointed:
 
 
 @dataclass(frozen=True, slots=True)
+class ProgressReported:
+    """Of a command or a call, as `core.specs.progress.checked` returns it."""
+
+    task: int
+    epoch: int
+    millionths: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReclaimAsked:
     """The owner reclaims these GPUs (None: the whole machine); tasks there are preempted."""
 
@@ -184,6 +194,7 @@ Event = (
     | RunsLimited
     | CommandReached
     | CommandCheckpointed
+    | ProgressReported
     | CommandStarted
     | CommandPrinted
     | CommandEnded

@@ -43,7 +43,7 @@ from gpool.agent.state_machine.outbox import LogBuffer, Outbox
 from gpool.agent.state_machine.transitions import LeaseMove, LeaseState
 from gpool.agent.state_machine.work_signatures import WorkSigner
 from gpool.core.model import EndReason, Fault, OutputFile, Phase, TaskSpec
-from gpool.wire.frames import Checkpointed, Finished, HandedBack, Released
+from gpool.wire.frames import Checkpointed, Finished, HandedBack, Progressed, Released
 
 MAX_ERROR_TEXT = 32 * 1024
 RAISED, RETURNED = EndReason.RAISED, EndReason.RETURNED  # for each call: slow to look up
@@ -163,6 +163,15 @@ class Leases:
 
     def checkpointed(self, now: int, lease: AgentLease, files: tuple[OutputFile, ...]) -> None:
         self._outbox.add(now, Checkpointed(lease.task, lease.epoch, files), _names_bytes(files))
+
+    def progressed(self, now: int, lease: AgentLease, millionths: int, text: str) -> None:
+        self._outbox.progress.add(now, Progressed(lease.task, lease.epoch, millionths, text))
+
+    def report_progress(self, now: int) -> None:
+        """Report the progress that is due; that of ended leases is dropped."""
+        for item in self._outbox.progress.take(now):
+            if self.get(item.task, item.epoch) is not None:
+                self._outbox.add(now, item, len(item.text))
 
     def print(self, now: int, lease: AgentLease, stream: int, data: bytes) -> None:
         if lease.log is None:

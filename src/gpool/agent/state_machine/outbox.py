@@ -16,6 +16,7 @@ from gpool.wire.frames import (
     Finished,
     GpuReading,
     LogChunk,
+    Progressed,
     Reached,
     ReportItem,
     Reports,
@@ -92,13 +93,47 @@ def _most(values: Sequence[int | None]) -> int | None:
     return max(_known(values), default=None)
 
 
+PROGRESS_EVERY_US = 1_000_000
+"""Shortest time between two reports of a task's progress."""
+
+
+class ProgressReports:
+    """Newest unreported progress of each lease. `due_at`: when to call `take`."""
+
+    __slots__ = ("_newest", "_taken_at", "due_at")
+
+    def __init__(self) -> None:
+        self._newest: dict[tuple[int, int], Progressed] = {}
+        self._taken_at: dict[tuple[int, int], int] = {}
+        self.due_at = NEVER
+
+    def add(self, now: int, item: Progressed) -> None:
+        lease = item.task, item.epoch
+        self._newest[lease] = item
+        self.due_at = min(self.due_at, self._due_at(now, lease))
+
+    def take(self, now: int) -> list[Progressed]:
+        """Progress to report now: at once, or `PROGRESS_EVERY_US` after the last report of the same lease."""
+        due = [lease for lease in self._newest if self._due_at(now, lease) <= now]
+        found = [self._newest.pop(lease) for lease in due]
+        recent = {one: at for one, at in self._taken_at.items() if at + PROGRESS_EVERY_US > now}
+        self._taken_at = recent | dict.fromkeys(due, now)
+        self.due_at = min((self._due_at(now, one) for one in self._newest), default=NEVER)
+        return found
+
+    def _due_at(self, now: int, lease: tuple[int, int]) -> int:
+        at = self._taken_at.get(lease)
+        return now if at is None else at + PROGRESS_EVERY_US
+
+
 LINGER_US = 5_000
 FULL = 500
 MAX_ITEMS = 2_000
 MAX_BYTES = 4 * MIB  # half of a frame's limit: the sizes below are estimates
 MAX_IN_FLIGHT = 4
 ITEM_BYTES = 64  # of an item without its data
-GOES_ON = frozenset({LogChunk, Checkpointed})  # reports of an attempt that is not over
+GOES_ON = frozenset({LogChunk, Checkpointed, Progressed})  # reports of an attempt that is not over
+REPLACING = frozenset({Checkpointed, Progressed})  # reports of which only the newest counts
 
 LOG_CHUNK_BYTES = 64 * KIB
 LOG_HEAD_BYTES = 12 * MIB
@@ -213,9 +248,19 @@ def _failed_running(item: ReportItem) -> bool:
 
 
 class Outbox:
-    __slots__ = ("_batches", "_items", "_reached", "_sequence", "_since", "_sizes", "_started")
+    __slots__ = (
+        "_batches",
+        "_items",
+        "_reached",
+        "_sequence",
+        "_since",
+        "_sizes",
+        "_started",
+        "progress",
+    )
 
     def __init__(self) -> None:
+        self.progress = ProgressReports()
         self._items: list[ReportItem] = []
         self._sizes: list[int] = []
         self._since = NEVER  # when the oldest waiting item came
@@ -236,8 +281,8 @@ class Outbox:
             if begun is not None and _failed_running(item):
                 self._items.append(begun)
                 self._sizes.append(ITEM_BYTES)
-        if type(item) is Checkpointed:
-            self._supersede(item.task)
+        if type(item) in REPLACING:
+            self._supersede(type(item), item.task)
         self._items.append(item)
         self._sizes.append(ITEM_BYTES + data_bytes)
 
@@ -254,11 +299,11 @@ class Outbox:
             self._since = now
         self._reached[task] = Reached(task, epoch, phase)
 
-    def _supersede(self, task: int) -> None:
-        """Drop older checkpoints: sent after a newer one, they would undo progress."""
+    def _supersede(self, kind: type[ReportItem], task: int) -> None:
+        """Drop older reports: a checkpoint sent after a newer one would undo progress."""
 
         def is_older(item: ReportItem) -> bool:
-            return type(item) is Checkpointed and item.task == task
+            return type(item) is kind and item.task == task
 
         self._items, self._sizes = _without(self._items, self._sizes, is_older)
         self._batches = {n: _without(*batch, is_older) for n, batch in self._batches.items()}

@@ -13,6 +13,7 @@ from gpool.agent.state_machine.instructions import (
     CommandReached,
     CommandStarted,
     Instruction,
+    ProgressReported,
     RunnerEnded,
     RunnerReached,
     RunnerReady,
@@ -93,6 +94,11 @@ class SandboxEvents:
         if lease is not None:
             self._leases.print(now, lease, event.stream, event.data)
             self._dispatch.settle(lease.queue)
+
+    def on_progress(self, now: int, event: ProgressReported, _: list[Instruction]) -> None:
+        lease = self._in_sandbox(event.task, event.epoch)
+        if lease is not None:
+            self._leases.progressed(now, lease, event.millionths, event.text)
 
     # ---- runners
 

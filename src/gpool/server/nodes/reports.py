@@ -28,7 +28,7 @@ from gpool.core.model import (
 )
 from gpool.core.money.prices import MAX_MINIMUM, MAX_NOTICE_S
 from gpool.core.scheduler.place.kinds import MAX_GPUS
-from gpool.core.specs import fields
+from gpool.core.specs import fields, progress
 from gpool.server.receipts.signatures import is_well_formed
 from gpool.server.store.batching import WriteBatcher
 from gpool.server.store.operations.leases import leases
@@ -42,6 +42,7 @@ from gpool.wire.frames import (
     Finished,
     Hold,
     LogChunk,
+    Progressed,
     Released,
     ReportItem,
 )
@@ -192,6 +193,8 @@ def checked_report(item: ReportItem) -> ReportItem | None:
     """
     if isinstance(item, Checkpointed):
         return item if _is_valid_checkpoint(item) else None
+    if isinstance(item, Progressed):
+        return Progressed(item.task, item.epoch, *progress.checked(item.millionths, item.text))
     if isinstance(item, Released) and not is_well_formed(item.work):
         return Released(item.task, item.epoch)
     if not isinstance(item, Finished):

@@ -389,6 +389,7 @@ class TasksRecord(NamedTuple):
     settlement: str
     metered: int
     parent_id: TaskId | None
+    progress: str | None
 
 
 class AttemptsRecord(NamedTuple):

@@ -175,12 +175,13 @@ tasks = Table(
     Column("settlement", Text, nullable=False, server_default=text("'end'")),
     counter("metered"),
     maybe_int("parent_id"),
+    Column("progress", Text),
     Index("ix_tasks_spec_id", "spec_id"),
 )
 """`shrunk_at`: when arguments, results, log and checkpoint expired; the summary stays. `max_cost`: micro-credits of all
 attempts together. `settlement`: `end`, or `verdict`: charges are held until its result is accepted. `metered`: 1 if its
 last lease is on an allocation with a meter, 2 if only an earlier one was. `parent_id`: the verified task of which this
-is a sibling; users see the parent only."""
+is a sibling; users see the parent only. `progress`: `core.specs.progress.stored_text` of what it last reported."""
 partial_index("ix_tasks_user_id_id", tasks.c.user_id, tasks.c.id, where="team_id IS NULL")
 partial_index("ix_tasks_queued", tasks.c.user_id, tasks.c.id, where="status = 'queued'")
 partial_index("ix_tasks_held", tasks.c.node_id, tasks.c.user_id, where="holding = 1")

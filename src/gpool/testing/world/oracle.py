@@ -342,7 +342,12 @@ class Oracle:
             if self.saved.get(item.task, 0) < progress:
                 self._fail(f"{what} was acknowledged, and {self.saved.get(item.task)} is durable")
         if isinstance(
-            item, frames.LogChunk | frames.Started | frames.Reached | frames.Checkpointed
+            item,
+            frames.LogChunk
+            | frames.Started
+            | frames.Reached
+            | frames.Checkpointed
+            | frames.Progressed,
         ):
             return
         if row.holds_at(name, item.epoch):

@@ -18,6 +18,7 @@ from gpool.agent.runtime.bubblewrap.launcher_client import Bind, RootTree, Sandb
 from gpool.agent.runtime.bubblewrap.read_only import BIND_MOUNTS, ReadOnlyMounts
 from gpool.agent.runtime.protocol import (
     ENVIRONMENT_AT,
+    PROGRESS_AT,
     TASK_VARIABLES,
     CommandJob,
     PreparedEnvironment,
@@ -129,7 +130,7 @@ def prepare(directory: Path, paths: Iterable[str] = tuple(sys.path)) -> Layout:
     if not system_python:
         binds.append(Bind(base, "python"))
         seen.append(("python", f"{HOME}/python"))
-    variables = [("HOME", "/work"), *TASK_VARIABLES, ("TMPDIR", "/tmp")]
+    variables = [("HOME", "/work"), *TASK_VARIABLES, *PROGRESS_AT, ("TMPDIR", "/tmp")]
     needed = {"etc", "python"}
     if not system_python and sysconfig.get_config_var("Py_ENABLE_SHARED"):
         variables.append(("LD_LIBRARY_PATH", f"{HOME}/venv/lib"))

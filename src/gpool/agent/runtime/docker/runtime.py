@@ -49,6 +49,7 @@ from gpool.agent.runtime.docker.images import ContainerImage
 from gpool.agent.runtime.docker.network import CANNOT, ProbeCache, own_files, why_never
 from gpool.agent.runtime.docker.streams import pour, relay
 from gpool.agent.runtime.protocol import (
+    PROGRESS_AT,
     TASK_VARIABLES,
     CommandJob,
     CommandSandbox,
@@ -280,6 +281,7 @@ class DockerRuntime(PlainRuntime):
             **dict(gpus.variables),
             "HOME": WORK_AT,
             **dict(TASK_VARIABLES),
+            **dict(PROGRESS_AT),
             "TMPDIR": "/tmp",
             "CUDA_VISIBLE_DEVICES": visible_devices(self._gpus, job.slices),
             **dict(thread_variables(job.limits, job.slices)),

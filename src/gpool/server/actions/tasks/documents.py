@@ -21,6 +21,7 @@ from gpool.core.model import (
     TaskStatus,
 )
 from gpool.core.specs import fields, gpu, owners
+from gpool.core.specs.progress import WHOLE, from_stored
 from gpool.core.trust.rounds import SPOT
 from gpool.server.store.values import (
     PREEMPTING,
@@ -41,6 +42,7 @@ from gpool.wire.documents import (
     MemberDocument,
     OutputDocument,
     ProgressDocument,
+    ReportedProgress,
     TaskDocument,
     VerificationDocument,
     instant_to_datetime,
@@ -247,6 +249,7 @@ def task(
         closeness=closeness,
         verify=_verify(spec),
         verification=verification,
+        progress=_progress(view),
     )
 
 
@@ -261,6 +264,16 @@ def _cost(view: TaskView, verification: VerificationDocument | None) -> int | No
     if verification is not None:
         return verification.cost_microcredits
     return None if view.cost is None else view.cost.charged
+
+
+def _progress(view: TaskView) -> ReportedProgress | None:
+    if not view.record.progress:
+        return None
+    found = from_stored(view.record.progress)
+    if found.epoch != view.row.epoch:
+        return None  # of an attempt before the present one
+    at = instant_to_datetime(found.at)
+    return ReportedProgress(fraction=found.millionths / WHOLE, text=found.text, at=at)
 
 
 def _member(view: MemberView) -> MemberDocument:

@@ -60,6 +60,7 @@ from gpool.wire.frames import (
     HandedBack,
     Hold,
     LogChunk,
+    Progressed,
     Reached,
     Released,
     ReportItem,
@@ -136,7 +137,7 @@ class _Reported:
 class MemberReports:
     """Results of reports about members. `rest`: reports about no member.
 
-    The caller writes `started`, `chunks`, `reached`, `saved` and `named`; the others are written.
+    The caller writes `started`, `chunks`, `reached`, `saved`, `progressed` and `named`; the others are written.
     """
 
     limits: StorageLimits = NO_LIMITS  # of the tasks' owners
@@ -145,6 +146,7 @@ class MemberReports:
     chunks: list[LogChunk] = field(default_factory=list)
     reached: list[Reached] = field(default_factory=list)
     saved: dict[TaskId, Checkpointed] = field(default_factory=dict)
+    progressed: dict[TaskId, tuple[HeldTask, Progressed]] = field(default_factory=dict)
     named: list[NamedResult] = field(default_factory=list)
     unusable: list[Hold] = field(default_factory=list)
     noted: list[TaskId] = field(default_factory=list)
@@ -244,6 +246,8 @@ def _add(one: _Reported, item: ReportItem, at: Instant, reports: MemberReports) 
             one.released = True
         case Reached() if one.rank == 0:
             reports.reached.append(item)
+        case Progressed() if one.rank == 0:
+            reports.progressed[task] = one.task, item
         case Checkpointed() if one.rank == 0:
             reports.saved[task] = item
         case Checkpointed():

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from gpool.core.ids import NodeId, SpecId, TaskId
 from gpool.core.lifecycle import Move, sources
 from gpool.core.model import EndReason, Instant
+from gpool.core.specs.progress import StoredProgress, stored_text
 from gpool.server.store.operations.leases.ends import (
     CANCELLED,
     ON_NODE,
@@ -33,7 +34,8 @@ from gpool.server.store.operations.tasks.progress import append_chunks, note_pha
 from gpool.server.store.operations.tasks.results import results_of
 from gpool.server.store.operations.tasks.storage import NO_LIMITS, StorageLimits
 from gpool.server.store.protocol import Operation, Relation, Statement, operation
-from gpool.server.store.rows import of_ids, select, values
+from gpool.server.store.rows import of_ids, select, storable, values
+from gpool.server.store.sealing import PROGRESS, sealing
 from gpool.server.store.values import Recording, StartedTask
 from gpool.wire.frames import (
     Checkpointed,
@@ -41,6 +43,7 @@ from gpool.wire.frames import (
     HandedBack,
     Hold,
     LogChunk,
+    Progressed,
     Reached,
     Released,
     ReportItem,
@@ -84,6 +87,7 @@ class _LeaseReports:
     chunks: list[LogChunk] = field(default_factory=list)
     reached: list[Reached] = field(default_factory=list)
     saved: dict[TaskId, Checkpointed] = field(default_factory=dict)
+    progressed: dict[TaskId, tuple[HeldTask, Progressed]] = field(default_factory=dict)
 
     def add(self, row: HeldTask, item: ReportItem) -> bool:
         match item:
@@ -116,6 +120,8 @@ class _LeaseReports:
                 self.reached.append(item)
             case Checkpointed():
                 self.saved[row.id] = item  # the last one of a frame is the newest
+            case Progressed():
+                self.progressed[row.id] = row, item
             case HandedBack() | Released():
                 self.started.pop(row.id, None)
                 if row.status == CANCELLED:
@@ -149,6 +155,8 @@ class _LeaseReports:
             yield from note_phases(self.reached, at)
         if self.saved:
             unusable = yield from save(self.saved, at, self.ends.limits)
+        if self.progressed:
+            yield from _put_progress(self.progressed, at)
         logged = yield from append_chunks(self.chunks, self.ends.limits)
         yield from self.ends.write()
         yield from keep_results(self.named)
@@ -158,7 +166,7 @@ class _LeaseReports:
             requeued=tuple(self.ends.requeued),
             released=tuple(self.ends.released),
             logged=logged,
-            noted=(*(TaskId(item.task) for item in self.reached), *self.saved),
+            noted=(*(TaskId(item.task) for item in self.reached), *self.saved, *self.progressed),
             unusable=unusable,
             begun=tuple(self.started.values()),
         )
@@ -244,6 +252,7 @@ def _write_members(
         chunks=reports.chunks,
         reached=reports.reached,
         saved=reports.saved,
+        progressed=reports.progressed,
     )
     written = yield from batch.write(at)
     return _merged([written, reports.recording()], ())
@@ -284,6 +293,22 @@ def _start(started: Mapping[TaskId, StartedTask], at: Instant) -> Operation[None
         f"AND tasks.status IN ({', '.join(repr(word) for word in STARTABLE)})",
         {"at": at},
         {"started": Relation(HOLDS, [each[:2] for each in started.values()])},
+    )
+
+
+def _put_progress(
+    progressed: Mapping[TaskId, tuple[HeldTask, Progressed]], at: Instant
+) -> Operation[None]:
+    seal = yield from sealing({row.account for row, _ in progressed.values()})
+    rows = []
+    for task, (row, item) in sorted(progressed.items()):
+        text = stored_text(StoredProgress(item.epoch, item.millionths, at, storable(item.text)))
+        rows.append((task, item.epoch, seal.text(row.account, PROGRESS.place_of(task), text)))
+    yield Statement(
+        "UPDATE tasks SET progress = p.progress FROM {progressed} AS p "
+        "WHERE tasks.id = p.id AND tasks.epoch = p.epoch AND tasks.holding <> 0",
+        {},
+        {"progressed": Relation((*HOLDS, ("progress", "text")), rows)},
     )
 
 

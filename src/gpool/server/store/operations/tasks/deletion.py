@@ -240,7 +240,7 @@ def _shrink(rows: Sequence[_EndedTask], at: Instant) -> Operation[DeletedTasks]:
     ):
         yield Statement(sql, {}, tasks)
     yield Statement(
-        "UPDATE tasks SET payload = NULL, value = NULL, outputs = NULL, payload_sha256 = '', value_sha256 = '', "  # noqa: S608
+        "UPDATE tasks SET payload = NULL, value = NULL, progress = NULL, outputs = NULL, payload_sha256 = '', value_sha256 = '', "  # noqa: S608
         "log_sha256 = '', shrunk_at = :at, "
         f"error_text = CASE WHEN error_text LIKE '{TEXT_MARK}%' THEN error_text ELSE substr(error_text, 1, {ERROR_LETTERS}) END, "
         f"stored_bytes = CASE WHEN stored_bytes > {SUMMARY_BYTES} THEN {SUMMARY_BYTES} ELSE stored_bytes END "

@@ -40,7 +40,14 @@ from gpool.server.store.rows import (
     task_row,
     values,
 )
-from gpool.server.store.sealing import ATTEMPT_DETAIL, BODY_OF_TASK, ERROR_TEXT, VALUE, opened
+from gpool.server.store.sealing import (
+    ATTEMPT_DETAIL,
+    BODY_OF_TASK,
+    ERROR_TEXT,
+    PROGRESS,
+    VALUE,
+    opened,
+)
 from gpool.server.store.values import (
     PREEMPTING,
     RECLAIMING,
@@ -218,7 +225,7 @@ def _views(where: str, parameters: dict[str, int]) -> Operation[tuple[TaskView, 
 def _opened_views(
     rows: Sequence[tuple[TasksRecord, _ViewExtras]],
 ) -> Operation[list[TaskView]]:
-    records = yield from opened([record for record, _ in rows], VALUE, ERROR_TEXT)
+    records = yield from opened([record for record, _ in rows], VALUE, ERROR_TEXT, PROGRESS)
     extras = yield from opened([each for _, each in rows], BODY_OF_TASK)
     return [_view(record, each) for record, each in zip(records, extras, strict=True)]
 
