@@ -1,4 +1,7 @@
-"""REST documents of tasks, batches, results and events, built from stored values. Pure functions."""
+"""REST documents of tasks, batches, results and events, built from stored values. Pure functions.
+
+One file because all of them are views of one task's rows and share its small parts (outputs, slices, times).
+"""
 
 from __future__ import annotations
 
