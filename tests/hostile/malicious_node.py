@@ -67,9 +67,15 @@ class MaliciousNode(ScriptedAgent):
                 self._socket.send(data)
             self.beat()
         except ConnectionClosed:
-            pass
+            self._hear_the_rest()
         refusals = [frame for frame in self.heard[before:] if isinstance(frame, Refused)]
         return refusals[-1] if refusals else None
+
+    def _hear_the_rest(self) -> None:
+        """Read frames that came before the end: a send fails at once, whatever has not been read."""
+        with contextlib.suppress(ConnectionClosed):
+            while True:
+                self.awaited(Refused)
 
     def ahead(self, count: int) -> int:
         """Number of a heartbeat that lies `count` ahead; later ones continue from there."""
