@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from gpool.testing.world import Flaw, parts_with, run
@@ -21,8 +23,13 @@ FOUND_BEFORE = {
 """Where late ones were found: looked at first. Where that is over, all are looked at, as ever."""
 
 
-@pytest.mark.parametrize("flaw", list(Flaw))
+RARE = (Flaw.SUBMISSIONS_PLANNED_BESIDE_A_PASS,)
+"""Found by fewer than one in 800 seeds: searched by `make soak`."""
+IS_SOAK = bool(os.environ.get("GPOOL_SOAK"))
+
+
+@pytest.mark.parametrize("flaw", [each for each in Flaw if IS_SOAK or each not in RARE])
 def test_a_planted_bug_is_found(flaw: Flaw) -> None:
     parts = parts_with(flaw)
-    seeds = (FOUND_BEFORE.get(flaw, 0), *range(SEEDS))
+    seeds = (FOUND_BEFORE.get(flaw, 0), *range(4_000 if flaw in RARE else SEEDS))
     assert any(run(seed, parts).violation for seed in seeds), f"{flaw} went unnoticed"

@@ -9,6 +9,7 @@ import pytest
 from gpool.testing.world.replicas import PLANTED, ReplicaFlaw, run_replicas
 
 SEEDS = 40
+IS_SOAK = bool(os.environ.get("GPOOL_SOAK"))
 FOUND = {
     ReplicaFlaw.PLAN_NOT_FENCED: (1, "two allocations are number"),
     ReplicaFlaw.HELLO_NOT_FENCED: (27, "its slot is free"),
@@ -25,10 +26,15 @@ FOUND = {
 """Seed that finds the bug, and what it reports. Where other changes moved it, the first seeds are searched."""
 
 
-@pytest.mark.parametrize("flaw", list(ReplicaFlaw))
+RARE = (ReplicaFlaw.ROWS_READ_BESIDE_THE_WRITER,)
+"""Found by fewer than one in 200 seeds since busy reads of the feed are paced: searched by `make soak`."""
+SOUGHT = list(ReplicaFlaw) if IS_SOAK else [flaw for flaw in ReplicaFlaw if flaw not in RARE]
+
+
+@pytest.mark.parametrize("flaw", SOUGHT)
 def test_a_bug_planted_in_the_replicas_is_found(flaw: ReplicaFlaw) -> None:
     seed, words = FOUND[flaw]
-    for each in (seed, *range(SEEDS)):
+    for each in (seed, *range(2_000 if flaw in RARE else SEEDS)):
         violation = run_replicas(each, PLANTED[flaw]).violation
         if violation and words in violation:
             return
@@ -36,7 +42,7 @@ def test_a_bug_planted_in_the_replicas_is_found(flaw: ReplicaFlaw) -> None:
     pytest.fail(f"{flaw} went unnoticed")
 
 
-CONTROLS = list(ReplicaFlaw) if os.environ.get("GPOOL_SOAK") else [ReplicaFlaw.PROOF_USED_TWICE]
+CONTROLS = list(ReplicaFlaw) if IS_SOAK else [ReplicaFlaw.PROOF_USED_TWICE]
 
 
 @pytest.mark.parametrize("flaw", CONTROLS)
