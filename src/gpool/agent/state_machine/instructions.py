@@ -70,7 +70,7 @@ class CommandCheckpointed:
 
 @dataclass(frozen=True, slots=True)
 class ProgressReported:
-    """Of a command or a call, as `core.specs.progress.checked` returns it."""
+    """Progress of a command or a call, as `core.specs.progress.checked` returns it."""
 
     task: int
     epoch: int

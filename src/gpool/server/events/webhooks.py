@@ -47,7 +47,7 @@ class SigningSecret:
 
 @dataclass(frozen=True, slots=True)
 class DestinationSecrets:
-    """What is sealed of a destination. `previous` signs too until `previous_until`."""
+    """Sealed part of a destination. `previous` signs too until `previous_until`."""
 
     address: str
     current: SigningSecret | None = field(default=None, repr=False)
