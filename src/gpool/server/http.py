@@ -267,6 +267,9 @@ class LimitedHttp(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._in_body = False
+        if self._body_timer is not None:  # it would measure the body of the next request
+            self._body_timer.cancel()
+            self._body_timer = None
         super().on_message_complete()
 
     def data_received(self, data: bytes) -> None:

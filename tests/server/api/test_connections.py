@@ -87,6 +87,28 @@ def test_a_body_at_the_lowest_rate_is_read_to_its_end(data: Path) -> None:
         assert raw.recv(12) == b"HTTP/1.1 400"
 
 
+def test_a_request_is_not_measured_by_the_time_of_the_one_before_it(data: Path) -> None:
+    """Found with 10,000 agents: the timer of an earlier body ended a request whose body was still to come."""
+    head_s = 0.5  # a body has three times as long
+    with serving(data, request_head_s=head_s) as live, connected(live) as raw:
+        raw.sendall(HALF_BODY)
+        raw.settimeout(head_s / 5)
+        with pytest.raises(TimeoutError):
+            raw.recv(1)
+        raw.settimeout(PATIENCE_S)
+        raw.sendall(b"x" * 96)
+        assert raw.recv(65_536).startswith(b"HTTP/1.1 400")
+        raw.settimeout(2 * head_s)
+        with pytest.raises(TimeoutError):  # the connection is idle
+            raw.recv(1)
+        raw.sendall(HALF_BODY)
+        with pytest.raises(TimeoutError):  # the time of the first body ends here
+            raw.recv(1)
+        raw.settimeout(PATIENCE_S)
+        raw.sendall(b"x" * 96)
+        assert raw.recv(12) == b"HTTP/1.1 400"
+
+
 def test_a_network_at_its_limit_gets_in_again_in_exchange_for_its_idle_connections(
     data: Path,
 ) -> None:

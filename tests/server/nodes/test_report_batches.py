@@ -19,6 +19,13 @@ pytestmark = pytest.mark.anyio
 NOW = Instant(5)
 
 
+class Sender:
+    """A connection without replicas."""
+
+    def __init__(self, node: int) -> None:
+        self.node, self.closed, self.link = NodeId(node), False, None
+
+
 class Writer:
     """A store whose commits take as long as the test likes."""
 
@@ -47,7 +54,7 @@ async def soon() -> None:
 async def test_one_that_meets_nobody_is_written_at_once_by_itself() -> None:
     writer = Writer()
     recorder = ReportBatches(writer.write, writer.folded.append)
-    asked = asyncio.create_task(recorder.record(NodeId(1), an_end(7), NOW))
+    asked = asyncio.create_task(recorder.record(Sender(1), an_end(7), NOW))
     await soon()
     assert is_brief(writer.writes[0][0])
     done = Recording(refused=((NodeId(1), Hold(7, 1)),))
@@ -59,7 +66,7 @@ async def test_one_that_meets_nobody_is_written_at_once_by_itself() -> None:
 async def test_those_that_come_meanwhile_are_one_write_and_each_gets_its_own_answer() -> None:
     writer = Writer()
     recorder = ReportBatches(writer.write, writer.folded.append)
-    asked = [asyncio.create_task(recorder.record(NodeId(n), an_end(n), NOW)) for n in range(1, 6)]
+    asked = [asyncio.create_task(recorder.record(Sender(n), an_end(n), NOW)) for n in range(1, 6)]
     await soon()
     assert len(writer.writes) == 1
     writer.commit(0, Recording())
@@ -112,7 +119,7 @@ async def test_a_request_that_waits_for_a_result_is_answered_before_it_is_folded
     writer = Writer()
     recorder = ReportBatches(writer.write, writer.folded.append)
     request = Waiting(recorder, writer.folded, 7)
-    asked = asyncio.create_task(recorder.record(NodeId(1), an_end(7), NOW))
+    asked = asyncio.create_task(recorder.record(Sender(1), an_end(7), NOW))
     await soon()
     assert request.folded_before is None, "nobody is answered before the commit"
     writer.commit(0, Recording(released=(TaskId(7),), results=(a_result(7),)))
@@ -125,7 +132,7 @@ async def test_what_may_be_planned_again_is_folded_before_any_request_is_answere
     writer = Writer()
     recorder = ReportBatches(writer.write, writer.folded.append)
     request = Waiting(recorder, writer.folded, 7)
-    asked = asyncio.create_task(recorder.record(NodeId(1), an_end(7), NOW))
+    asked = asyncio.create_task(recorder.record(Sender(1), an_end(7), NOW))
     await soon()
     again = Requeued(
         TaskId(8), 1, SpecId(1), UserId(1), NOW, EndReason.LOST, Span(0), NodeId(1), None
@@ -139,7 +146,7 @@ async def test_what_may_be_planned_again_is_folded_before_any_request_is_answere
 async def test_a_report_whose_channel_ends_after_its_commit_is_folded_once() -> None:
     writer = Writer()
     recorder = ReportBatches(writer.write, writer.folded.append)
-    asked = asyncio.create_task(recorder.record(NodeId(1), an_end(7), NOW))
+    asked = asyncio.create_task(recorder.record(Sender(1), an_end(7), NOW))
     recorder.awaited.expect([7], asked.cancel)
     await soon()
     writer.commit(0, Recording(released=(TaskId(7),), results=(a_result(7),)))
@@ -151,7 +158,7 @@ async def test_a_report_whose_channel_ends_after_its_commit_is_folded_once() -> 
 async def test_a_failed_commit_is_told_to_all_of_them_and_the_next_goes_on() -> None:
     writer = Writer()
     recorder = ReportBatches(writer.write, writer.folded.append)
-    asked = [asyncio.create_task(recorder.record(NodeId(n), an_end(n), NOW)) for n in range(1, 4)]
+    asked = [asyncio.create_task(recorder.record(Sender(n), an_end(n), NOW)) for n in range(1, 4)]
     await soon()
     writer.commit(0, Recording())
     await soon()
@@ -159,7 +166,7 @@ async def test_a_failed_commit_is_told_to_all_of_them_and_the_next_goes_on() -> 
     told = await asyncio.gather(*asked, return_exceptions=True)
     assert [type(each) for each in told] == [tuple, Unreachable, Unreachable]
     assert len(writer.folded) == 1
-    again = asyncio.create_task(recorder.record(NodeId(9), an_end(9), NOW))
+    again = asyncio.create_task(recorder.record(Sender(9), an_end(9), NOW))
     await soon()
     writer.commit(2, Recording())
     assert await again == ()
@@ -178,7 +185,7 @@ async def test_a_frame_that_cannot_be_written_never_fails_the_others() -> None:
         return Recording(released=tuple(said))
 
     recorder = ReportBatches(write, folded.append)
-    asked = [asyncio.create_task(recorder.record(NodeId(n), an_end(n), NOW)) for n in range(9, 18)]
+    asked = [asyncio.create_task(recorder.record(Sender(n), an_end(n), NOW)) for n in range(9, 18)]
     await soon()
     held.set()
     told = await asyncio.gather(*asked, return_exceptions=True)
@@ -193,7 +200,7 @@ async def test_an_agent_that_goes_away_meanwhile_holds_up_nobody() -> None:
     writer = Writer()
     recorder = ReportBatches(writer.write, writer.folded.append)
     first, gone, other = [
-        asyncio.create_task(recorder.record(NodeId(n), an_end(n), NOW)) for n in (1, 2, 3)
+        asyncio.create_task(recorder.record(Sender(n), an_end(n), NOW)) for n in (1, 2, 3)
     ]
     await soon()
     first.cancel()
@@ -225,7 +232,7 @@ async def test_beats_that_come_meanwhile_are_one_write_and_each_gets_its_own_ans
 async def test_beats_do_not_wait_for_reports() -> None:
     writer = Writer()
     recorder = ReportBatches(writer.write, writer.folded.append)
-    report = asyncio.create_task(recorder.record(NodeId(1), an_end(7), NOW))
+    report = asyncio.create_task(recorder.record(Sender(1), an_end(7), NOW))
     beat = asyncio.create_task(recorder.beat(NodeId(1), (), NOW))
     await soon()
     assert len(writer.writes) == 2
@@ -251,7 +258,7 @@ async def test_a_fold_that_fails_is_told_to_those_it_was_for_and_to_nobody_else(
         return Recording(released=tuple(said))
 
     recorder = ReportBatches(write, absorb)
-    asked = [asyncio.create_task(recorder.record(NodeId(n), an_end(n), NOW)) for n in range(9, 14)]
+    asked = [asyncio.create_task(recorder.record(Sender(n), an_end(n), NOW)) for n in range(9, 14)]
     await soon()
     held.set()
     told = await asyncio.gather(*asked, return_exceptions=True)
@@ -263,10 +270,35 @@ async def test_frames_full_of_results_are_written_by_themselves() -> None:
     writer = Writer()
     recorder = ReportBatches(writer.write, writer.folded.append)
     full = [Finished(task, 1, EndReason.RETURNED, value=bytes(64 * KIB)) for task in range(5)]
-    asked = [asyncio.create_task(recorder.record(NodeId(n), full, NOW)) for n in range(1, 4)]
+    asked = [asyncio.create_task(recorder.record(Sender(n), full, NOW)) for n in range(1, 4)]
     await soon()
     assert len(writer.writes) == 3
     for place in range(3):
         writer.commit(place, Recording())
     assert await asyncio.gather(*asked) == [()] * 3
     assert len(writer.folded) == 3
+
+
+async def test_a_frame_of_a_replaced_connection_is_not_written() -> None:
+    writer = Writer()
+    recorder = ReportBatches(writer.write, writer.folded.append)
+    replaced, open_ = Sender(2), Sender(3)
+    first = asyncio.create_task(recorder.record(Sender(1), an_end(7), NOW))
+    await soon()
+    late = asyncio.create_task(recorder.record(replaced, an_end(8), NOW))
+    control = asyncio.create_task(recorder.record(open_, an_end(9), NOW))
+    await soon()
+    replaced.closed = True  # its node says Hello on another connection, while the frame waits
+    writer.commit(0, Recording())
+    await soon()
+    writer.commit(1, Recording())
+    assert await asyncio.gather(first, late, control) == [(), None, ()]
+
+
+async def test_a_frame_that_another_replica_has_overtaken_is_not_answered_as_recorded() -> None:
+    writer = Writer()
+    recorder = ReportBatches(writer.write, writer.folded.append)
+    asked = asyncio.create_task(recorder.record(Sender(1), an_end(7), NOW))
+    await soon()
+    writer.commit(0, Recording(overtaken=(NodeId(1),)))
+    assert await asked is None

@@ -18,7 +18,7 @@ from gpool.server.identity.node_proofs import NodeAuthenticator
 from gpool.server.store.operations import replicas
 from gpool.server.store.operations.identity import sealed_fields
 from gpool.server.store.operations.leases import leases
-from gpool.server.store.operations.replicas import NodeLink
+from gpool.server.store.operations.leases.connections import NodeLink
 from gpool.transfer.node_proofs import RequestStatement, new_nonce
 from gpool.wire.frames import Hold, Refused, Released, Started, Stop, StopReason
 from tests.server.replicas.replica_desks import LEASE_S, ReplicaDesk, executed, replica_desks
@@ -377,10 +377,9 @@ async def test_ends_that_a_hello_implies_are_fenced_by_the_newest_connection(
         ended = [(agent.credentials.node, [exited(lease)])]
         node: NodeId = agent.credentials.node
         write = follower.desk.server.store.write
-        nothing = await write(
-            replicas.record_if_connected(ended, node, old, follower.desk.server.now)
-        )
+        nothing = await write(leases.record(ended, follower.desk.server.now, links={node: old}))
         assert not nothing.ended
+        assert nothing.overtaken == (node,)
         restarted = agent.again()
         await restarted.connect()  # states no lease: the attempt is lost, on a follower too
         await leader.follow()
@@ -443,3 +442,17 @@ async def test_postgresql_ends_the_transaction_of_a_stopped_leader(url: str) -> 
         assert await connection.fetchval("SHOW gpool.replica") == "7"
     finally:
         await connection.close()
+
+
+async def test_a_server_does_not_read_its_own_changes_unless_it_asks_for_them(
+    url: str, tmp_path: Path
+) -> None:
+    async with replica_desks(url, tmp_path) as (_, (leader, follower)):
+        cursor = await leader.membership.horizon()
+        await leader.desk.command()
+        await follower.desk.command()
+        others = await leader.membership.read(cursor, with_own=False)
+        assert {each.replica_id for each in others.changes} == {follower.membership.id}
+        both = await leader.membership.read(cursor, with_own=True)
+        known = {leader.membership.id, follower.membership.id}
+        assert {each.replica_id for each in both.changes} == known

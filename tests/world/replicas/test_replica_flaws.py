@@ -13,6 +13,7 @@ IS_SOAK = bool(os.environ.get("GPOOL_SOAK"))
 FOUND = {
     ReplicaFlaw.PLAN_NOT_FENCED: (1, "two allocations are number"),
     ReplicaFlaw.HELLO_NOT_FENCED: (27, "its slot is free"),
+    ReplicaFlaw.REPORTS_NOT_FENCED: (834, "under a lease that is over"),
     ReplicaFlaw.CURSOR_PAST_HORIZON: (0, "differs from one rebuilt"),
     ReplicaFlaw.UNKNOWN_COMMIT_SKIPPED: (0, "differs from one rebuilt"),
     ReplicaFlaw.ROWS_READ_BESIDE_THE_WRITER: (43, "was not sent leases of its own"),

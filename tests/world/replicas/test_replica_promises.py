@@ -32,9 +32,10 @@ print(run_replicas(3).digest)
 """
 
 
-@pytest.mark.parametrize("seed", [195, 371, 467, 616])
+@pytest.mark.parametrize("seed", [195, 371, 467, 616, 834])
 def test_seeds_that_found_bugs_stay_clean(seed: int) -> None:
-    """Leases granted while a connection was opening (195, 371, 467); a lock of a removed replica (616)."""
+    """Leases granted while a connection was opening (195, 371, 467); a lock of a removed replica (616);
+    reports of a dead process after its successor got the leases (834)."""
     assert not run_replicas(seed).violation
 
 

@@ -32,7 +32,7 @@ from gpool.server.server import Server
 from gpool.server.settings import Settings
 from gpool.server.store.operations import nodes, replicas
 from gpool.server.store.operations.leases import leases
-from gpool.server.store.operations.replicas import NodeLink
+from gpool.server.store.operations.leases.connections import NodeLink
 from gpool.server.store.protocol import Operation
 from gpool.server.store.values import HeldLease, NodeCredentials, NodeRow, Recording
 from gpool.wire.frames import (
@@ -85,7 +85,7 @@ class NodeChannel:
             False  # reports were not recorded: its agent sends them on its next connection
         )
         self._compared_at = Instant(0)  # last comparison of a heartbeat with the picture
-        self._link: NodeLink | None = None  # its row, where replicas exist
+        self.link: NodeLink | None = None  # its row, where replicas exist
 
     async def receive(self, frame: AgentFrame) -> None:
         if self.closed:
@@ -120,11 +120,11 @@ class NodeChannel:
         gpu_ids = server.ids.take(len(hello.offer.gpus))
         offer = self._kept(hello.offer)
         if server.replica.id:
-            self._link = NodeLink(server.replica.id, hello.boot, hello.beat)
+            self.link = NodeLink(server.replica.id, hello.boot, hello.beat)
         try:
             registered = await server.write(
                 reconciliation.register(
-                    self.node, offer, gpu_ids, now, server.offer_terms, self._link
+                    self.node, offer, gpu_ids, now, server.offer_terms, self.link
                 )
             )
         except Forbidden as error:
@@ -154,8 +154,8 @@ class NodeChannel:
         """Open the connection; return the leases as they are stored then: more may have been granted meanwhile."""
         server = self._server
         took_time = await _took_time(server, registered.row)
-        if self._link is not None and not self.closed:
-            return await server.write(reconciliation.connect(self.node, self._link))
+        if self.link is not None and not self.closed:
+            return await server.write(reconciliation.connect(self.node, self.link))
         if not took_time:
             return registered
         stored = await server.write(reconciliation.stored_leases(self.node))
@@ -208,9 +208,9 @@ class NodeChannel:
     def _recording(self, ended: Sequence[Finished]) -> Operation[Recording]:
         """Ends that the server decides, fenced by this connection's row, or by the term of the only server."""
         server, frames = self._server, [(self.node, ended)]
-        if self._link is None:
+        if self.link is None:
             return leases.record_if_current(frames, server.picture.term, server.now)
-        return replicas.record_if_connected(frames, self.node, self._link, server.now)
+        return leases.record(frames, server.now, links={self.node: self.link})
 
     async def send_leases(self, stored: StoredLeases) -> None:
         """Send stored leases that have not started, and stops; the agent ignores those it has."""
@@ -287,9 +287,9 @@ class NodeChannel:
         server = self._server
         if self._detach() and self._leaving and is_orderly:
             server.nodes.shorten_deadline(self.node, server.now, server.settings.margin)
-        if self._link is not None:
+        if self.link is not None:
             with suppress(GpoolError):  # no database: the row is cleared with this replica's
-                await server.write(replicas.disconnect(self.node, self._link))
+                await server.write(replicas.disconnect(self.node, self.link))
 
     def _detach(self) -> bool:
         is_current = self._server.nodes.detach(self)
@@ -360,8 +360,10 @@ class NodeChannel:
         gpus = () if entry is None or entry.node is None else entry.node.offer.gpus
         checked = [item for item in map(checked_report, frame.items) if item is not None]
         items = [report_without_ids(item, gpus) for item in checked] if gpus else checked
-        refused = await self._server.reports.record(self.node, items, self._server.now)
-        if not self.closed:
+        refused = await self._server.reports.record(self, items, self._server.now)
+        if refused is None:
+            self._refuse_overtaken()
+        elif not self.closed:
             self._send(Recorded(frame.sequence, refused))
 
     async def _take_beat(self, frame: Beat) -> None:
@@ -404,14 +406,17 @@ class NodeChannel:
         gpu_ids = server.ids.take(len(offer.gpus))
         server.nodes.extend_deadline(self.node, now)  # stored as a heartbeat too
         try:
-            node: NodeRow | None = await server.write(
-                reconciliation.take(self.node, offer, gpu_ids, now, server.offer_terms)
+            changed = await server.write(
+                reconciliation.change(self.node, offer, gpu_ids, now, server.offer_terms, self.link)
             )
         except (NotFound, Forbidden) as error:
             self.refuse(error.code, error.detail, retry=isinstance(error, Forbidden))
             return
-        assert node is not None
-        if await _took_time(server, node):
+        if isinstance(changed, NotRegistered):
+            self._refuse_overtaken()
+            return
+        node: NodeRow | None = changed
+        if await _took_time(server, changed):
             node = await server.write(nodes.node(self.node))
         if node is not None:
             server.picture.node_changed(node.node)

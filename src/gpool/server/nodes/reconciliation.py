@@ -21,7 +21,7 @@ from gpool.core.quotas import NO_OWNER_QUOTA, OwnerQuota
 from gpool.server.store.operations import gpus, nodes, replicas
 from gpool.server.store.operations.identity.sealed_fields import data_keys, secrets_to_open
 from gpool.server.store.operations.leases import grants, leases
-from gpool.server.store.operations.replicas import NodeLink
+from gpool.server.store.operations.leases.connections import NodeLink, still_connected
 from gpool.server.store.operations.tasks import progress
 from gpool.server.store.protocol import Operation, operation
 from gpool.server.store.values import DataKey, HeldLease, NodeRow, SealedSecrets
@@ -158,6 +158,21 @@ def register(
         return NotRegistered.OVERTAKEN
     row = yield from take(node, offer, gpu_ids, at, terms)
     return (yield from _leases_of(node, row))
+
+
+@operation
+def change(
+    node: NodeId,
+    offer: Offer,
+    gpu_ids: Sequence[int],
+    at: Instant,
+    terms: OfferTerms,
+    link: NodeLink | None,
+) -> Operation[NodeRow | NotRegistered]:
+    """Record a new offer of a connected node, unless a newer connection of it was recorded (`link`: as in `register`)."""
+    if link is not None and not (yield from still_connected({node: link})):
+        return NotRegistered.OVERTAKEN
+    return (yield from take(node, offer, gpu_ids, at, terms))
 
 
 @operation

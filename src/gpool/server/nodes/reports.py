@@ -1,5 +1,5 @@
 """Reports of nodes: validated, then batched into one write for many nodes; the commit is folded before any node gets its
-answer.
+answer. One file because validation and batches share the frames and their limits.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from ipaddress import IPv4Address
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -32,6 +32,7 @@ from gpool.core.specs import fields, progress
 from gpool.server.receipts.signatures import is_well_formed
 from gpool.server.store.batching import WriteBatcher
 from gpool.server.store.operations.leases import leases
+from gpool.server.store.operations.leases.connections import NodeLink
 from gpool.server.store.operations.tasks.storage import NO_LIMITS, StorageLimits
 from gpool.server.store.protocol import Operation, brief
 from gpool.server.store.values import BatchResult, Recording
@@ -304,11 +305,24 @@ class Write(Protocol):
     def __call__(self, operation: Operation[T], /) -> Awaitable[T]: ...
 
 
+class ReportSender(Protocol):
+    """Connection by which a frame came. `link`: its row, where replicas exist."""
+
+    node: NodeId
+    closed: bool
+    link: NodeLink | None
+
+
 @dataclass(frozen=True, slots=True)
 class _ReportFrame:
-    node: NodeId
+    sender: ReportSender
     items: Sequence[ReportItem]
     at: Instant
+
+
+class _WrittenReports(NamedTuple):
+    recording: Recording
+    frames: frozenset[int]  # by `id`; without those of replaced connections
 
 
 class ReportBatches:
@@ -317,6 +331,9 @@ class ReportBatches:
     A commit is folded before the next await, in commit order, with one exception: ends of leases for which a request
     waits are folded one iteration of the loop later. Until then the picture counts their allocations as held, and an
     event that is folded in between cannot be about them: nothing happens to a task after its end.
+
+    A frame that waits while a newer connection of its node replaces its own is not written: the newer one has read the
+    leases as they were without it. The agent sends it again, if its process lives.
     """
 
     def __init__(
@@ -337,14 +354,19 @@ class ReportBatches:
         return await self._write(leases.record_heartbeats(group))
 
     async def record(
-        self, node: NodeId, items: Sequence[ReportItem], now: Instant
-    ) -> tuple[Hold, ...]:
-        frame = _ReportFrame(node, items, now)
+        self, sender: ReportSender, items: Sequence[ReportItem], now: Instant
+    ) -> tuple[Hold, ...] | None:
+        """Return the refused leases; None if nothing was written, since the connection was replaced."""
+        frame = _ReportFrame(sender, items, now)
         take = self._frames.take if _is_light(items) else self._frames.take_alone
         return await take(frame)
 
-    async def _record(self, group: Sequence[_ReportFrame]) -> Recording:
-        frames = [(each.node, each.items) for each in group]
+    async def _record(self, group: Sequence[_ReportFrame]) -> _WrittenReports:
+        group = [each for each in group if not each.sender.closed]
+        if not group:
+            return _WrittenReports(Recording(), frozenset())
+        frames = [(each.sender.node, each.items) for each in group]
+        links = {each.sender.node: each.sender.link for each in group if each.sender.link}
         rows = sum(len(each.items) for each in group)
         awaited: list[TaskId] = []
         if self.awaited:
@@ -352,7 +374,7 @@ class ReportBatches:
                 TaskId(item.task) for _, items in frames for item in items if type(item) is Finished
             )
             awaited = [task for task in ended if task in self.awaited]
-        writing = leases.record(frames, group[-1].at, self._limits, awaited)
+        writing = leases.record(frames, group[-1].at, self._limits, awaited, links)
         recording = await self._write(brief(writing, rows))
         is_answered = [self.awaited.put(each.task, each) for each in recording.results]
         if any(is_answered) and recording.only_ends:
@@ -361,21 +383,26 @@ class ReportBatches:
             except BaseException:
                 self._absorb(recording)  # cancelled: committed, and folded by nobody else
                 raise
-        return recording
+        return _WrittenReports(recording, frozenset(map(id, group)))
 
-    def _fold(self, group: Sequence[_ReportFrame], recording: Recording) -> list[tuple[Hold, ...]]:
-        self._absorb(recording)
-        return [_refused(frame, recording) for frame in group]
+    def _fold(
+        self, group: Sequence[_ReportFrame], written: _WrittenReports
+    ) -> list[tuple[Hold, ...] | None]:
+        self._absorb(written.recording)
+        return [_refused(frame, written) for frame in group]
 
 
-def _refused(frame: _ReportFrame, recording: Recording) -> tuple[Hold, ...]:
+def _refused(frame: _ReportFrame, written: _WrittenReports) -> tuple[Hold, ...] | None:
+    recording, node = written.recording, frame.sender.node
+    if node in recording.overtaken or id(frame) not in written.frames:
+        return None
     if not recording.refused:
         return ()
     items = {(item.task, item.epoch) for item in frame.items}
     return tuple(
         hold
-        for node, hold in recording.refused
-        if node == frame.node and (hold.task, hold.epoch) in items
+        for reporter, hold in recording.refused
+        if reporter == node and (hold.task, hold.epoch) in items
     )
 
 

@@ -180,13 +180,11 @@ class FollowChanges:
     async def _read(self, now: Instant) -> int:
         """Apply the changes of the others; return the number of rows that they name."""
         assert self._cursor is not None
-        page = await self._membership.read(self._cursor)
-        own = (
-            None if self._server.nodes.lease_time(now) < self._doubt_until else self._membership.id
-        )
+        in_doubt = self._server.nodes.lease_time(now) < self._doubt_until
+        page = await self._membership.read(self._cursor, with_own=in_doubt)
         named: dict[int, None] = dict.fromkeys(sorted(self._left_out))
         for change in page.changes:
-            if change.replica_id != own and change.xid not in self._applied:
+            if change.xid not in self._applied:
                 named.update(dict.fromkeys(change.ids))
         if named:
             try:

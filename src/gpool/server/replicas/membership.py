@@ -143,8 +143,8 @@ class Membership:
     async def horizon(self) -> int:
         return await self._link.horizon()
 
-    async def read(self, cursor: int) -> FeedPage:
-        return await self._link.read(cursor)
+    async def read(self, cursor: int, *, with_own: bool) -> FeedPage:
+        return await self._link.read(cursor, None if with_own else self.id)
 
     def caught_up(self, at: Instant) -> None:
         """Record that the changes of the others up to `at` were applied."""

@@ -147,7 +147,8 @@ _RUNNING = """
 """Other replicas whose session of the lock is open: a killed process has none, whatever its row says."""
 _READ = """
     SELECT CAST(CAST(pg_snapshot_xmin(pg_current_snapshot()) AS text) AS bigint) AS horizon, c.xid, c.replica_id, c.ids
-    FROM (VALUES (1)) AS one LEFT JOIN changes c ON c.xid >= $1 ORDER BY c.xid
+    FROM (VALUES (1)) AS one LEFT JOIN changes c ON c.xid >= $1 AND c.replica_id IS DISTINCT FROM $2
+    ORDER BY c.xid
 """
 _HORIZON = "SELECT CAST(CAST(pg_snapshot_xmin(pg_current_snapshot()) AS text) AS bigint) AS horizon"
 _DISCONNECT = "UPDATE node_connections SET replica_id = NULL WHERE replica_id = $1"
@@ -195,8 +196,8 @@ class PostgresLink:
         [row] = await self._ask(_HORIZON)
         return int(row["horizon"])
 
-    async def read(self, cursor: int) -> FeedPage:
-        rows = await self._ask(_READ, cursor)
+    async def read(self, cursor: int, without: int | None = None) -> FeedPage:
+        rows = await self._ask(_READ, cursor, without)
         changes = [
             Change(row["xid"], row["replica_id"], unpacked(row["ids"]))
             for row in rows

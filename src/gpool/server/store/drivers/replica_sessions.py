@@ -41,7 +41,7 @@ class Change(NamedTuple):
 
 
 class FeedPage(NamedTuple):
-    """All visible changes from the cursor on. Below `horizon` no transaction is open: it is the next cursor."""
+    """Visible changes from the cursor on. Below `horizon` no transaction is open: it is the next cursor."""
 
     horizon: int
     changes: list[Change]
@@ -96,7 +96,9 @@ class ReplicaLink(Protocol):
 
     async def horizon(self) -> int: ...
 
-    async def read(self, cursor: int) -> FeedPage: ...
+    async def read(self, cursor: int, without: int | None = None) -> FeedPage:
+        """Read the feed from the cursor on, without the changes of one replica."""
+        ...
 
     async def notify(self) -> None: ...
 

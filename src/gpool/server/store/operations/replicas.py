@@ -5,7 +5,7 @@ Nothing here runs on SQLite, where one server has all connections. One file beca
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from gpool.core.permissions import TeamId
 from gpool.server.store.generated_rows import ReplicasRecord
 from gpool.server.store.operations.identity.sealed_fields import secrets_to_open
 from gpool.server.store.operations.leases import gang_members, leases
-from gpool.server.store.operations.leases.reports import Reports
+from gpool.server.store.operations.leases.connections import NodeLink
 from gpool.server.store.operations.nodes import load_nodes
 from gpool.server.store.operations.tasks.progress import manifests
 from gpool.server.store.operations.tasks.storage import THIS, UploadReservation
@@ -27,7 +27,6 @@ from gpool.server.store.values import (
     PREEMPTING,
     HeldGang,
     NodeRow,
-    Recording,
     SealedSecrets,
 )
 
@@ -35,21 +34,6 @@ REPLICA = columns(ReplicasRecord, ReplicasRecord, "r")
 LEASED, QUEUED = TaskStatus.LEASED.value, TaskStatus.QUEUED.value
 
 # ---- connections of nodes
-
-
-class NodeLink(NamedTuple):
-    """A node's connection: the replica that has it, and the `Hello` it began with."""
-
-    replica: int
-    boot: str
-    beat: int
-
-
-class _Connection(NamedTuple):
-    node_id: NodeId
-    replica_id: int | None
-    boot: str
-    beat: int
 
 
 class HeardNode(NamedTuple):
@@ -105,22 +89,6 @@ def disconnect_silent(node: NodeId) -> Operation[None]:
         "UPDATE node_connections SET replica_id = NULL WHERE node_id = :node AND replica_id IS NOT NULL",
         {"node": node},
     )
-
-
-@operation
-def record_if_connected(
-    frames: Sequence[Reports], node: NodeId, link: NodeLink, at: Instant
-) -> Operation[Recording]:
-    """Record ends that a `Hello` implies, unless a newer connection of the node was recorded."""
-    found = yield from select(
-        _Connection,
-        "SELECT c.node_id, c.replica_id, c.boot, c.beat FROM node_connections c WHERE c.node_id = :node "
-        "/*postgresql FOR SHARE*/",
-        {"node": node},
-    )
-    if found != [(node, *link)]:
-        return Recording()
-    return (yield from leases.record(frames, at))
 
 
 @operation

@@ -121,8 +121,8 @@ class SimulatedPostgres:
         """Id below which no transaction is open."""
         return min(self._open, default=self._next + 1)
 
-    def page(self, cursor: int) -> FeedPage:
-        return FeedPage(self.horizon(), self._file.read_now(_changes(cursor)))
+    def page(self, cursor: int, without: int | None = None) -> FeedPage:
+        return FeedPage(self.horizon(), self._file.read_now(_changes(cursor, without)))
 
     # ---- the lock
 
@@ -164,8 +164,11 @@ class SimulatedPostgres:
         return self._lock
 
 
-def _changes(cursor: int) -> Operation[list[Change]]:
-    sql = "SELECT xid, replica_id, ids FROM changes WHERE xid >= :cursor ORDER BY xid"
-    rows = yield Statement(sql, {"cursor": cursor})
+def _changes(cursor: int, without: int | None) -> Operation[list[Change]]:
+    sql = (
+        "SELECT xid, replica_id, ids FROM changes WHERE xid >= :cursor AND replica_id IS NOT :without "
+        "ORDER BY xid"
+    )
+    rows = yield Statement(sql, {"cursor": cursor, "without": without})
     assert isinstance(rows, list)
     return [Change(xid, replica, unpacked(ids)) for xid, replica, ids in rows]

@@ -18,6 +18,7 @@ from gpool.server.scheduling.picture import StatePicture
 from gpool.server.scheduling.scheduler import Scheduler
 from gpool.server.store.drivers.replica_sessions import FeedPage
 from gpool.server.store.operations import replicas
+from gpool.server.store.operations.leases.connections import CURRENT_LINK
 from gpool.server.store.operations.replicas import ChangedRows, ChangedTask, FollowedIds
 from gpool.server.store.protocol import Operation, operation
 from gpool.server.store.rows import values
@@ -34,6 +35,7 @@ T = TypeVar("T")
 class ReplicaFlaw(StrEnum):
     PLAN_NOT_FENCED = "plan_not_fenced"
     HELLO_NOT_FENCED = "hello_not_fenced"
+    REPORTS_NOT_FENCED = "reports_not_fenced"
     CURSOR_PAST_HORIZON = "cursor_past_horizon"
     UNKNOWN_COMMIT_SKIPPED = "unknown_commit_skipped"
     ROWS_READ_BESIDE_THE_WRITER = "rows_read_beside_the_writer"
@@ -74,14 +76,25 @@ def _any_hello(sql: str) -> str:
     return sql.replace(order, "")
 
 
+class UnfencedReports(ReplicaStore):
+    """Records reports that came by an older connection of their node."""
+
+    async def write(self, operation: Operation[T]) -> T:
+        return await super().write(rewritten(operation, _any_link))
+
+
+def _any_link(sql: str) -> str:
+    return sql.replace(CURRENT_LINK, "JOIN node_connections c ON c.node_id = l.node ")
+
+
 # ---- the feed
 
 
 class EagerLink(SimulatedFeedLink):
     """Moves the cursor past transactions that are still open."""
 
-    async def read(self, cursor: int) -> FeedPage:
-        page = await super().read(cursor)
+    async def read(self, cursor: int, without: int | None = None) -> FeedPage:
+        page = await super().read(cursor, without)
         newest = max((each.xid + 1 for each in page.changes), default=page.horizon)
         return FeedPage(max(page.horizon, newest), page.changes)
 
@@ -169,6 +182,7 @@ PLANTED: dict[ReplicaFlaw, Planted] = {
     ReplicaFlaw.HELLO_NOT_FENCED: Planted(
         ReplicaParts(store=UnfencedHello), only=(R.DRAIN,), of_nodes=(FaultKind.STALL,)
     ),
+    ReplicaFlaw.REPORTS_NOT_FENCED: Planted(ReplicaParts(store=UnfencedReports)),
     ReplicaFlaw.CURSOR_PAST_HORIZON: Planted(
         ReplicaParts(link=EagerLink), only=("late_commits", "lost_notify")
     ),

@@ -272,10 +272,10 @@ class SimulatedFeedLink:
         await self._ask()
         return self._database.horizon()
 
-    async def read(self, cursor: int) -> FeedPage:
+    async def read(self, cursor: int, without: int | None = None) -> FeedPage:
         await self._ask()
         await self._path.slow_down()
-        page = self._database.page(cursor)
+        page = self._database.page(cursor, without)
         await self._path.slow_down()
         return page
 

@@ -357,12 +357,12 @@ class Ends:
         yield from add_usage(self._used(), self.at)
 
     def _used(self) -> dict[UsedAllocation, LeaseTotals]:
-        counted: dict[tuple[Account, NodeId, str | None], list[int]] = {}
+        counted: dict[tuple[Account, NodeId, str | None, SpecId], list[int]] = {}
         for row, _, started_at, _ in self._over:
             of_gang = self._members.get(row.id) if self._members else None
             parts = ((row.node_id, row.allocation, started_at),) if of_gang is None else of_gang
             for node, allocation, began in parts:
-                total = counted.setdefault((row.account, node, allocation), [0, 0])
+                total = counted.setdefault((row.account, node, allocation, row.spec_id), [0, 0])
                 total[0] += 1
                 if began is not None and began < self.at:
                     total[1] += self.at - began

@@ -2,7 +2,8 @@
 
 A report is about a lease of a single-node task, else a gang's member (`gangs`), else refused. A (task, epoch) has at
 most one end. A report repeated by the lease's node has no effect, and is refused if the lease expired: an agent
-repeats its reports until it knows that they are durable.
+repeats its reports until it knows that they are durable. Where replicas exist, the node's connection is a fence too
+(`connections`). One file because all kinds of reports share one read of their leases.
 """
 
 from __future__ import annotations
@@ -16,6 +17,13 @@ from gpool.core.ids import NodeId, SpecId, TaskId
 from gpool.core.lifecycle import Move, sources
 from gpool.core.model import EndReason, Instant
 from gpool.core.specs.progress import StoredProgress, stored_text
+from gpool.server.store.operations.leases.connections import (
+    CURRENT_LINK,
+    NO_LINKS,
+    Links,
+    links_relation,
+    still_connected,
+)
 from gpool.server.store.operations.leases.ends import (
     CANCELLED,
     ON_NODE,
@@ -52,6 +60,16 @@ from gpool.wire.frames import (
 
 STARTABLE = tuple(status.value for status in sources(Move.STARTED))
 HOLDS = (("id", "int"), ("epoch", "int"))
+REPORTED = (
+    f"SELECT {HELD} FROM {{reported}} AS i JOIN tasks t ON t.id = i.id "  # noqa: S608
+    "WHERE t.node_id = i.node AND t.holding <> 0 /*postgresql ORDER BY t.id FOR UPDATE OF t*/"
+)
+REPORTED_BY_LINK = (
+    f"SELECT {HELD} FROM {{reported}} AS i JOIN {{links}} AS l ON l.node = i.node {CURRENT_LINK}"  # noqa: S608
+    "JOIN tasks t ON t.id = i.id WHERE t.node_id = i.node AND t.holding <> 0 "
+    "/*postgresql ORDER BY t.id FOR UPDATE OF t FOR SHARE OF c*/"
+)
+"""Tasks before connections, as an expiry locks them."""
 BIGINT = (1 << 63) - 1
 """Largest value of an integer column."""
 
@@ -178,10 +196,12 @@ def record(
     at: Instant,
     limits: StorageLimits = NO_LIMITS,
     awaited: Collection[TaskId] = (),
+    links: Links = NO_LINKS,
 ) -> Operation[Recording]:
     """Record reports. `limits`: default storage quotas of the tasks' owners, whose data over them is dropped.
 
-    `awaited`: tasks whose results are returned if they end, read while their pages are in the cache.
+    `awaited`: tasks whose results are returned if they end, read while their pages are in the cache. `links`: where
+    replicas exist, the connection by which each node's frames came; a node with a newer one is `overtaken`.
     """
     items = [(node, item) for node, items in frames for item in items]
     refused = [
@@ -191,12 +211,12 @@ def record(
     ]
     if refused:
         items = [each for each in items if max(each[1].task, each[1].epoch) <= BIGINT]
+    reported = Relation(ON_NODE, sorted({(item.task, node) for node, item in items}))
     rows = yield from select(
         HeldTask,
-        f"SELECT {HELD} FROM {{reported}} AS i JOIN tasks t ON t.id = i.id "  # noqa: S608
-        "WHERE t.node_id = i.node AND t.holding <> 0 /*postgresql ORDER BY t.id FOR UPDATE OF t*/",
+        REPORTED_BY_LINK if links else REPORTED,
         {},
-        {"reported": Relation(ON_NODE, sorted({(item.task, node) for node, item in items}))},
+        {"reported": reported, "links": links_relation(links)} if links else {"reported": reported},
     )
     held = {(row.node_id, row.id): row for row in rows}
     batch = _LeaseReports(Ends(at, limits))
@@ -213,16 +233,24 @@ def record(
             batch.chunks.append(item)  # sent after the end of its lease, in the same frame
         else:
             unknown.setdefault(node, []).append(item)
+    overtaken: set[NodeId] = set()
+    if links and unknown:
+        asked = {node: links[node] for node in unknown}
+        overtaken = asked.keys() - (yield from still_connected(asked))
     recordings = [(yield from batch.write(at))]
     for node, about in unknown.items():
+        if node in overtaken:
+            continue
         reports = yield from record_members(node, about, at, limits)
         recordings.append((yield from _write_members(reports, at, limits)))
         if reports.rest:
             refused += yield from _refused(node, reports.rest)
     recording = _merged(recordings, refused)
-    signed = [(node, item) for node, item in items if _is_signed(item)]
+    signed = [(node, item) for node, item in items if _is_signed(item) and node not in overtaken]
     if signed:
         yield from put_signatures(signed, set(refused), at)
+    if overtaken:
+        recording = replace(recording, overtaken=tuple(sorted(overtaken)))
     if awaited:
         return replace(recording, results=(yield from results_of(awaited)))
     return recording
