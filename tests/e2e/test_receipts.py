@@ -57,21 +57,31 @@ def test_a_receipt_is_verified_without_server_key_and_node(priced: Pool, tmp_pat
     typed("register", "ada")
     done = priced.gpool("admin", "ledger", "grant", "ada", "1000")
     assert done.returncode == 0, done.stderr
-    assert typed("run", "--", "python3", "-c", "print(6*7)").strip() == "42"
+    assert typed("run", "--project", "thesis", "--", "python3", "-c", "print(6*7)").strip() == "42"
     eventually("the receipt is issued", lambda: bool(listed("receipts")), PATIENCE_S)
     [mine] = listed("receipts")
     assert mine["id"] in typed("receipts")
     file, keys = tmp_path / "receipt.json", tmp_path / "keys.json"
     assert typed("receipt", "fetch", mine["id"], "-o", str(file)).strip() == str(file)
     assert "Valid receipt." in typed("receipt", "show", mine["id"])
-    [line] = listed("usage")
+    [line] = listed("usage", "--charges")
     assert (line["receipt"], line["task"], line["side"]) == (mine["id"], mine["task"], "spent")
     month = line["ended_at"][:7]
-    assert mine["task"] in typed("usage", "--csv")
+    assert mine["task"] in typed("usage", "--charges", "--csv")
+    for by in ("gpu", "node", "month", "team"):
+        rows = {row["side"]: row for row in listed("usage", "--by", by)}
+        assert set(rows) == {"used", "spent"}
+        assert (rows["used"]["attempts"], rows["spent"]["attempts"]) == (1, 1)
+        assert rows["spent"]["microcredits"] == mine["amount_microcredits"]
+    assert {row["group"] for row in listed("usage", "--by", "project")} == {"thesis"}
+    assert typed("usage", "--by", "month", "--csv").splitlines()[1].startswith(f"used,{month},1,")
+    assert [row["group"] for row in listed("usage", "--by", "task")] == [mine["task"]]
+    typed("usage", "--charges", "--by", "gpu", code=2)
     page = tmp_path / "invoice.html"
     typed("invoice", "--month", month, "-o", str(page))
     text = page.read_text()
-    assert mine["id"] in text
+    assert f"/receipts/{mine['id']}" in text
+    assert f"/tasks/{mine['task']}#steps" in text
     assert "<script" not in text
     share = mine["amount_microcredits"] - mine["fee_microcredits"]
 

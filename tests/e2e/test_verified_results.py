@@ -1,7 +1,8 @@
-"""Verified results on real nodes of two owners: a command and a function, by the command line and by Python."""
+"""Verified results on real nodes of two owners, four for comparators: commands and functions, by CLI and Python."""
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ import cloudpickle
 import pytest
 
 from gpool import Client
+from gpool.core.errors import TaskFailed
 from tests.tools.processes import LONG_LEASE, PATIENCE_S, Daemon, Pool, eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -109,3 +111,32 @@ def test_a_check_of_a_command_is_refused_with_a_hint(lenders: Pool) -> None:
     done = lenders.gpool("run", "--verify", "check", "--", "true")
     assert done.returncode == 2
     assert '@gpool.task(verify="check", check=is_right)' in done.stderr
+
+
+def noisy(number: float) -> dict[str, float]:
+    """Differ in every run."""
+    return {"loss": number + random.uniform(0, 1e-3)}
+
+
+def are_near(one: dict[str, float], other: dict[str, float]) -> bool:
+    return abs(one["loss"] - other["loss"]) < 0.01
+
+
+def misspelt(one: dict[str, float], other: dict[str, float]) -> bool:
+    return one["los"] == other["los"]
+
+
+def test_a_comparator_runs_on_nodes_of_further_owners(lenders: Pool) -> None:
+    with Client(lenders.address, lenders.key) as client:
+        for name in ("dan", "fay"):
+            lend(lenders, client, name)
+        task = client.task(noisy, verify=2, compare=are_near)
+        assert task.remote(2.0)["loss"] == pytest.approx(2.0, abs=1e-3)
+        [newest] = lenders.json("ps", "--limit", "1")
+        found = lenders.status(newest["id"])
+        assert found["verification"]["outcome"] == "accepted"
+        assert found["verification"]["agreed"] == 4  # two answers, two comparers
+        with pytest.raises(TaskFailed, match=r"could not be compared.*KeyError"):
+            client.task(noisy, verify=2, compare=misspelt).remote(2.0)
+        [newest] = lenders.json("ps", "--limit", "1")
+        assert lenders.status(newest["id"])["verification"]["outcome"] == "not_compared"

@@ -28,14 +28,27 @@ from gpool.core.money.transfers import (
     TransferId,
     TransferOutcome,
 )
+from gpool.core.scheduler.order.limits import Holder
 from gpool.server.actions.money.verification import verify
-from gpool.server.store.generated_rows import ChargesRecord, MetersRecord, UsageTotalsRecord
+from gpool.server.store.generated_rows import (
+    ChargesRecord,
+    MetersRecord,
+    ProjectsRecord,
+    UsageTotalsRecord,
+)
 from gpool.server.store.operations.leases import grants, leases
 from gpool.server.store.operations.money import accounts as ledger
 from gpool.server.store.operations.money import charges, limits, meters
 from gpool.server.store.operations.money.accounts import NewAccount
 from gpool.server.store.operations.money.funding import Funding, PlaceTerms
 from gpool.server.store.operations.money.transfers import record_transfers
+from gpool.server.store.operations.money.usage import (
+    FIRST_TOTAL,
+    MonthRange,
+    TotalsBy,
+    TotalsPosition,
+    totals,
+)
 from gpool.server.store.operations.tasks import artifacts, deletion
 from gpool.server.store.protocol import Operation, Statement, operation
 from gpool.server.store.rows import select
@@ -385,6 +398,70 @@ def test_totals_of_use_are_kept_without_prices(pool: Pool) -> None:
     by_model = {row.model: (row.attempts, row.task_us, row.gpu_us) for row in found}
     assert by_model == {"H100": (1, S, S // 2), "": (1, S, 0)}
     assert {(row.kind, row.id, row.node_id) for row in found} == {("user", pool.ann, node)}
+
+
+def test_totals_are_grouped_by_every_column_and_read_in_pages(pool: Pool) -> None:
+    node = pool.node("box", gpus=1)
+    (task, other) = pool.submit(2)
+    pool.grant(node, [task], slices=(Slice(0, 1 << 30, 500),))
+    pool.grant(node, [other], number=1)
+    pool.record(node, Started(task, 1), Started(other, 1))
+    pool.record(node, exited(task, code=0), exited(other, code=0))
+    [month] = {row.month for row in pool.read(rows(UsageTotalsRecord, "usage_totals"))}
+    holder: Holder = ("user", pool.ann)
+    span = MonthRange(month - 1, month)
+
+    def found(
+        by: TotalsBy, after: TotalsPosition = FIRST_TOTAL, limit: int = 10
+    ) -> list[tuple[object, ...]]:
+        return [tuple(row) for row in pool.read(totals(holder, span, by, after, limit))]
+
+    assert found(TotalsBy.GPU) == [("used", "", 1, S, 0), ("used", "H100", 1, S, S // 2)]
+    assert found(TotalsBy.GPU, TotalsPosition("used", ""), 1) == [("used", "H100", 1, S, S // 2)]
+    both = (2, 2 * S, S // 2)
+    assert found(TotalsBy.NODE) == [("used", str(node), *both)]
+    assert found(TotalsBy.MONTH) == [("used", str(month), *both)]
+    assert found(TotalsBy.TEAM) == [("used", "", *both)]
+
+
+def test_totals_have_the_project_of_the_spec_and_owners_see_no_labels(pool: Pool) -> None:
+    node, bob = pool.node("box"), pool.user("bob")
+    tasks = [
+        *pool.submit(2, project="thesis", user=bob),
+        *pool.submit(1, project="course", user=bob),
+        *pool.submit(1, user=bob),
+    ]
+    for number, task in enumerate(tasks):
+        pool.grant(node, [task], number=number)
+    pool.record(node, *(Started(task, 1) for task in tasks))
+    pool.record(node, *(exited(task, code=0) for task in tasks))
+    found = pool.read(rows(UsageTotalsRecord, "usage_totals"))
+    assert {row.project: row.attempts for row in found} == {"": 1, "course": 1, "thesis": 2}
+    span = MonthRange(found[0].month, found[0].month)
+    used = pool.read(totals(("user", bob), span, TotalsBy.PROJECT, FIRST_TOTAL, 10))
+    assert [(row.name, row.attempts) for row in used] == [("", 1), ("course", 1), ("thesis", 2)]
+    served = pool.read(totals(("user", pool.ann), span, TotalsBy.PROJECT, FIRST_TOTAL, 10))
+    assert [(row.side, row.name, row.attempts) for row in served] == [("served", "", 4)]
+
+
+def test_a_charge_has_its_project_until_the_account_is_deleted(priced: Priced) -> None:
+    pool = priced.pool
+    task = priced.running(project="thesis")
+    pool.record(priced.node, exited(task, code=0))
+    priced.settle()
+    (row,) = priced.charges
+    assert row.project == "thesis"
+    pool.write(forgotten(("user", pool.ann)))
+    (after,) = priced.charges
+    assert after == row._replace(project="")
+    assert pool.read(rows(ProjectsRecord, "projects")) == []
+    assert pool.read(rows(UsageTotalsRecord, "usage_totals")) == []
+    priced.check_books()
+
+
+@operation
+def forgotten(holder: Holder) -> Operation[None]:
+    yield from ledger.forget_holder(holder)
 
 
 @operation

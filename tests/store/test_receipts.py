@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import json
+
 import msgspec
 import pytest
 
 from gpool.core.errors import Conflict
 from gpool.core.ids import NodeId, UserId
 from gpool.core.model import Instant
-from gpool.core.money.transfers import month_of
+from gpool.core.money.transfers import format_month, month_of
 from gpool.server.store.generated_rows import (
+    OutboxRecord,
     PayoutLinesRecord,
     PayoutsRecord,
     ReceiptKeysRecord,
     ReceiptsRecord,
 )
+from gpool.server.store.operations.events.outbox import OUTBOX, put_reader
 from gpool.server.store.operations.identity import accounts as identities
 from gpool.server.store.operations.identity import receipt_keys
 from gpool.server.store.operations.money import earnings, payouts, receipts, vesting
 from gpool.server.store.operations.money.payouts import ClosedPeriod, NewReward
 from gpool.server.store.operations.money.receipts import IssuedReceipts, ReceiptQuery
 from gpool.server.store.protocol import Operation, operation
+from gpool.server.store.rows import select
 from gpool.wire.frames import SignedGpu, Started, WorkSignature
 from tests.store.store_pool import Pool, exited
 from tests.store.test_charges import Priced, S, executed
@@ -29,6 +34,11 @@ WORK = WorkSignature(b"\1" * 64, (SignedGpu("gpu-1", "H100", "exclusive"),))
 SHARE = S - S // 10
 KEY = ReceiptKeysRecord("rk-1", b"sealed", "ab" * 32, 5, "cd" * 64)
 AFTER = (1 << 62) - 1
+
+
+@operation
+def outbox() -> Operation[list[OutboxRecord]]:
+    return (yield from select(OutboxRecord, f"SELECT {OUTBOX} FROM outbox o ORDER BY o.id"))  # noqa: S608
 
 
 @pytest.fixture
@@ -154,7 +164,16 @@ def test_a_period_is_closed_once_and_pays_balances_with_rewards(priced: Priced) 
     record = PayoutsRecord(1, 24_000, pool.now(), 1, "1", None, "0x", b"file")
     line = PayoutLinesRecord(1, due.account_id, "0x" + "11" * 20, due.microcredits)
     closed = ClosedPeriod(record, [line], {due.account_id: due.user_id}, [next(pool.numbers)])
+    pool.write(put_reader(("user", pool.ann), Instant(AFTER)))
     pool.write(payouts.put_payout(closed, pool.now()))
+    [event] = pool.read(outbox())
+    assert (event.kind, event.holder_kind, event.holder_id) == ("payout.ready", "user", pool.ann)
+    assert json.loads(event.data) == {
+        "month": format_month(24_000),
+        "number": 1,
+        "payee": line.payee,
+        "microcredits": SHARE + 40,
+    }
     with pytest.raises(Conflict, match="closed already"):
         pool.write(payouts.put_payout(closed, pool.now()))
     assert pool.read(payouts.payouts(9, 10)) == (record,)

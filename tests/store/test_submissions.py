@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import pytest
 
 from gpool.core.errors import Conflict, Invalid, NotFound
 from gpool.core.ids import BatchId, NodeId, UserId
@@ -15,6 +16,7 @@ from gpool.server.store.identity_values import GivenQuota
 from gpool.server.store.operations.identity import sealed_fields, teams
 from gpool.server.store.operations.leases import grants, leases
 from gpool.server.store.operations.tasks import artifacts, idempotency, tasks
+from gpool.server.store.operations.tasks.projects import MOST_PROJECTS, labels
 from gpool.server.store.operations.tasks.submissions import (
     MissingArtifacts,
     Submission,
@@ -254,3 +256,20 @@ def test_quotas_of_many_are_found_at_once(pool: Pool) -> None:
     pool.write(teams.set_quota("user", bob, GivenQuota(queued_tasks=5)))
     found = pool.read(teams.quotas_of({("user", bob), ("user", pool.ann), ("team", bob)}))
     assert found == {("user", bob): GivenQuota(queued_tasks=5)}
+
+
+def test_an_account_has_a_limited_number_of_project_labels(pool: Pool) -> None:
+    for number in range(MOST_PROJECTS):
+        pool.submit(1, project=f"p{number}")
+    with pytest.raises(Conflict, match="project labels"):
+        pool.submit(1, project="one-more")
+    pool.submit(1, project="p0")  # known labels stay usable
+    pool.submit(1, project="p1", spec=TaskSpec(TaskKind.COMMAND, "other", command=("false",)))
+    pool.submit(1)
+    assert len(pool.read(labels(("user", pool.ann)))) == MOST_PROJECTS
+
+
+def test_equal_specs_of_two_projects_are_two_specs(pool: Pool) -> None:
+    done = [pool.try_submit(project=project) for project in ("a", "b", "a")]
+    found = [one.spec_id for one in done if isinstance(one, SubmittedTasks)]
+    assert found[0] == found[2] != found[1]

@@ -58,7 +58,8 @@ class PayoutFileDocument(Answer):
 
 
 class StatementLineDocument(Answer):
-    """A charge. `state`: metered or held (not posted yet), posted (vests later), vested, forfeited (returned)."""
+    """A charge. `team`: of the task, null for a task without one. `project`: the payer's
+    label, shown to the payer. `state`: metered or held (not posted yet), posted (vests later), vested, forfeited (returned)."""
 
     side: Literal["spent", "earned"]
     ended_at: AwareDatetime
@@ -67,6 +68,8 @@ class StatementLineDocument(Answer):
     attempt: int
     node: str
     user: str | None
+    team: str | None
+    project: str | None
     gpus: list[str]
     charged_s: float
     price_microcredits: int
@@ -78,10 +81,32 @@ class StatementLineDocument(Answer):
 
 
 class UsagePage(Answer):
-    """Charges of a month, oldest first."""
+    """Charges of one or more months, oldest first. `month`: the last one."""
 
     month: str
     items: list[StatementLineDocument]
+    next: str | None = None
+
+
+class UseDocument(Answer):
+    """Use of one group, charged or not. `side`: used by your tasks, or served to others by your nodes.
+
+    `group`: GPU model, node, month, team or project, as asked for; empty: none; owners see no labels of others. `gpu_s`: a half GPU counts half.
+    """
+
+    side: Literal["used", "served"]
+    group: str
+    attempts: int
+    run_s: float
+    gpu_s: float
+
+
+class UsePage(Answer):
+    """Totals of use from `first_month` to `month`."""
+
+    first_month: str
+    month: str
+    items: list[UseDocument]
     next: str | None = None
 
 

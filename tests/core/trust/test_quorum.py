@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from gpool.core.trust.comparison import Tolerance, by_tolerance
 from gpool.core.trust.quorum import (
+    COMPARERS,
     MOST_CHECKS,
     QUORUMS,
     Decision,
@@ -130,3 +131,25 @@ def test_checks_are_wanted_up_to_the_limit_only(passed: list[bool]) -> None:
     found = decide_check(passed)
     if isinstance(found, More):
         assert len(passed) + found.siblings <= MOST_CHECKS
+
+
+@pytest.mark.parametrize("verify", [2, 3])
+@pytest.mark.parametrize("share", [0.01, 0.05, 0.1])
+def test_colluding_comparers_decide_little_more_often_than_all_of_the_first_collude(
+    verify: int, share: float
+) -> None:
+    quorum = COMPARERS[verify]
+
+    def decision(reports: tuple[bool, ...]) -> Decision:
+        return decide(quorum, len(reports), lambda one, other: reports[one] is reports[other])
+
+    wrong = 0.0
+    for length in range(1, quorum.most + 1):
+        for reports in product([True, False], repeat=length):
+            if any(not isinstance(decision(reports[:end]), More) for end in range(1, length)):
+                continue
+            found = decision(reports)
+            if isinstance(found, QuorumReached) and not reports[found.answer]:
+                lies = length - sum(reports)
+                wrong += share**lies * (1 - share) ** (length - lies)
+    assert share**verify <= wrong <= 1.5 * share**verify

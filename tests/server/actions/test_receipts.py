@@ -178,6 +178,9 @@ async def test_earnings_vest_after_the_window_and_are_paid_in_a_closed_period(de
     assert (found["unvested_microcredits"], found["vested_microcredits"]) == (0, share)
     assert await is_sound(desk)
     month = found["items"][0]["month"]
+    page = (await desk.get("/nodes", headers={"accept": "text/html"})).text
+    assert f"<td>{month}</td>" in page
+    assert "paid with the next period</dt><dd>0.01 cr" in page
     wanted = {"month": month}
     assert (await desk.post("/v1/admin/payouts", wanted)).status_code == 409  # it is not over
     desk.clock.advance(40 * DAY)
@@ -251,6 +254,88 @@ async def test_usage_has_both_sides_of_a_charge_in_pages(desk: Desk) -> None:
     assert [one["task"] for one in page["items"] + rest["items"]] == tasks
     assert (await desk.get("/v1/usage?month=2026-13")).status_code == 400
     assert (await desk.get("/v1/usage?cursor=x")).status_code == 400
+
+
+async def totals_of(desk: Desk, who: Headers | None, query: str = "") -> dict[str, Any]:
+    answer = await desk.get(f"/v1/usage/totals{query}", headers=who)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+async def test_charges_of_several_months_are_one_list(desk: Desk) -> None:
+    bob, agent = await opened(desk)
+    first = await paid_task(desk, bob, agent)
+    desk.clock.advance(40 * DAY)
+    await give(desk, (await desk.get("/v1/me", headers=bob)).json()["id"], 1)
+    assert (await desk.get("/v1/usage", headers=bob)).json()["items"] == []
+    both = (await desk.get("/v1/usage?months=3", headers=bob)).json()["items"]
+    assert [one["task"] for one in both] == [first]
+    assert (await desk.get("/v1/usage?months=25", headers=bob)).status_code == 400
+
+
+async def test_totals_have_the_use_of_an_account_and_of_its_nodes(desk: Desk) -> None:
+    bob, agent = await opened(desk)
+    await paid_task(desk, bob, agent)
+    model, node = agent.offer.gpus[0].model, encode("node", agent.credentials.node)
+    [mine] = (await totals_of(desk, bob))["items"]
+    assert mine == {"side": "used", "group": model, "attempts": 1, "run_s": 10.0, "gpu_s": 10.0}
+    [owned] = (await totals_of(desk, None, "?by=node"))["items"]
+    assert owned == {"side": "served", "group": node, "attempts": 1, "run_s": 10.0, "gpu_s": 10.0}
+    await paid_task(desk, bob, agent)
+    month = (await totals_of(desk, bob))["month"]
+    [by_month] = (await totals_of(desk, bob, "?by=month&months=2"))["items"]
+    assert (by_month["group"], by_month["attempts"]) == (month, 2)
+    assert (await totals_of(desk, bob, "?month=2001-01"))["items"] == []
+
+
+async def test_totals_are_shown_by_a_pool_without_prices_in_pages(data: Path) -> None:
+    desk = await open_desk(data, StoppedClock(), prices=False)
+    async with desk.http:
+        bob, _ = await person(desk)
+        agent = await desk.agent("n1", lent(PRICE))
+        for gpu in ("1", None):
+            await desk.command(bob, gpu=gpu)
+            lease = await started(desk, agent)
+            desk.clock.advance(10)
+            await agent.report(exited(lease))
+        assert (await desk.get("/v1/usage", headers=bob)).json()["items"] == []
+        page = await totals_of(desk, bob, "?limit=1")
+        rest = await totals_of(desk, bob, f"?limit=1&cursor={page['next']}")
+        found = [(one["group"], one["gpu_s"]) for one in page["items"] + rest["items"]]
+        assert found == [("", 0.0), (agent.offer.gpus[0].model, 10.0)]
+        assert (await desk.get("/v1/usage/totals?cursor=x")).status_code == 400
+        assert (await desk.get("/v1/usage/totals?by=colour")).status_code == 400
+    await desk.server.store.close()
+
+
+async def test_a_project_is_on_charges_and_totals_of_its_payer_only(desk: Desk) -> None:
+    bob, agent = await opened(desk)
+    for project in ("thesis", None):
+        await desk.command(bob, gpu="1", project=project)
+        lease = await started(desk, agent)
+        desk.clock.advance(10)
+        await agent.report(signed(desk, agent, lease))
+        await charged(desk)
+    spent = (await desk.get("/v1/usage", headers=bob)).json()["items"]
+    assert [one["project"] for one in spent] == ["thesis", None]
+    earned = (await desk.get("/v1/usage")).json()["items"]
+    assert [one["project"] for one in earned] == [None, None]
+    used = (await totals_of(desk, bob, "?by=project"))["items"]
+    assert [(one["side"], one["group"], one["gpu_s"]) for one in used] == [
+        ("used", "", 10.0),
+        ("used", "thesis", 10.0),
+    ]
+    [served] = (await totals_of(desk, None, "?by=project"))["items"]
+    assert (served["side"], served["group"], served["attempts"]) == ("served", "", 2)
+
+
+@pytest.mark.parametrize("project", ["", "=1+1", "a b", "x" * 64, "-x", "a\n", "<b>", "caf\u00e9"])
+async def test_a_project_is_a_short_plain_word(desk: Desk, project: str) -> None:
+    wanted = {"command": ["true"], "project": project}
+    assert (await desk.post("/v1/tasks", wanted)).status_code == 400
+    control = await desk.post("/v1/tasks", {**wanted, "project": "lab/vision-2026"})
+    assert control.status_code == 202
 
 
 async def test_rewards_are_shared_by_contribution_once(desk: Desk) -> None:

@@ -12,6 +12,7 @@ from gpool.server.scheduling.charging import ChargeTasks
 from gpool.wire.frames import Started
 from tests.server.actions.test_market import lent
 from tests.server.server_desk import Desk, StoppedClock, open_desk
+from tests.server.verification import test_comparators as comparators
 from tests.server.verification.lenders import BOTH, TRUTH, Lenders, silence, value
 from tests.server.verification.lenders import data as number_data
 from tests.server.verification.test_checks import owner, submit
@@ -76,11 +77,13 @@ async def test_siblings_that_agreed_are_paid_and_the_liar_is_not(desk: Desk) -> 
     pool = Lenders(desk)
     consumer = await funded(desk)
     offered = {"gpus": lent(PRICE).gpus, "price_microcredits": PRICE}
-    for number in range(7):
-        lying = number == 0
-        await pool.join(f"n{number}", value(number_data(1)) if lying else value(TRUTH), **offered)
+    await pool.join("n0", value(number_data(1)), **offered)
+    await pool.join("n1", value(TRUTH), **offered)
     clockwork = Clockwork(desk, pool)
     tasks = await pool.submit(consumer, 8, gpu="1")
+    await clockwork.round()  # two owners: the liar is one of each pair
+    for number in range(2, 7):
+        await pool.join(f"n{number}", value(TRUTH), **offered)
     for _ in range(30):
         await clockwork.round()
     ran = {lender.name: len(lender.ran) for lender in pool.everyone}
@@ -116,4 +119,28 @@ async def test_a_worker_whose_result_fails_its_check_is_not_paid(desk: Desk) -> 
     assert shown["pending_microcredits"] == 0
     assert GIVEN - shown["balance_microcredits"] == 4 * 10_000
     assert (await books(desk, liar.headers))["balance_microcredits"] == 0
+    assert (await desk.get("/v1/admin/ledger/check")).json()["sound"] is True
+
+
+@pytest.mark.parametrize("comparing", [comparators.compares, comparators.raises])
+async def test_comparers_are_paid_with_the_siblings_and_nobody_without_a_comparison(
+    desk: Desk, comparing: comparators.Comparing
+) -> None:
+    pool = Lenders(desk)
+    consumer = await funded(desk)
+    offered = {"gpus": lent(PRICE).gpus, "price_microcredits": PRICE}
+    for number in range(4):
+        answer = comparators.owner(comparators.near(number), comparing)
+        await pool.join(f"n{number}", answer, **offered)
+    clockwork = Clockwork(desk, pool)
+    [task] = await comparators.submit(pool, consumer, gpu="1")
+    for _ in range(6):
+        await clockwork.round()
+    found = await pool.task(task, consumer)
+    assert [len(lender.ran) for lender in pool.everyone] == [1, 1, 1, 1]
+    is_accepted = comparing is comparators.compares
+    assert found["verification"]["outcome"] == ("accepted" if is_accepted else "not_compared")
+    shown = await books(desk, consumer)
+    assert shown["pending_microcredits"] == 0
+    assert GIVEN - shown["balance_microcredits"] == (4 * 10_000 if is_accepted else 0)
     assert (await desk.get("/v1/admin/ledger/check")).json()["sound"] is True

@@ -42,6 +42,16 @@ async def test_a_verified_task_runs_on_two_other_owners_and_returns_their_value(
     assert [len(lender.ran) for lender in pool.everyone] == [0, 1, 1]  # not on the consumer's own
 
 
+async def test_siblings_count_for_the_project_of_their_parent(desk: Desk) -> None:
+    pool = Lenders(desk)
+    consumer = await desk.person("consumer", *BOTH)
+    await pool.join_all(["ada", "bob"])
+    await pool.submit(consumer, project="thesis")
+    await pool.run(3)
+    used = (await desk.get("/v1/usage/totals?by=project", headers=consumer)).json()["items"]
+    assert [(one["group"], one["attempts"]) for one in used] == [("thesis", 2)]
+
+
 async def test_a_lie_costs_further_siblings_and_is_never_the_result(desk: Desk) -> None:
     pool = Lenders(desk)
     consumer = await desk.person("consumer", *BOTH)

@@ -1,4 +1,4 @@
-"""`gpool receipts`, `gpool earnings`, `gpool usage` and `gpool invoice`: what was paid, earned and for which task."""
+"""`gpool receipts`, `gpool earnings` and `gpool invoice`: what was paid, earned and for which task."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ CSV_COLUMNS = (
     "attempt",
     "node",
     "user",
+    "team",
+    "project",
     "gpus",
     "charged_s",
     "price_microcredits",
@@ -54,7 +56,7 @@ def receipts(
 ) -> None:
     """List receipts of charged attempts, newest first."""
     client = client_of(ctx)
-    query = _query(client, team_, month) + (f"&task={task}" if task else "")
+    query = account_query(client, team_, month) + (f"&task={task}" if task else "")
     found = client.api.get_json(f"/v1/receipts?limit={limit}{query}")["items"]
     if as_json:
         emit_json(found)
@@ -122,58 +124,6 @@ def earnings(ctx: click.Context, months: int, as_json: bool) -> None:
 
 @click.command(
     epilog=examples(
-        "gpool usage",
-        "gpool usage --month 2026-11 --csv > usage.csv",
-        "gpool usage --by user --team lab",
-    )
-)
-@month_option
-@team_option
-@click.option(
-    "--by",
-    type=click.Choice(["gpu", "user", "node", "task", "state"]),
-    default="gpu",
-    show_default=True,
-    help="Group the sums by this.",
-)
-@click.option("--csv", "as_csv", is_flag=True, help="Print every charge as CSV.")
-@as_json
-@click.pass_context
-def usage(
-    ctx: click.Context,
-    month: str | None,
-    team_: str | None,
-    by: str,
-    as_csv: bool,
-    as_json: bool,
-) -> None:
-    """Show what you spent and earned in a month."""
-    from gpool.core.money.transfers import format_credits
-
-    client = client_of(ctx)
-    lines = list(statement_lines(client, team_, month))
-    if as_json:
-        emit_json(lines)
-        return
-    if as_csv:
-        click.echo(to_csv(lines), nl=False)
-        return
-    sums: dict[tuple[str, str], list[float]] = {}
-    for line in lines:
-        name = {"gpu": "+".join(line["gpus"]), "user": line["user"]}.get(by, line.get(by))
-        total = sums.setdefault((line["side"], name or "-"), [0, 0, 0])
-        total[0] += 1
-        total[1] += line["charged_s"]
-        total[2] += earned_or_spent(line)
-    rows = [
-        (side, name, int(count), f"{seconds / 3600:.2f}", format_credits(int(amount)))
-        for (side, name), (count, seconds, amount) in sorted(sums.items())
-    ]
-    table(("side", by, "attempts", "hours", "credits"), rows, "No charges in this month.")
-
-
-@click.command(
-    epilog=examples(
         "gpool invoice --month 2026-11 -o invoice.html",
         "gpool invoice --month 2026-11 -o invoice.csv",
     )
@@ -191,7 +141,7 @@ def usage(
 @as_json
 @click.pass_context
 def invoice(ctx: click.Context, month: str, team_: str | None, output: Path, as_json: bool) -> None:
-    """Write the charges of a month, each with its receipt and task, as HTML or CSV."""
+    """Write the charges of a month, each with its receipt, task and timeline, as HTML or CSV."""
     from gpool.core.errors import Invalid
 
     if output.suffix not in (".html", ".csv"):
@@ -199,7 +149,8 @@ def invoice(ctx: click.Context, month: str, team_: str | None, output: Path, as_
     client = client_of(ctx)
     lines = [line for line in statement_lines(client, team_, month) if line["side"] == "spent"]
     account = team_ or client.api.get_json("/v1/me")["name"]
-    text = to_csv(lines) if output.suffix == ".csv" else to_html(lines, account, month)
+    is_csv = output.suffix == ".csv"
+    text = to_csv(lines) if is_csv else to_html(lines, account, month, client.url)
     output.write_text(text, encoding="utf-8")
     total = sum(map(earned_or_spent, lines))
     if as_json:
@@ -211,16 +162,24 @@ def invoice(ctx: click.Context, month: str, team_: str | None, output: Path, as_
 
 
 def statement_lines(
-    client: Client, team: str | None, month: str | None
+    client: Client, team: str | None, month: str | None, months: int = 1
 ) -> Iterator[dict[str, Any]]:
-    """All charges of a month, page by page."""
-    query, cursor = _query(client, team, month), ""
+    """All charges of months up to `month`."""
+    query = account_query(client, team, month)
+    return pages(client, f"/v1/usage?limit=1000&months={months}{query}")
+
+
+def pages(client: Client, path: str) -> Iterator[dict[str, Any]]:
+    """Items of a list, page by page."""
+    from urllib.parse import quote
+
+    cursor = ""
     while True:
-        page = client.api.get_json(f"/v1/usage?limit=1000{query}{cursor}")
+        page = client.api.get_json(path + cursor)
         yield from page["items"]
         if page["next"] is None:
             return
-        cursor = f"&cursor={page['next']}"
+        cursor = f"&cursor={quote(page['next'], safe='')}"
 
 
 def earned_or_spent(line: dict[str, Any]) -> int:
@@ -231,7 +190,8 @@ def earned_or_spent(line: dict[str, Any]) -> int:
     return amount if line["side"] == "spent" else amount - int(line["fee_microcredits"])
 
 
-def _query(client: Client, team: str | None, month: str | None) -> str:
+def account_query(client: Client, team: str | None, month: str | None) -> str:
+    """Query of a team's account, None: the caller's own, and of a month."""
     query = f"&team={client.team_id(team)}" if team else ""
     return query + (f"&month={month}" if month else "")
 
@@ -243,12 +203,16 @@ def csv_cell(value: object) -> str:
 
 
 def to_csv(lines: Sequence[dict[str, Any]]) -> str:
+    """Charges, one row each."""
+    return csv_text(CSV_COLUMNS, [{**line, "gpus": "+".join(line["gpus"])} for line in lines])
+
+
+def csv_text(names: Sequence[str], items: Sequence[dict[str, Any]]) -> str:
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(CSV_COLUMNS)
-    for line in lines:
-        shown = {**line, "gpus": "+".join(line["gpus"])}
-        rows.writerow([csv_cell(shown[name]) for name in CSV_COLUMNS])
+    rows.writerow(names)
+    for item in items:
+        rows.writerow([csv_cell(item[name]) for name in names])
     return text.getvalue()
 
 
@@ -258,19 +222,34 @@ STYLE = (
 )
 
 
-def to_html(lines: Sequence[dict[str, Any]], account: str, month: str) -> str:
-    """A page without script or other files; every value is escaped."""
+def to_html(lines: Sequence[dict[str, Any]], account: str, month: str, server: str) -> str:
+    """A page without script or other files, whose lines link to receipt, task and timeline on the server.
+
+    Every value is escaped.
+    """
     from html import escape
+    from urllib.parse import quote
 
     from gpool.core.money.transfers import format_credits
 
-    heads = ("ended", "task", "attempt", "GPUs", "seconds", "credits", "receipt")
+    def link(path: str, text: str) -> str:
+        return f'<a href="{escape(server.rstrip("/") + path)}">{escape(text)}</a>'
+
+    def task(line: dict[str, Any]) -> str:
+        path = f"/tasks/{quote(line['task'], safe='')}"
+        return f"<td>{link(path, line['task'])}</td><td>{link(path + '#steps', 'timeline')}</td>"
+
+    def receipt(line: dict[str, Any]) -> str:
+        id_ = line["receipt"]
+        return "not issued" if id_ is None else link(f"/receipts/{quote(id_, safe='')}", id_)
+
+    heads = ("ended", "task", "timeline", "attempt", "GPUs", "seconds", "credits", "receipt")
     rows = [
-        f"<tr><td>{escape(local_time(line['ended_at']))}</td><td>{escape(line['task'])}</td>"
+        f"<tr><td>{escape(local_time(line['ended_at']))}</td>{task(line)}"
         f"<td class=n>{int(line['attempt'])}</td><td>{escape(', '.join(line['gpus']) or '-')}</td>"
         f"<td class=n>{float(line['charged_s']):.3f}</td>"
         f"<td class=n>{escape(format_credits(earned_or_spent(line)))}</td>"
-        f"<td>{escape(line['receipt'] or 'not issued')}</td></tr>"
+        f"<td>{receipt(line)}</td></tr>"
         for line in lines
     ]
     total = format_credits(sum(map(earned_or_spent, lines)))

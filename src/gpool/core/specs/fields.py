@@ -26,6 +26,19 @@ def checked_label(label: str) -> str:
     return label
 
 
+_PROJECT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
+
+
+def checked_project(label: str) -> str:
+    """Return the project label or raise `Invalid`. Examples: `thesis`, `lab/vision-2026`."""
+    if _PROJECT.fullmatch(label) is None:
+        raise Invalid(
+            f"{label[:80]!r} is not a project; write a word like thesis or lab/vision-2026: letters, digits and "
+            f". _ / -, the first one a letter or digit, at most {MAX_LETTERS}"
+        )
+    return label
+
+
 def normal_labels(labels: Iterable[str]) -> tuple[str, ...]:
     found = tuple(sorted({checked_label(label) for label in labels}))
     if len(found) > MAX_LABELS:

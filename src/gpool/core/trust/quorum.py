@@ -25,6 +25,14 @@ class Quorum:
 QUORUMS = {2: Quorum(2, 3, 7), 3: Quorum(3, 4, 9)}
 """By the number given as `verify`."""
 
+COMPARERS = {2: Quorum(2, 2, 7), 3: Quorum(3, 3, 9)}
+"""Owners that run the consumer's comparator on answers whose hashes differ, by the number given as `verify`."""
+
+
+def comparers_of(siblings: int) -> Quorum:
+    """Return the rule for reports of comparers; that of `verify=2` for spot checks."""
+    return COMPARERS[max(2, siblings)]
+
 
 @dataclass(frozen=True, slots=True)
 class QuorumReached:

@@ -9,7 +9,7 @@ import asyncio
 from dataclasses import dataclass, replace
 
 from gpool.core.errors import Invalid
-from gpool.core.model import INLINE_LIMIT_BYTES, TaskStatus
+from gpool.core.model import TaskStatus
 from gpool.core.trust import checks
 from gpool.core.trust.checks import (
     NUMBERS,
@@ -21,21 +21,11 @@ from gpool.core.trust.checks import (
     StartWorker,
 )
 from gpool.core.trust.rounds import RunState
-from gpool.server.actions.tasks.outputs import location_of, remove_unless_recorded
-from gpool.server.store.operations.tasks import artifacts
 from gpool.server.store.operations.verification import siblings as operations
-from gpool.server.store.operations.verification.siblings import (
-    CheckInput,
-    SiblingRow,
-    StoredAnswer,
-)
+from gpool.server.store.operations.verification.siblings import SiblingRow, StoredAnswer
 from gpool.server.store.operations.verification.verdicts import ComparedAnswer, Verdict
 from gpool.server.verification.answers import SiblingAnswer, read_answers
-from gpool.server.verification.check_values import (
-    MAX_CHECKED_BYTES,
-    check_arguments,
-    refuse_pickle,
-)
+from gpool.server.verification.check_values import check_arguments, refuse_pickle
 from gpool.server.verification.sibling_rounds import Round, compared_answer
 from gpool.wire.values import DATA
 
@@ -134,30 +124,13 @@ class CheckRound(Round):
             payload = await self._content("argument", payload_sha256)
         return await asyncio.to_thread(check_arguments, value, payload)
 
-    async def _content(self, what: str, sha256: str) -> bytes:
-        size = await self._server.store.read(artifacts.size_of(sha256))
-        if size is None or size > MAX_CHECKED_BYTES:
-            raise Invalid(f"the {what} has more than {MAX_CHECKED_BYTES} bytes")
-        where = await location_of(self._server, sha256)
-        return await self._server.blobs.read_range(where, 0, size)
-
     async def _start_checks(self, attempt: WorkerAttempt, count: int) -> None:
-        server = self._server
         if len(self._candidates().owners(self._taken())) < count:
             return  # too few owners just now: nothing is stored for them
         [row] = [one for one in self._rows if one.task_id == attempt.worker.task]
         call = await self._call(row)
         numbers = [one.number for one in self._rows if one.number // NUMBERS == attempt.number]
-        first = max(numbers) + 1
-        if len(call) <= INLINE_LIMIT_BYTES:
-            await self._start(count, first, CheckInput(call))
-            return
-        stored = await server.blobs.put_bytes(call)
-        recorded = artifacts.StoredBytes(stored.object, stored.file_key)
-        try:
-            await self._start(count, first, CheckInput(b"", stored.sha256, len(call), recorded))
-        finally:
-            await remove_unless_recorded(server, stored)
+        await self._start_with(call, count, max(numbers) + 1)
 
     async def _end(self, compared: list[ComparedAnswer], accepted: SiblingAnswer) -> None:
         environment = self._parent.spec.environment

@@ -1,4 +1,4 @@
-"""Arguments of checks: a held value, decoded as data, with the task's own pickled arguments.
+"""Arguments of checks and comparisons: held values, decoded as data; a check gets the task's own pickled arguments too.
 
 Nothing is unpickled here, and the made pickle holds builtin types only: loading it in a checker's sandbox runs no code
 that the value's node has chosen.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 from gpool.core.errors import Invalid
@@ -34,11 +35,41 @@ def refuse_pickle(value: bytes) -> None:
 
 def check_arguments(value: bytes, arguments: bytes) -> bytes:
     """Return the pickled call of a check; `Invalid` says why this value cannot be checked."""
+    return _pickled_call(_decoded(value), arguments)
+
+
+def comparison_arguments(values: Sequence[tuple[object, ...]]) -> bytes:
+    """Return the pickled call of a comparison of decoded values; an empty tuple stands for a value that is no data."""
+    return _pickled_call(list(values))
+
+
+def reported_pairs(value: bytes, pairs: int) -> tuple[bool, ...] | None:
+    """Read a comparer's report, a letter T or F for each pair; None: it is none of so many pairs."""
+    try:
+        letters = decode(value) if value.startswith(DATA) else None
+    except BadValue:
+        return None
+    if not isinstance(letters, str) or len(letters) != pairs or letters.strip("TF"):
+        return None
+    return tuple(letter == "T" for letter in letters)
+
+
+def decoded_value(value: bytes) -> object:
+    """Decode a value that was sent as plain data; `Invalid` says why a function in a sandbox cannot get it."""
+    found = _decoded(value)
+    _pickled_call(found)
+    return found
+
+
+def _decoded(value: bytes) -> object:
     refuse_pickle(value)
     try:
-        decoded = decode(value)
+        return decode(value)
     except BadValue as error:
         raise Invalid(f"the value cannot be decoded: {error}") from None
+
+
+def _pickled_call(*arguments: object) -> bytes:
     made = io.BytesIO()
-    _PlainPickler(made, 5).dump(((decoded, arguments), {}))
+    _PlainPickler(made, 5).dump((arguments, {}))
     return made.getvalue()

@@ -12,6 +12,7 @@ from gpool.server.server import Server
 from gpool.server.store.operations.verification import siblings as operations
 from gpool.server.store.operations.verification import standings, verdicts, withdrawals
 from gpool.server.verification.check_rounds import CheckRound
+from gpool.server.verification.comparison_rounds import ComparisonRound
 from gpool.server.verification.sibling_rounds import Round
 from gpool.server.wakeups import Wake
 
@@ -22,6 +23,12 @@ OF_EACH_USER = 64
 
 AT_ONCE = 2000
 """Verifications that one tick examines."""
+
+
+def _kind_of(parent: operations.OpenVerification) -> type[Round]:
+    if parent.spec.check_sha256:
+        return CheckRound
+    return ComparisonRound if parent.spec.comparator_sha256 else Round
 
 
 class VerifyResults:
@@ -51,8 +58,9 @@ class VerifyResults:
         for parent in waiting:
             if server.picture.is_stale:
                 return  # the state is rebuilt before more is drawn from it
-            kind = CheckRound if parent.spec.check_sha256 else Round
-            await kind(server, parent, rows.get(parent.task_id, []), banned, now).advance()
+            await _kind_of(parent)(
+                server, parent, rows.get(parent.task_id, []), banned, now
+            ).advance()
 
     async def _run_again(self, now: Instant) -> None:
         """Submit tasks again whose results were withdrawn, because their node was caught."""

@@ -35,9 +35,31 @@ def _check_checked(request: TaskRequest) -> None:
         )
 
 
+def _check_compared(request: TaskRequest) -> None:
+    """Refuse a comparator where no answers of functions are compared, or where a tolerance compares them."""
+    if request.comparator is None:
+        return
+    if request.verify is None or request.verify == "check":
+        raise Invalid(
+            "'comparator' is given and 'verify' is not 2, 3 or \"spot\"; a comparator compares the answers of several "
+            "owners: add verify=2, or leave 'comparator' out"
+        )
+    if request.function is None:
+        raise Invalid(
+            "'comparator' is given and this is a command; a comparator gets the values of a function: use "
+            "@gpool.task(verify=2, compare=...) in Python, or leave 'comparator' out"
+        )
+    if request.compare != "hash":
+        raise Invalid(
+            f"'compare' is {request.compare} and 'comparator' is given; answers are compared in one way: leave out one "
+            "of the two"
+        )
+
+
 def check_verified(request: TaskRequest) -> None:
     """Refuse options with which independent owners could not give comparable answers."""
     _check_checked(request)
+    _check_compared(request)
     if request.verify is None:
         if request.compare != "hash":
             raise Invalid(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from gpool.core.errors import Invalid
 from gpool.core.ids import BatchId, NodeId, SpecId, TaskId, UserId
-from gpool.core.model import Instant, TaskStatus
+from gpool.core.model import INLINE_LIMIT_BYTES, Instant, TaskStatus
 from gpool.core.scheduler.place.fit import is_open
 from gpool.core.trust import rounds
+from gpool.core.trust.checks import NUMBERS
+from gpool.core.trust.comparison import Same
 from gpool.core.trust.quorum import Disagreed, More, QuorumReached
 from gpool.core.trust.rounds import RunState, SiblingRun
 from gpool.core.trust.spot import (
@@ -19,8 +23,9 @@ from gpool.core.trust.spot import (
 )
 from gpool.observability.logs import get_logger
 from gpool.server.actions.tasks import deletion
+from gpool.server.actions.tasks.outputs import location_of, remove_unless_recorded
 from gpool.server.server import Server
-from gpool.server.store.operations.tasks import tasks
+from gpool.server.store.operations.tasks import artifacts, tasks
 from gpool.server.store.operations.tasks.submissions import Submission, SubmittedTasks
 from gpool.server.store.operations.verification import siblings as operations
 from gpool.server.store.operations.verification import standings, verdicts
@@ -35,6 +40,7 @@ from gpool.server.store.protocol import Operation, operation
 from gpool.server.store.rows import REASON
 from gpool.server.store.values import Recording
 from gpool.server.verification.answers import SiblingAnswer, read_answers, same_answers
+from gpool.server.verification.check_values import MAX_CHECKED_BYTES
 from gpool.server.verification.draws import SiblingCandidates, candidates, draw_nodes
 from gpool.server.verification.sibling_runs import run_of
 from gpool.server.verification.spot import ready_for_spot, stakes
@@ -56,6 +62,8 @@ class Round:
         self._server, self._parent, self._rows, self._now = server, parent, rows, now
         self._banned = banned
         self._runs = {row.task_id: run_of(row) for row in rows}
+        self._comparers: list[ComparedAnswer] = []
+        """Parts of siblings that ran the consumer's comparator."""
 
     async def advance(self) -> None:
         runs = list(self._runs.values())
@@ -69,9 +77,20 @@ class Round:
             return
         failed = [row for row in self._rows if _has_failed(row)]
         if len(failed) >= rounds.MOST_VOID:
-            await self._refuse([], f"no node could run it: {_reasons(failed)}")
+            await self._give_up(failed)
             return
         await self._decide()
+
+    async def _give_up(self, failed: Sequence[SiblingRow]) -> None:
+        """End a task that no node could run, or whose comparator none could run."""
+        spec = self._parent.spec
+        if not spec.comparator_sha256 or any(row.number < NUMBERS for row in failed):
+            await self._refuse([], f"no node could run it: {_reasons(failed)}")
+            return
+        rows = [r for r in self._rows if self._runs[r.task_id].state is RunState.ANSWERED]
+        answers = await read_answers(self._server, spec, rows)
+        text = f"its answers differ and no node could run its comparator: {_reasons(failed)}"
+        await self._refuse(answers, text, "not_compared")
 
     def _takes_tasks(self, id_: NodeId) -> bool:
         entry = self._server.picture.state.nodes.get(id_)
@@ -95,16 +114,16 @@ class Round:
             log.info("sibling replaced", task=run.task, node=run.node, state=run.state.value)
 
     async def _decide(self) -> None:
-        spec = self._parent.spec
-        rows = [r for r in self._rows if self._runs[r.task_id].state is RunState.ANSWERED]
+        spec, rows = self._parent.spec, self._answered()
         answers = await read_answers(self._server, spec, rows)
         is_spot = self._parent.siblings == rounds.SPOT
         is_checked = not is_spot or len(answers) > 1
         if is_spot and len(answers) == 1:
             is_checked = await self._is_drawn(rows[0], answers[0])
-        found = rounds.verdict(
-            self._parent.siblings, len(answers), same_answers(spec, answers), is_checked=is_checked
-        )
+        same = await self._same(answers)
+        if same is None:
+            return  # the comparator runs, or has failed
+        found = rounds.verdict(self._parent.siblings, len(answers), same, is_checked=is_checked)
         match found:
             case More(siblings):
                 await self._start(siblings)
@@ -118,13 +137,25 @@ class Round:
                 text = f"its {count} siblings gave different answers and no value has the lead it needs"
                 await self._refuse(answers, text)
 
+    def _answered(self) -> list[SiblingRow]:
+        """Siblings that ran the task and have answered."""
+        return [
+            row
+            for row in self._rows
+            if row.number < NUMBERS and self._runs[row.task_id].state is RunState.ANSWERED
+        ]
+
+    async def _same(self, answers: Sequence[SiblingAnswer]) -> Same | None:
+        """Return how answers are compared; None: not in this tick."""
+        return same_answers(self._parent.spec, answers)
+
     async def _start(
         self, count: int, first: int | None = None, check: CheckInput | None = None
     ) -> None:
         """Start siblings, or checks of the value in `check`, with the numbers from `first` on."""
         server, parent = self._server, self._parent
         if first is None:
-            first = 1 + max((row.number for row in self._rows), default=-1)
+            first = self._next_number()
         found = self._candidates()
         if parent.siblings == rounds.SPOT and not first:
             found = await ready_for_spot(server, found, parent.spec.environment, self._now)
@@ -157,6 +188,29 @@ class Round:
             server.picture.add_submission(submitted, submission)
             server.picture.changed.call()
 
+    def _next_number(self) -> int:
+        """Return the number of the next sibling that runs the task."""
+        return 1 + max((row.number for row in self._rows if row.number < NUMBERS), default=-1)
+
+    async def _start_with(self, call: bytes, count: int, first: int) -> None:
+        """Start checks or comparisons with a pickled call, which is stored if it is large."""
+        if len(call) <= INLINE_LIMIT_BYTES:
+            await self._start(count, first, CheckInput(call))
+            return
+        stored = await self._server.blobs.put_bytes(call)
+        recorded = artifacts.StoredBytes(stored.object, stored.file_key)
+        try:
+            await self._start(count, first, CheckInput(b"", stored.sha256, len(call), recorded))
+        finally:
+            await remove_unless_recorded(self._server, stored)
+
+    async def _content(self, what: str, sha256: str) -> bytes:
+        size = await self._server.store.read(artifacts.size_of(sha256))
+        if size is None or size > MAX_CHECKED_BYTES:
+            raise Invalid(f"the {what} has more than {MAX_CHECKED_BYTES} bytes")
+        where = await location_of(self._server, sha256)
+        return await self._server.blobs.read_range(where, 0, size)
+
     def _is_void(self, row: SiblingRow) -> bool:
         return self._runs[row.task_id].state is RunState.VOID
 
@@ -180,15 +234,19 @@ class Round:
         own: TaskId | None,
     ) -> None:
         compared = [compared_answer(one, state) for one, state in zip(answers, states, strict=True)]
+        compared += self._comparers
         parent = self._parent
         found = {
             one.node: (one.model, parent.spec.environment) for one in self._candidates().capable
         }
         await self._write(Verdict(parent.task_id, compared, accepted, keys=found, own=own))
 
-    async def _refuse(self, answers: Sequence[SiblingAnswer], text: str) -> None:
+    async def _refuse(
+        self, answers: Sequence[SiblingAnswer], text: str, outcome: str = "no_quorum"
+    ) -> None:
         compared = [compared_answer(one, "void") for one in answers]
-        await self._write(Verdict(self._parent.task_id, compared, text=text))
+        compared += [replace(one, state="void") for one in self._comparers]
+        await self._write(Verdict(self._parent.task_id, compared, text=text, refusal=outcome))
 
     async def _write(self, verdict: Verdict) -> None:
         server = self._server

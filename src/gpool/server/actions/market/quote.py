@@ -20,6 +20,7 @@ from gpool.core.scheduler.place.fit import is_open, possible_prices, unfit
 from gpool.core.scheduler.place.gangs import most_together
 from gpool.core.scheduler.state.waiting import shape_of
 from gpool.core.specs.owners import ANYONE
+from gpool.core.trust.quorum import comparers_of
 from gpool.server.actions.market.offers import NODES_AT_ONCE, grouped, offer_document
 from gpool.server.actions.owners import accepted_owners
 from gpool.server.actions.tasks.explain import no_funds
@@ -70,6 +71,8 @@ async def quote(server: Server, who: Caller, request: TaskRequest) -> QuoteDocum
         on = await accepted_owners(server, who, request.on, has_secrets=bool(spec.secrets))
         spec = replace(spec, requirements=replace(spec.requirements, on=on))
     runs = max(1, spec.requirements.siblings)  # a verified task is run several times
+    if spec.comparator_sha256 and runs > 1:
+        runs += comparers_of(runs).needed  # a comparison counts as a run: its time is not known
     spec = replace(spec, requirements=replace(spec.requirements, siblings=0))
     shape = shape_of(spec, who.user.id, team)
     tasks = request.copies if request.calls is None else max(1, len(request.calls))

@@ -22,6 +22,7 @@ from gpool.server.store.identity_values import Caller
 from gpool.server.store.operations.money import accounts as ledger_accounts
 from gpool.server.store.operations.money import earnings as operations
 from gpool.server.store.operations.money import receipts as stored
+from gpool.server.store.operations.money import usage as use
 from gpool.server.store.operations.money import vesting
 from gpool.server.store.operations.money.earnings import (
     FIRST,
@@ -31,6 +32,12 @@ from gpool.server.store.operations.money.earnings import (
     StatementLine,
 )
 from gpool.server.store.operations.money.receipts import ReceiptQuery
+from gpool.server.store.operations.money.usage import (
+    FIRST_TOTAL,
+    MonthRange,
+    TotalsBy,
+    TotalsPosition,
+)
 from gpool.wallet import receipts as formats
 from gpool.wire.documents import instant_to_datetime
 from gpool.wire.earnings import (
@@ -41,6 +48,8 @@ from gpool.wire.earnings import (
     RewardOfMonth,
     StatementLineDocument,
     UsagePage,
+    UseDocument,
+    UsePage,
     WalletChangeDocument,
 )
 
@@ -134,26 +143,30 @@ def position_of(text: str | None) -> LinePosition:
 
 
 async def usage(
-    server: Server, own: tuple[int, ...], month: int, after: LinePosition, limit: int
+    server: Server, own: tuple[int, ...], months: MonthRange, after: LinePosition, limit: int
 ) -> UsagePage:
-    """Charges of a month, as payer and as owner."""
+    """Charges of months, as payer and as owner."""
     lines: tuple[StatementLine, ...] = ()
     if own:
-        lines = await server.store.read(operations.statement(own, span_of(month), after, limit))
+        span = _begin(months.first), _begin(months.last + 1)
+        lines = await server.store.read(operations.statement(own, span, after, limit))
     items = [line_document(line, own) for line in lines]
     more = "-".join(map(str, lines[-1][:4])) if len(lines) == limit else None
-    return UsagePage(month=format_month(month), items=items, next=more)
+    return UsagePage(month=format_month(months.last), items=items, next=more)
 
 
 def line_document(line: StatementLine, own: tuple[int, ...]) -> StatementLineDocument:
+    is_payer = line.payer_id in own
     return StatementLineDocument(
-        side="spent" if line.payer_id in own else "earned",
+        side="spent" if is_payer else "earned",
         ended_at=instant_to_datetime(line.ended_at),
         started_at=None if line.started_at is None else instant_to_datetime(line.started_at),
         task=encode("task", line.task_id),
         attempt=line.epoch,
         node=encode("node", line.node_id),
         user=None if line.user_id is None else encode("user", line.user_id),
+        team=None if line.team_id is None else encode("team", line.team_id),
+        project=(line.project or None) if is_payer else None,
         gpus=gpu_names(line.gpus),
         charged_s=line.charged_us / SECOND,
         price_microcredits=line.rate,
@@ -163,6 +176,61 @@ def line_document(line: StatementLine, own: tuple[int, ...]) -> StatementLineDoc
         state=line.state,
         receipt=None if line.receipt_id is None else encode("receipt", line.receipt_id),
     )
+
+
+def months_to(server: Server, last: str | None, count: int) -> MonthRange:
+    """`count` months up to `last`; None: up to this one."""
+    month = month_of(server.now) if last is None else parse_month(last)
+    return MonthRange(month - count + 1, month)
+
+
+def totals_position(text: str | None) -> TotalsPosition:
+    """Cursor of a page of totals; `Invalid` if it is none."""
+    if text is None:
+        return FIRST_TOTAL
+    side, colon, name = text.partition(":")
+    if side not in ("used", "served") or not colon or "\0" in name:
+        raise Invalid(f"{text[:40]!r} is not a cursor of this list")
+    return TotalsPosition(side, name)
+
+
+async def totals(
+    server: Server,
+    holder: Holder,
+    months: MonthRange,
+    by: TotalsBy,
+    after: TotalsPosition,
+    limit: int,
+) -> UsePage:
+    """Use of a holder that `accounts_of` permitted, in groups."""
+    found = await server.store.read(use.totals(holder, months, by, after, limit))
+    return UsePage(
+        first_month=format_month(months.first),
+        month=format_month(months.last),
+        items=[
+            UseDocument(
+                side="used" if row.side == "used" else "served",
+                group=_group(by, row.name),
+                attempts=row.attempts,
+                run_s=row.task_us / SECOND,
+                gpu_s=row.gpu_us / SECOND,
+            )
+            for row in found
+        ],
+        next=f"{found[-1].side}:{found[-1].name}" if len(found) == limit else None,
+    )
+
+
+def _group(by: TotalsBy, name: str) -> str:
+    match by:
+        case TotalsBy.NODE:
+            return encode("node", int(name))
+        case TotalsBy.MONTH:
+            return format_month(int(name))
+        case TotalsBy.TEAM:
+            return encode("team", int(name)) if name else ""
+        case TotalsBy.GPU | TotalsBy.PROJECT:
+            return name
 
 
 def gpu_names(text: str) -> list[str]:

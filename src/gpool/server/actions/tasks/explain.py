@@ -58,7 +58,10 @@ _UNSTARTED = frozenset({EndReason.SANDBOX_FAILED, EndReason.NODE_FAILED})
 _UNTRIED = " Not all changes that might start it now were tried, because of many requests; ask again later."
 
 
-async def explain(server: Server, who: Caller, id_: TaskId) -> ExplainDocument:
+async def explain(
+    server: Server, who: Caller, id_: TaskId, wait_s: float | None = None
+) -> ExplainDocument:
+    """`wait_s`: longest wait for suggestions, which may then be five seconds old or left out; None: all, of now."""
     view = await query.task(server, who, id_)
     row = view.row
     if row.status.is_final:
@@ -74,10 +77,12 @@ async def explain(server: Server, who: Caller, id_: TaskId) -> ExplainDocument:
         reason = Explanation("running", f"It {doing} on {_place(view) or 'a node'}.")
         return explanation_document(view, reason, resources=_resources(server, id_))
     with server.explaining.admitted():
-        return await _explain(server, view, id_)
+        return await _explain(server, view, id_, wait_s)
 
 
-async def _explain(server: Server, view: TaskView, id_: TaskId) -> ExplainDocument:
+async def _explain(
+    server: Server, view: TaskView, id_: TaskId, wait_s: float | None
+) -> ExplainDocument:
     picture, explaining, now = server.picture, server.explaining, server.now
     reason = await explaining.why(picture, id_, now)
     if picture.state.queue_of(id_) is None:
@@ -88,7 +93,11 @@ async def _explain(server: Server, view: TaskView, id_: TaskId) -> ExplainDocume
         estimate = await picture.forecasts.estimate(picture, now, id_, reason.ahead)
     tried = Suggested()
     if reason.code != "next":
-        tried = await explaining.suggestions(picture, id_, now)
+        if wait_s is None:
+            tried = await explaining.suggestions(picture, id_, now)
+        else:
+            recent = await explaining.recent_suggestions(picture, id_, now, wait_s)
+            tried = tried if recent is None else recent
     if not tried.is_complete and not tried.found:
         reason = replace(reason, sentence=reason.sentence + _UNTRIED)
     return explanation_document(view, reason, estimate, tried.found, _resources(server, id_))

@@ -7,15 +7,16 @@ from binascii import a2b_base64
 from dataclasses import replace
 
 from gpool.core.errors import Invalid, TooLarge
-from gpool.core.ids import BatchId, SpecId, TaskId, UserId, decode
+from gpool.core.ids import BatchId, SpecId, TaskId, decode
 from gpool.core.model import INLINE_LIMIT_BYTES
 from gpool.core.money.transfers import parse_credits
 from gpool.core.permissions import TeamId
 from gpool.core.specs.owners import ANYONE
 from gpool.observability.context import current_trace
+from gpool.server.actions.accounts.named_secrets import stored_values
 from gpool.server.actions.owners import accepted_owners
 from gpool.server.actions.tasks.repeated import WantedTasks
-from gpool.server.actions.tasks.specs import secrets_of, spec_of
+from gpool.server.actions.tasks.specs import check_secret_values, secrets_of, spec_of
 from gpool.server.identity.sealer import secret_place
 from gpool.server.server import Server
 from gpool.server.store.identity_values import Caller
@@ -42,9 +43,7 @@ async def submission_of(
     if trace is not None and trace.is_sampled:
         spec = replace(spec, trace=trace.header)
     spec_id = SpecId(server.ids.next())
-    secrets, mark = (
-        await _sealed(server, who.user.id, spec_id, request) if spec.secrets else ((), "")
-    )
+    secrets, mark = await _sealed(server, who, team, spec_id, request) if spec.secrets else ((), "")
     new = request.batch is None
     batch = BatchId(server.ids.next() if request.batch is None else decode("batch", request.batch))
     return Submission(
@@ -61,21 +60,36 @@ async def submission_of(
         secrets=secrets,
         secrets_mark=mark,
         max_cost=None if request.max_cost is None else parse_credits(str(request.max_cost)),
+        project=request.project or "",
     )
 
 
 async def _sealed(
-    server: Server, user: UserId, spec: SpecId, request: TaskRequest
+    server: Server, who: Caller, team: TeamId | None, spec: SpecId, request: TaskRequest
 ) -> tuple[tuple[tuple[str, bytes], ...], str]:
-    """Each secret sealed for its spec, and a fingerprint that is equal for equal secrets of this user."""
-    given = sorted(secrets_of(request).items())
+    """Each secret sealed for its spec, and a fingerprint that is equal for equal secrets of this user.
+
+    A stored secret is copied: tasks keep the value that it had at submission.
+    """
+    given = sorted((await _secret_values(server, who, team, request)).items())
     await server.sealer.prepare()
     sealed = tuple(
         (name, server.sealer.seal_now(secret_place(spec, name), value.encode()))
         for name, value in given
     )
     words = [word.encode() for pair in given for word in pair]
-    return sealed, server.sealer.mark(b"secrets", str(user).encode(), *words)
+    return sealed, server.sealer.mark(b"secrets", str(who.user.id).encode(), *words)
+
+
+async def _secret_values(
+    server: Server, who: Caller, team: TeamId | None, request: TaskRequest
+) -> dict[str, str]:
+    asked = secrets_of(request)
+    given = {name: value for name, value in asked.items() if value is not None}
+    if len(given) < len(asked):
+        given |= await stored_values(server, who, team, asked.keys() - given.keys())
+        check_secret_values(given)
+    return given
 
 
 def _tasks(server: Server, request: TaskRequest) -> list[NewTask]:

@@ -49,6 +49,8 @@ def spec_of(request: TaskRequest) -> TaskSpec:
     _check_env("env", request.env)
     _check_secrets(request)
     _check_words("name", [request.name or "", request.environment])
+    if request.project is not None:
+        fields.checked_project(request.project)
     recipe = _recipe(request)
     _check_effect(request)
     _check_gang(request, command)
@@ -78,6 +80,7 @@ def spec_of(request: TaskRequest) -> TaskSpec:
         on_loss=OnLoss(request.on_loss),
         tolerance=None if request.compare == "hash" else float(request.compare),
         check_sha256=request.check or "",
+        comparator_sha256=request.comparator or "",
     )
     if spec.inputs or spec.outputs:  # every other field has its own limit
         _check_weight(spec)
@@ -302,11 +305,19 @@ def _check_secrets(request: TaskRequest) -> None:
     for name in request.secrets:
         if name in request.env:
             raise Invalid(f"'{name[:40]}' is in 'env' and in 'secrets'; leave it out of one")
-    _check_env("secrets", secrets_of(request))
+    check_secret_values({name: value or "" for name, value in secrets_of(request).items()})
 
 
-def secrets_of(request: TaskRequest) -> dict[str, str]:
-    return {name: secret.get_secret_value() for name, secret in request.secrets.items()}
+def check_secret_values(values: Mapping[str, str]) -> None:
+    _check_env("secrets", values)
+
+
+def secrets_of(request: TaskRequest) -> dict[str, str | None]:
+    """Value of each secret; None: the stored one of this name."""
+    return {
+        name: None if secret is None else secret.get_secret_value()
+        for name, secret in request.secrets.items()
+    }
 
 
 def _inputs(request: TaskRequest) -> tuple[InputFile, ...]:

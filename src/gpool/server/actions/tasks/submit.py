@@ -107,6 +107,11 @@ async def submit(server: Server, who: Caller, wanted: WantedTasks, once: Once | 
     team = None if request.team is None else TeamId(decode("team", request.team))
     thing = await acting_account(server, who, team)
     permit(who, Action.TASK_SUBMIT, thing, f"team {request.team}")
+    if once is not None and None in request.secrets.values():
+        # A stored secret may have been deleted since the first of two equal requests.
+        body = await _saved_answer(server, who, once)
+        if body is not None:
+            return _accepted_before(body)
     submission = await submission_of(server, who, wanted, team)
     if any(task.payload for task in submission.tasks):
         server.blobs.check_free()
@@ -126,19 +131,36 @@ async def submit(server: Server, who: Caller, wanted: WantedTasks, once: Once | 
         raise answered
     submitted, body = answered.value, answered.body
     if submitted is None:
-        first = _decode(body)
-        return Accepted(
-            body,
-            BatchId(decode("batch", first.batch)),
-            tuple(TaskId(decode("task", text)) for text in first.ids),
-            fresh=False,
-        )
+        return _accepted_before(body)
     if not submitted.tasks:
         server.hub.publish((submitted.batch,))  # closed: streams of its results may end
     ids = tuple([task.id for task in submitted.tasks])
     if log.isEnabledFor(logging.DEBUG):
         log.debug("tasks submitted", batch=submitted.batch, count=len(ids), tasks=ids[:MOST_LOGGED])
     return Accepted(body, submitted.batch, ids, fresh=True)
+
+
+async def _saved_answer(server: Server, who: Caller, once: Once) -> bytes | None:
+    saved = await server.store.read(_saved((who.user.id, once.key)))
+    if saved is None:
+        return None
+    saved.check(once.fingerprint)
+    return bytes(saved.answer)
+
+
+@operation
+def _saved(key: tuple[UserId, str]) -> Operation[idempotency.SavedAnswer | None]:
+    return (yield from idempotency.saved({key})).get(key)
+
+
+def _accepted_before(body: bytes) -> Accepted:
+    first = _decode(body)
+    return Accepted(
+        body,
+        BatchId(decode("batch", first.batch)),
+        tuple(TaskId(decode("task", text)) for text in first.ids),
+        fresh=False,
+    )
 
 
 def _let_in(entry: _Pending) -> None:

@@ -8,6 +8,8 @@ from gpool.core.ids import TaskId, UserId, encode
 from gpool.core.model import TaskStatus
 from gpool.core.scheduler.explain.mismatch import Explanation, counted
 from gpool.core.trust import rounds
+from gpool.core.trust.checks import NUMBERS
+from gpool.core.trust.quorum import comparers_of
 from gpool.core.trust.rounds import RunState
 from gpool.server.server import Server
 from gpool.server.store.operations.verification import siblings as operations
@@ -69,6 +71,8 @@ async def explanation(server: Server, view: TaskView) -> Explanation:
         )
         if view.spec.check_sha256:
             said = f"Nodes of different owners run it and check its result: {', '.join(parts)}."
+        elif any(each.number >= NUMBERS for each in rows):
+            said = f"Nodes of different owners run it or compare its answers: {', '.join(parts)}."
         return Explanation("verifying", said)
     banned = await server.store.read(standings.banned_nodes(server.now))
     found = candidates(server.picture.state, view.spec, row.user, row.team, banned)
@@ -100,6 +104,13 @@ async def explanation(server: Server, view: TaskView) -> Explanation:
     if answered and is_spot:
         said = "Its answer was drawn for a check, which runs on a node of another owner where no other task waits."
         return Explanation("verifying", said)
+    if answered and view.spec.comparator_sha256:
+        said = (
+            f"{counted(len(answered), 'owner has', 'owners have')} run it or compared its answers, which differ; nodes of at "
+            f"least {comparers_of(needed).needed} further owners are drawn, as soon as so many can run it."
+        )
+        code = "verifying" if len(owners) >= comparers_of(needed).needed else "too_few_owners"
+        return Explanation(code, said)
     if answered:
         said = f"Its {len(answered)} answers differ; nodes of further owners are drawn, as soon as enough can run it."
         return Explanation("verifying", said)

@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gpool.core.ids import TaskId, UserId, decode
-from gpool.core.money.transfers import month_of
 from gpool.core.permissions import Action
 from gpool.server.actions.money import payouts, statements
 from gpool.server.api.callers import server_of, user_of
@@ -17,6 +16,7 @@ from gpool.server.api.endpoints import EndpointRouter
 from gpool.server.api.messages import Cursor, LargeLimit, Limit, answer, document_of, raw
 from gpool.server.api.routes.ledger import OfTeam, OfUser, holder_of
 from gpool.server.overload.admission import LoadClass
+from gpool.server.store.operations.money.usage import TotalsBy
 from gpool.wire.earnings import (
     ClosedPeriodDocument,
     ClosePeriodRequest,
@@ -28,11 +28,15 @@ from gpool.wire.earnings import (
     RewardsDocument,
     RewardsRequest,
     UsagePage,
+    UsePage,
 )
 
 routes = EndpointRouter("money")
 
 OfMonth = Annotated[str | None, Query(description="Month in UTC, 2026-11")]
+Months = Annotated[
+    int, Query(ge=1, le=statements.MOST_MONTHS, description="Number of months up to `month`")
+]
 OfTask = Annotated[str | None, Query(description="Task id, t-…")]
 RECEIPT = Annotated[str, Path(description="Receipt id, rc-…")]
 PERIOD = Annotated[str, Path(description="Number of a closed period")]
@@ -82,15 +86,38 @@ async def read_usage(
     limit: LargeLimit = 200,
     cursor: Cursor = None,
     month: OfMonth = None,
+    months: Months = 1,
     team: OfTeam = None,
     user: OfUser = None,
 ) -> Response:
-    """Read the charges of a month, spent and earned, oldest first."""
+    """Read the charges of one or more months, spent and earned, oldest first."""
     who, server = await user_of(request), server_of(request)
     own = await statements.accounts_of(server, who, holder_of(who, team, user))
-    number = month_of(server.now) if month is None else statements.parse_month(month)
+    asked = statements.months_to(server, month, months)
     after = statements.position_of(cursor)
-    return answer(await statements.usage(server, own, number, after, limit))
+    return answer(await statements.usage(server, own, asked, after, limit))
+
+
+@routes.get(
+    "/v1/usage/totals", Action.LEDGER_READ, load=LoadClass.LISTING, returns=UsePage, problems=(400,)
+)
+async def read_usage_totals(
+    request: Request,
+    by: Annotated[TotalsBy, Query(description="Grouping of the totals")] = TotalsBy.GPU,
+    limit: LargeLimit = 200,
+    cursor: Cursor = None,
+    month: OfMonth = None,
+    months: Months = 1,
+    team: OfTeam = None,
+    user: OfUser = None,
+) -> Response:
+    """Read the run time and GPU time that your tasks used and your nodes served, with and without prices."""
+    who, server = await user_of(request), server_of(request)
+    holder = holder_of(who, team, user)
+    await statements.accounts_of(server, who, holder)
+    asked = statements.months_to(server, month, months)
+    after = statements.totals_position(cursor)
+    return answer(await statements.totals(server, holder, asked, by, after, limit))
 
 
 @routes.get(
@@ -102,7 +129,7 @@ async def read_usage(
 )
 async def read_earnings(
     request: Request,
-    months: Annotated[int, Query(ge=1, le=statements.MOST_MONTHS)] = 12,
+    months: Months = 12,
     month: OfMonth = None,
     user: OfUser = None,
 ) -> Response:

@@ -68,7 +68,7 @@ def open_accounts(
 
 
 def forget_holder(holder: Holder) -> Operation[None]:
-    """Delete the links from a user's or team's accounts to it, its budgets and totals of use; the entries stay."""
+    """Delete the links from a user's or team's accounts to it, its budgets, project labels and totals of use; entries stay."""
     names = {"kind": holder[0], "id": holder[1]}
     yield Statement(
         "DELETE FROM budgets WHERE account_id IN "
@@ -85,7 +85,13 @@ def forget_holder(holder: Holder) -> Operation[None]:
         "(SELECT account_id FROM ledger_holders WHERE kind = :kind AND id = :id)",
         names,
     )
+    yield Statement(
+        "UPDATE charges SET project = '' WHERE project <> '' AND payer_id IN "
+        "(SELECT account_id FROM ledger_holders WHERE kind = :kind AND id = :id)",
+        names,
+    )
     yield Statement("DELETE FROM ledger_holders WHERE kind = :kind AND id = :id", names)
+    yield Statement("DELETE FROM projects WHERE kind = :kind AND id = :id", names)
     yield Statement("DELETE FROM usage_totals WHERE kind = :kind AND id = :id", names)
 
 

@@ -351,10 +351,12 @@ def write_ends(done: MeteredEnds, at: Instant) -> Operation[None]:
         return
     yield Statement(
         "INSERT INTO charges (task_id, epoch, node_id, payer_id, owner_id, started_at, ended_at, charged_us, "  # noqa: S608
-        "microcredits, fee, rate, minimum, reason, gpus, reserve_id, state) "
+        "microcredits, fee, rate, minimum, reason, gpus, reserve_id, state, project) "
         "SELECT r.task_id, r.epoch, m.node_id, m.payer_id, m.owner_id, r.started_at, r.ended_at, r.charged_us, "
-        f"r.microcredits, r.fee, m.rate, m.minimum, r.reason, m.gpus, {RESERVE_ID}, r.state FROM {{rows}} AS r "
-        "JOIN meters m ON m.node_id = r.node AND m.number = r.number AND m.closed_at IS NULL",
+        f"r.microcredits, r.fee, m.rate, m.minimum, r.reason, m.gpus, {RESERVE_ID}, r.state, "
+        "COALESCE(s.project, '') FROM {rows} AS r "
+        "JOIN meters m ON m.node_id = r.node AND m.number = r.number AND m.closed_at IS NULL "
+        "LEFT JOIN tasks t ON t.id = r.task_id LEFT JOIN specs s ON s.id = t.spec_id",
         {},
         {"rows": Relation(relation_columns(NewCharge), done.rows)},
     )

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from gpool.core.ids import NodeId, TaskId, UserId
 from gpool.core.model import Instant
+from gpool.core.permissions import TeamId
 from gpool.server.store.generated_rows import WalletChangesRecord
 from gpool.server.store.protocol import Operation, Relation, operation
 from gpool.server.store.rows import columns, of_ids, select, values
@@ -15,7 +16,7 @@ MONTHS = (("month", "int"), ("since", "int"), ("until", "int"))
 
 
 class StatementLine(NamedTuple):
-    """A charge. `receipt_id` None: not issued (yet). `user_id` None: the task was deleted."""
+    """A charge. `receipt_id` None: not issued (yet). `user_id` None: the task was deleted; then `team_id` is None too."""
 
     ended_at: Instant
     task_id: TaskId
@@ -33,6 +34,8 @@ class StatementLine(NamedTuple):
     state: str
     receipt_id: int | None
     user_id: UserId | None
+    team_id: TeamId | None
+    project: str
 
 
 class LinePosition(NamedTuple):
@@ -54,7 +57,7 @@ def statement(
     """Charges of these accounts, as payer or owner, that ended in the span, oldest first; void ones are left out."""
     parts = [
         "SELECT c.ended_at, c.task_id, c.epoch, c.node_id, c.payer_id, c.owner_id, c.started_at, c.charged_us, "  # noqa: S608
-        "c.microcredits, c.fee, c.rate, c.reason, c.gpus, c.state, r.id, t.user_id FROM {accounts} AS i "
+        "c.microcredits, c.fee, c.rate, c.reason, c.gpus, c.state, r.id, t.user_id, t.team_id, c.project FROM {accounts} AS i "
         f"JOIN charges c ON c.{column} = i.id LEFT JOIN receipts r ON r.task_id = c.task_id AND r.epoch = c.epoch "
         "AND r.node_id = c.node_id LEFT JOIN tasks t ON t.id = c.task_id "
         "WHERE c.ended_at >= :since AND c.ended_at < :until AND c.state <> 'void' "

@@ -17,11 +17,14 @@ from gpool.core.money.transfers import (
     TransferId,
     format_month,
 )
+from gpool.core.specs.events import EventKind
 from gpool.server.store.generated_rows import PayoutLinesRecord, PayoutsRecord, RewardsRecord
+from gpool.server.store.operations.events.outbox import NewEvent, add_events, subscribers
 from gpool.server.store.operations.money.accounts import NewAccount, open_accounts
 from gpool.server.store.operations.money.transfers import record_transfers
 from gpool.server.store.protocol import Operation, Relation, Statement, operation
 from gpool.server.store.rows import columns, exists, relation_columns, select
+from gpool.wire.events import PayoutEventData
 
 PAYOUT = columns(PayoutsRecord, PayoutsRecord, "p")
 
@@ -110,6 +113,23 @@ def put_payout(closed: ClosedPeriod, at: Instant) -> Operation[None]:
         raise Conflict("balances have changed meanwhile; close the period again")
     yield from _insert("payouts", PayoutsRecord, [closed.period])
     yield from _insert("payout_lines", PayoutLinesRecord, closed.lines)
+    told = yield from subscribers(at)
+    new = [
+        NewEvent(at, EventKind.PAYOUT_READY, *whose, number, 0, _event_data(closed.period, line))
+        for line in closed.lines
+        if (whose := ("user", closed.paid[line.account_id])) in told
+    ]
+    if new:
+        yield from add_events(new)
+
+
+def _event_data(period: PayoutsRecord, line: PayoutLinesRecord) -> str:
+    return PayoutEventData(
+        month=format_month(period.month),
+        number=period.number,
+        payee=line.payee,
+        microcredits=line.microcredits,
+    ).model_dump_json()
 
 
 def _insert(table: str, row: type[NamedTuple], rows: Sequence[NamedTuple]) -> Operation[None]:

@@ -21,6 +21,12 @@ from gpool.core.scheduler.state.waiting import shape_of
 from gpool.server.store.generated_rows import TasksRecord
 from gpool.server.store.operations.identity.sealed_fields import insert_secrets
 from gpool.server.store.operations.tasks.artifacts import keep, missing
+from gpool.server.store.operations.tasks.projects import (
+    MOST_PROJECTS,
+    add_labels,
+    labels_of,
+    too_many,
+)
 from gpool.server.store.operations.tasks.storage import (
     NO_LIMITS,
     SPEC_BYTES,
@@ -77,6 +83,7 @@ class Submission:
     )
     max_cost: int | None = None  # micro-credits of each task, over all its attempts
     settlement: str = "end"  # "verdict": its charges are held until its result is accepted
+    project: str = ""  # label of its account for statements
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +100,7 @@ class MissingArtifacts:
 
 
 class SpecDigest(NamedTuple):
-    """Equal for equal specs of one user and team with equal secrets."""
+    """Equal for equal specs of one user, team and project with equal secrets."""
 
     user_id: UserId
     digest: str
@@ -113,6 +120,7 @@ class _NewSpec(NamedTuple):
     retries: int
     created_at: Instant
     stored_bytes: int
+    project: str
 
 
 class _NewBatch(NamedTuple):
@@ -217,7 +225,7 @@ class _Draft:
     def artifacts(self) -> list[str]:
         spec = self.submission.spec
         names = [file.sha256 for file in spec.inputs]
-        names += [spec.check_sha256] if spec.check_sha256 else []
+        names += [each for each in (spec.check_sha256, spec.comparator_sha256) if each]
         return [*names, spec.function_sha256] if spec.function_sha256 else names
 
 
@@ -257,23 +265,36 @@ def submit(
         room = yield from rooms({draft.account for draft in drafts}, limits)
     charged: Counter[Account] = Counter()
     described = set(known)
+    labelled = {
+        each.account for each in drafts if each.submission.project and each.digest not in known
+    }
+    labels = (yield from labels_of(labelled)) if labelled else {}
+    new_labels: dict[Account, set[str]] = {}
     for draft in drafts:
         account, size = draft.account, draft.size_bytes
         if draft.digest not in described:
             size += draft.spec_bytes
         left = room.get(account, size + charged[account]) - charged[account]
         refusal: MissingArtifacts | GpoolError | None
+        used, project = labels.get(account), draft.submission.project
+        is_new_label = bool(project) and used is not None and project not in used
         if size > left:
             refusal = storage_full(account, "this submission", size, left)
+        elif is_new_label and used is not None and len(used) >= MOST_PROJECTS:
+            refusal = too_many(account)
         else:
             refusal = yield from _accept(draft, is_known=draft.digest in known)
         if refusal is None:
             accepted.append(draft)
+            if is_new_label and used is not None:
+                used.add(project)
+                new_labels.setdefault(account, set()).add(project)
             described.add(draft.digest)
             charged[account] += size
         else:
             outcomes[draft.number] = refusal
     yield from change(charged)
+    yield from add_labels(new_labels)
     new = {draft.digest: draft for draft in reversed(accepted) if draft.digest not in known}
     if new:
         yield from _insert_specs(list(new.values()), seal)
@@ -306,6 +327,8 @@ def spec_digest(s: Submission, body: str, seal: Sealing) -> SpecDigest:
         parts.append(f"team {s.team}")
     if s.secrets:
         parts.append(f"secrets {s.secrets_mark or s.spec_id}")
+    if s.project:
+        parts.append(f"project {s.project}")
     key, text = seal.key(holder_of(s.user, s.team)), "\0".join(parts)
     if key is None:
         return SpecDigest(s.user, digest_of(text))
@@ -363,14 +386,15 @@ def _open_batch(s: Submission) -> Operation[_OpenBatch | GpoolError]:
 
 def _insert_specs(drafts: Sequence[_Draft], seal: Sealing) -> Operation[None]:
     rows = [
-        _NewSpec(s.spec_id, *draft.digest, body, s.spec.retries, s.at, draft.spec_bytes)
+        _NewSpec(s.spec_id, *draft.digest, body, s.spec.retries, s.at, draft.spec_bytes, s.project)
         for draft in sorted(drafts, key=lambda draft: draft.digest)  # one lock order for all
         for s in (draft.submission,)
         for body in (seal.text(draft.account, SPEC_BODY.place_of(s.spec_id), draft.body),)
     ]
     yield Statement(
-        "INSERT INTO specs (id, user_id, digest, body, retries, created_at, stored_bytes) "
-        "SELECT n.id, n.user_id, n.digest, n.body, n.retries, n.created_at, n.stored_bytes FROM {specs} AS n WHERE true "
+        "INSERT INTO specs (id, user_id, digest, body, retries, created_at, stored_bytes, project) "
+        "SELECT n.id, n.user_id, n.digest, n.body, n.retries, n.created_at, n.stored_bytes, n.project "
+        "FROM {specs} AS n WHERE true "
         "ON CONFLICT (user_id, digest) DO NOTHING",
         {},
         {"specs": Relation(relation_columns(_NewSpec), rows)},

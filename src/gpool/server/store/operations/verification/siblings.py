@@ -31,7 +31,7 @@ from gpool.server.store.operations.tasks.submissions import (
 from gpool.server.store.operations.verification.standings import start_spot
 from gpool.server.store.protocol import Operation, Relation, Row, Statement, operation
 from gpool.server.store.rows import of_ids, outputs_from, select, spec_from
-from gpool.server.store.sealing import BODY_OF_TASK, LOG_DATA, PAYLOAD, VALUE, opened
+from gpool.server.store.sealing import BODY_OF_TASK, ERROR_TEXT, LOG_DATA, PAYLOAD, VALUE, opened
 
 LOWEST_PRIORITY = -100
 
@@ -77,6 +77,7 @@ class _StoredAnswer(NamedTuple):
     value: bytes | None
     value_sha256: str
     outputs: str | None
+    error_text: str | None
 
 
 class _Output(NamedTuple):
@@ -91,6 +92,15 @@ class _ParentPayload(NamedTuple):
     payload_sha256: str
 
 
+class _SiblingSource(NamedTuple):
+    """Columns of a parent that its siblings copy."""
+
+    id: TaskId
+    payload: bytes | None
+    payload_sha256: str
+    project: str
+
+
 @dataclass(frozen=True, slots=True)
 class StoredAnswer:
     """What a sibling returned: its value (inline, or the hash of an artifact), its output files, its standard output."""
@@ -99,6 +109,7 @@ class StoredAnswer:
     value_sha256: str
     outputs: tuple[OutputFile, ...]
     stdout: bytes
+    error_text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +126,7 @@ class NewSibling:
 
 @dataclass(frozen=True, slots=True)
 class CheckInput:
-    """Pickled arguments of a check: inline, or bytes that are stored and not recorded yet."""
+    """Pickled arguments of a check or comparison: inline, or bytes that are stored and not recorded yet."""
 
     payload: bytes = b""
     sha256: str = ""
@@ -159,11 +170,11 @@ def answers(tasks: Sequence[TaskId]) -> Operation[dict[TaskId, StoredAnswer]]:
     """Read what ended siblings returned; standard output is that of the last attempt."""
     rows = yield from select(
         _StoredAnswer,
-        "SELECT t.id, t.epoch, t.value, t.value_sha256, t.outputs FROM {tasks} AS i JOIN tasks t ON t.id = i.id",
+        "SELECT t.id, t.epoch, t.value, t.value_sha256, t.outputs, t.error_text FROM {tasks} AS i JOIN tasks t ON t.id = i.id",
         {},
         {"tasks": of_ids(tasks)},
     )
-    rows = yield from opened(rows, VALUE)
+    rows = yield from opened(rows, VALUE, ERROR_TEXT)
     chunks = yield from select(
         _Output,
         "SELECT l.task_id, l.cursor, l.data FROM {tasks} AS i JOIN log_chunks l ON l.task_id = i.id "
@@ -182,6 +193,7 @@ def answers(tasks: Sequence[TaskId]) -> Operation[dict[TaskId, StoredAnswer]]:
             row.value_sha256,
             outputs_from(row.outputs),
             b"".join(printed.get((row.id, row.epoch), ())),
+            row.error_text or "",
         )
         for row in rows
     }
@@ -197,13 +209,22 @@ def sibling_spec(spec: TaskSpec, node: NodeId, number: int) -> TaskSpec:
     needs = replace(spec.requirements, siblings=0, on=pinned)
     is_check = spec.requirements.siblings == SPOT and number > 0
     priority = LOWEST_PRIORITY if is_check else spec.priority
-    return replace(spec, requirements=needs, tolerance=None, priority=priority, check_sha256="")
+    return replace(
+        spec,
+        requirements=needs,
+        tolerance=None,
+        priority=priority,
+        check_sha256="",
+        comparator_sha256="",
+    )
 
 
 def check_spec(spec: TaskSpec, node: NodeId, number: int) -> TaskSpec:
-    """Return the spec of a check on the drawn node: the check function in the task's own environment."""
+    """Return the spec of a check on the drawn node: the check function, or comparator, in the task's environment."""
     pinned = sibling_spec(spec, node, number)
-    return replace(pinned, function_sha256=spec.check_sha256, name=f"check of {spec.name}"[:200])
+    function = spec.check_sha256 or spec.comparator_sha256
+    what = "check" if spec.check_sha256 else "comparison"
+    return replace(pinned, function_sha256=function, name=f"{what} of {spec.name}"[:200])
 
 
 @operation
@@ -230,9 +251,9 @@ def start_siblings(
     if not (yield from is_current_term(term)):
         return []
     rows = yield from select(
-        _ParentPayload,
-        "SELECT t.id, t.payload, t.payload_sha256 FROM tasks t WHERE t.id = :parent AND t.status = 'queued' "
-        "/*postgresql FOR UPDATE*/",
+        _SiblingSource,
+        "SELECT t.id, t.payload, t.payload_sha256, s.project FROM tasks t JOIN specs s ON s.id = t.spec_id "
+        "WHERE t.id = :parent AND t.status = 'queued' /*postgresql FOR UPDATE OF t*/",
         {"parent": parent.task_id},
     )
     rows = yield from opened(rows, PAYLOAD)
@@ -259,6 +280,7 @@ def start_siblings(
             at=at,
             team=parent.team_id,
             settlement=Settlement.VERDICT,
+            project=rows[0].project,
         )
         for each in new
     ]

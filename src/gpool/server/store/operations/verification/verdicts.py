@@ -98,6 +98,7 @@ class Verdict:
     text: str = ""
     keys: Mapping[NodeId, tuple[str, str]] | None = None  # GPU model and environment of each node
     own: TaskId | None = None  # the sibling whose result the others checked
+    refusal: str = "no_quorum"  # outcome if none is accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +222,7 @@ def _record(verdict: Verdict, at: Instant) -> Operation[None]:
             )
         },
     )
-    outcome = "no_quorum" if verdict.accepted is None else "accepted"
+    outcome = verdict.refusal if verdict.accepted is None else "accepted"
     yield from _close([verdict.parent], outcome, at)
     if verdict.accepted is None:
         return

@@ -25,6 +25,7 @@ class _WithdrawnPayload(NamedTuple):
     id: TaskId
     payload: bytes | None
     payload_sha256: str
+    project: str
 
 
 class WithdrawnResult(NamedTuple):
@@ -60,7 +61,8 @@ def rerun(
         return None
     rows = yield from select(
         _WithdrawnPayload,
-        "SELECT t.id, t.payload, t.payload_sha256 FROM tasks t WHERE t.id = :id AND t.shrunk_at IS NULL",
+        "SELECT t.id, t.payload, t.payload_sha256, s.project FROM tasks t JOIN specs s ON s.id = t.spec_id "
+        "WHERE t.id = :id AND t.shrunk_at IS NULL",
         {"id": result.task_id},
     )
     rows = yield from opened(rows, PAYLOAD)
@@ -81,6 +83,7 @@ def rerun(
         tasks=[NewTask(task, 0, bytes(rows[0].payload or b""), rows[0].payload_sha256)],
         at=at,
         team=result.team_id,
+        project=rows[0].project,
     )
     [outcome] = yield from submit([wanted])
     if not isinstance(outcome, SubmittedTasks):
