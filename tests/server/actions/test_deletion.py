@@ -191,6 +191,8 @@ async def test_a_deleted_account_leaves_nothing_behind(desk: Desk) -> None:
     running = agent.leases()[-1]
     team = (await ada.ask("POST", "/v1/teams", {"name": "alone"})).json()["id"]
     await submitted(ada, team=team)
+    for query in ("", f"?team={team}"):
+        await ada.ask("PUT", f"/v1/secrets/TOKEN{query}", {"value": "hush"})
     lent = await desk.join(a_key(9), an_offer(), ada.headers, name="hers", cpu_milli=2000)
     await lent.connect()
     key = (await ada.ask("POST", "/v1/keys", {"name": "ci"})).json()["key"]
@@ -278,11 +280,17 @@ async def test_an_export_holds_the_users_own_data_and_nobody_elses(desk: Desk) -
     one = {"path": "in", "sha256": sha256, "size_bytes": 8}
     task, _ = await ended(ada, agent, inputs=[one], env={"MINE": "yes"})
     other, _ = await ended(eve, agent)
+    for person, name in ((ada, "HF_TOKEN"), (eve, "HER_TOKEN")):
+        kept = await person.ask("PUT", f"/v1/secrets/{name}", {"value": "a stored value"})
+        assert kept.status_code == 200, kept.text
     answer = await ada.ask("GET", "/v1/me/export")
     assert answer.status_code == 200
     lines = [json.loads(line) for line in answer.text.splitlines()]
     found = {line["kind"]: line for line in lines}
-    assert set(found) == {"account", "session", "artifact", "task", "log"}
+    assert set(found) == {"account", "session", "secret", "artifact", "task", "log"}
+    assert found["secret"]["name"] == "HF_TOKEN"
+    assert "a stored value" not in answer.text
+    assert "HER_TOKEN" not in answer.text
     assert (found["account"]["name"], found["artifact"]["sha256"]) == ("ada", sha256)
     assert (found["task"]["id"], found["task"]["env"]) == (task, {"MINE": "yes"})
     assert found["log"]["items"][0]["text"] == "hello"

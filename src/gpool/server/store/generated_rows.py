@@ -137,6 +137,15 @@ class TaskSecretsRecord(NamedTuple):
     sealed: bytes
 
 
+class NamedSecretsRecord(NamedTuple):
+    holder_kind: str
+    holder_id: int
+    name: str
+    sealed: bytes
+    created_at: Instant
+    updated_at: Instant
+
+
 class GpuBindingsRecord(NamedTuple):
     uuid: str
     owner_id: UserId
@@ -176,9 +185,16 @@ class UsageTotalsRecord(NamedTuple):
     month: int
     node_id: NodeId
     model: str
+    project: str
     attempts: int
     task_us: int
     gpu_us: int
+
+
+class ProjectsRecord(NamedTuple):
+    kind: str
+    id: int
+    name: str
 
 
 class MetersRecord(NamedTuple):
@@ -224,6 +240,7 @@ class ChargesRecord(NamedTuple):
     transfer_id: str | None
     state: str
     vests_at: Instant | None
+    project: str
 
 
 class ReceiptsRecord(NamedTuple):

@@ -264,6 +264,18 @@ task_secrets = Table(
     bytes_column("sealed"),
 )
 
+named_secrets = Table(
+    "named_secrets",
+    metadata,
+    text_column("holder_kind", primary_key=True),
+    int_column("holder_id", primary_key=True),
+    text_column("name", primary_key=True),
+    bytes_column("sealed"),
+    int_column("created_at"),
+    int_column("updated_at"),
+)
+"""Secrets of users and teams that submissions copy by name."""
+
 gpu_bindings = Table(
     "gpu_bindings",
     metadata,
@@ -287,8 +299,8 @@ verifications = Table(
     maybe_int("rerun_id"),
 )
 """Verified tasks. `siblings`: as in their requirements; `decided_at`: NULL while their answers are awaited. `outcome`:
-`accepted`, `no_quorum`, `cancelled` or, when its node was caught later, `withdrawn` (`rerun_id`: the task that runs it
-again) or `refunded`."""
+`accepted`, `no_quorum`, `not_compared` (the consumer's comparator failed), `cancelled` or, when its node was caught
+later, `withdrawn` (`rerun_id`: the task that runs it again) or `refunded`."""
 partial_index(
     "ix_verifications_open",
     verifications.c.user_id,
@@ -370,12 +382,24 @@ usage_totals = Table(
     int_column("month", primary_key=True),
     int_column("node_id", primary_key=True),
     text_column("model", primary_key=True),
+    note("project", primary_key=True),
     counter("attempts"),
     counter("task_us"),
     counter("gpu_us"),
+    Index("ix_usage_totals_node_id", "node_id", "month"),
 )
 """Ended attempts of a user or team (`kind`, `id`) in a month (year x 12 + month - 1) on a node, with their run time and
-the time of their GPUs (a half GPU counts half). `model`: of the GPUs; empty: none."""
+the time of their GPUs (a half GPU counts half). `model`: of the GPUs; empty: none.
+`project`: label of its tasks."""
+
+projects = Table(
+    "projects",
+    metadata,
+    text_column("kind", primary_key=True),
+    int_column("id", primary_key=True),
+    text_column("name", primary_key=True),
+)
+"""Project labels that a user or team (`kind`, `id`) has used; their number is limited (`operations/tasks/projects.py`)."""
 
 meters = Table(
     "meters",
@@ -433,12 +457,13 @@ charges = Table(
     maybe_text("transfer_id"),
     text_column("state"),
     maybe_int("vests_at"),
+    note("project"),
 )
 """One row for each ended lease on a metered allocation, of a gang one for each member; kept for ever, with opaque ids only.
 
 `payer_id`, `owner_id`: accounts of the ledger. `fee`: part of `microcredits`. `reserve_id`: pending transfer in which it is
 set aside. `transfer_id`: the post that paid it. `state`: `metered` (to be posted), `held` (until a verdict), `posted`,
-`void` (nothing is charged), `vested`, `forfeited`."""
+`void` (nothing is charged), `vested`, `forfeited`. `project`: the payer's label, blanked with the payer's account."""
 partial_index("ix_charges_open", charges.c.reserve_id, where="state IN ('metered', 'held')")
 partial_index(
     "ix_charges_vesting", charges.c.vests_at, where="state = 'posted' AND vests_at IS NOT NULL"

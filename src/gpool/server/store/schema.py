@@ -120,9 +120,10 @@ specs = Table(
     int_column("retries"),
     int_column("created_at"),
     counter("stored_bytes"),
+    note("project"),
     UniqueConstraint("user_id", "digest"),
 )
-"""`stored_bytes` (here and below): bytes charged to the owner's storage for the row and its inline data."""
+"""`project`: label of the account for its statements; empty: none. `stored_bytes` (here and below): bytes charged to the owner's storage for the row and its inline data."""
 
 batches = Table(
     "batches",

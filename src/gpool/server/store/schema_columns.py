@@ -55,8 +55,9 @@ def bytes_column(name: str, *, nullable: bool = False) -> Column[bytes]:
     return Column(name, LargeBinary, nullable=nullable)
 
 
-def note(name: str) -> Column[str]:
-    return Column(name, Text, nullable=False, server_default=text("''"))
+def note(name: str, *, primary_key: bool = False) -> Column[str]:
+    default = text("''")
+    return Column(name, Text, nullable=False, server_default=default, primary_key=primary_key)
 
 
 def partial_index(name: str, *columns: Column[Any], where: str) -> Index:

@@ -241,6 +241,9 @@ class Recording:
     ] = ()  # reported at an old epoch, or for another node's lease
     results: tuple[BatchResult, ...] = ()  # of those ended tasks that a request waits for
     begun: tuple[StartedTask, ...] = ()  # `started`, with the accounts
+    overtaken: tuple[
+        NodeId, ...
+    ] = ()  # reported by an older connection: nothing of it was recorded
 
     @property
     def only_ends(self) -> bool:

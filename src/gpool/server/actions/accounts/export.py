@@ -1,6 +1,8 @@
 """Export of an account's data as JSON lines, read page by page: a long export holds no transaction open.
 
-Artifacts are named by hash and size; their bytes are downloaded with `GET /v1/artifacts/{sha256}`.
+Artifacts are named by hash and size; their bytes are downloaded with `GET /v1/artifacts/{sha256}`. Webhooks show the
+host of their URL only: the rest of it may be a password, and an export is a file that is kept and passed on. Stored
+secrets show their names.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 from base64 import b64encode
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -15,7 +18,9 @@ from gpool.core.errors import GpoolError
 from gpool.core.ids import TaskId, UserId, encode
 from gpool.core.money.transfers import LedgerAccountId
 from gpool.core.permissions import Action
-from gpool.server.actions.accounts import accounts, sessions
+from gpool.server.actions.accounts import accounts, named_secrets, sessions
+from gpool.server.actions.events import notices, webhooks
+from gpool.server.actions.events.streams import EventQuery
 from gpool.server.actions.money import ledger
 from gpool.server.actions.tasks import documents, outputs
 from gpool.server.identity.authorization import own, permit
@@ -23,7 +28,7 @@ from gpool.server.server import Server
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operations import nodes
 from gpool.server.store.operations.money import accounts as ledger_accounts
-from gpool.server.store.operations.tasks import deletion, tasks
+from gpool.server.store.operations.tasks import deletion, projects, tasks
 from gpool.server.store.protocol import Operation, operation
 from gpool.server.store.rows import of_ids, select
 from gpool.server.store.sealing import PAYLOAD, VALUE, opened
@@ -59,8 +64,18 @@ async def _lines(server: Server, who: Caller) -> AsyncIterator[bytes]:
         yield _line(
             "node", {"id": encode("node", node.id), "name": node.name, "created_at": created}
         )
+    for webhook in (await webhooks.webhooks(server, who, EventQuery())).items:
+        document = webhook.model_dump(mode="json")
+        document["host"] = urlsplit(document.pop("url")).hostname
+        yield _line("webhook", document)
+    for notice in (await notices.notices(server, who)).items:
+        yield _line("notice", notice.model_dump(mode="json"))
+    for secret in (await named_secrets.list_secrets(server, who, None)).items:
+        yield _line("secret", secret.model_dump(mode="json"))
     async for line in _ledger(server, who.user.id):
         yield line
+    for project in await server.store.read(projects.labels(("user", who.user.id))):
+        yield _line("project", {"name": project})
     async for line in _artifacts(server, who.user.id):
         yield line
     before: TaskId | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import hmac
 import json
 import secrets
 from dataclasses import asdict, dataclass
@@ -19,6 +20,7 @@ from gpool.core.model import Instant
 from gpool.server.actions.accounts import accounts, sessions
 from gpool.server.actions.accounts.accounts import FirstCredential
 from gpool.server.identity import oidc
+from gpool.server.identity.authorization import hashed
 from gpool.server.identity.envelope import FieldLocation
 from gpool.server.identity.oidc import (
     ExpectedClaims,
@@ -44,9 +46,30 @@ class _OidcFlow:
     verifier: str
     redirect_uri: str
     expires_at: int
+    browser: str = ""  # hash of the secret in the browser's cookie; empty: not begun in a page
+    next: str = ""  # path of this server to open after the sign-in
+    invite: str | None = None
 
 
-async def start(server: Server, provider: str, redirect_uri: str) -> OidcStarted:
+@dataclass(frozen=True, slots=True)
+class BrowserFlow:
+    """A sign-in begun in a page. `secret` is in a cookie, so that no other browser can finish it."""
+
+    secret: str
+    next: str
+    invite: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProviderSignIn:
+    account: Account
+    provider: str
+    next: str
+
+
+async def start(
+    server: Server, provider: str, redirect_uri: str, browser: BrowserFlow | None = None
+) -> OidcStarted:
     configured = _configured(server, provider)
     if not _may_redirect_to(server, redirect_uri):
         raise Invalid(
@@ -60,6 +83,7 @@ async def start(server: Server, provider: str, redirect_uri: str) -> OidcStarted
         secrets.token_urlsafe(48),
         redirect_uri,
         expires_at,
+        *(() if browser is None else (hashed(browser.secret), browser.next, browser.invite)),
     )
     await server.write(operations.put_nonce(flow.nonce, NONCE_PURPOSE, expires_at))
     sealed = await server.identity.sealer.seal(_STATE, json.dumps(asdict(flow)).encode())
@@ -83,16 +107,26 @@ async def start(server: Server, provider: str, redirect_uri: str) -> OidcStarted
 async def finish(
     server: Server, request: OidcFinish, label: str, address: str = ""
 ) -> TokensDocument:
+    found = await account_of(server, request)
+    via = f"oidc {found.provider}"
+    return await sessions.open_session(server, found.account, label, address, via)
+
+
+async def account_of(server: Server, request: OidcFinish, secret: str = "") -> ProviderSignIn:
+    """Account that the provider names. `secret`: of the browser that began the sign-in in a page."""
     flow = await _opened(server, request.state)
+    if not hmac.compare_digest(flow.browser, hashed(secret) if secret else ""):
+        raise NotSignedIn("this sign-in was begun in another browser; start again")
     configured = _configured(server, flow.provider)
     if not await server.write(operations.take_nonce(flow.nonce, NONCE_PURPOSE, server.now)):
         raise NotSignedIn("this sign-in was already finished, or it expired; start again")
     identity = await _identity(server, configured, flow, request.code)
     account = await server.store.read(operations.user_by_oidc(identity.issuer, identity.subject))
     if account is None:
-        accounts.may_register(server, request.invite)
-        account = await _first(server, configured, identity, request.invite)
-    return await sessions.open_session(server, account, label, address, f"oidc {configured.name}")
+        invite = request.invite or flow.invite
+        accounts.may_register(server, invite)
+        account = await _first(server, configured, identity, invite)
+    return ProviderSignIn(account, configured.name, flow.next)
 
 
 async def _identity(

@@ -24,6 +24,7 @@ from gpool.server.store.operations.identity import accounts as operations
 from gpool.server.store.protocol import Operation, operation
 from gpool.wallet import signin, signing
 from gpool.wallet.errors import BadSignature
+from gpool.wallet.moments import Moment
 from gpool.wallet.signin import WalletPurpose
 from gpool.wallet.signing import Address, Signature
 from gpool.wire.documents import instant_to_datetime
@@ -58,9 +59,32 @@ async def nonce(server: Server, purpose: WalletPurpose) -> NonceDocument:
     )
 
 
+async def message(server: Server, address: str, purpose: WalletPurpose, account: str = "") -> str:
+    """Message for a wallet in a page (EIP-4361), with a new nonce. It names the public origin, where the page must be open."""
+    challenge = await nonce(server, purpose)
+    return signin.format(
+        signin.SignIn(
+            domain=challenge.domain,
+            address=signing.from_bytes(bytes.fromhex(_parsed(address)[2:])),
+            uri=challenge.uri,
+            chain_id=challenge.chain_id,
+            nonce=challenge.nonce,
+            statement=signin.statement_of(purpose, account),
+            issued_at=Moment.of(server.now),
+            expires_at=Moment.of(Instant(server.now + span(server.settings.nonce_s))),
+        )
+    )
+
+
 async def sign_in(
     server: Server, request: WalletSignIn, label: str, origin: str = ""
 ) -> TokensDocument:
+    account = await account_of(server, request, origin)
+    return await sessions.open_session(server, account, label, origin, "wallet")
+
+
+async def account_of(server: Server, request: WalletSignIn, origin: str = "") -> Account:
+    """Account of the wallet that signed; created where registration allows it."""
     try:
         address = (await verified_wallet(server, request, WalletPurpose.SIGN_IN)).lower()
     except NotSignedIn:
@@ -70,7 +94,7 @@ async def sign_in(
     if account is None:
         accounts.may_register(server, request.invite)
         account = await _first(server, address, request.invite)
-    return await sessions.open_session(server, account, label, origin, "wallet")
+    return account
 
 
 async def _first(server: Server, address: str, invite: str | None) -> Account:

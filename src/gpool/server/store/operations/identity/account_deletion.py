@@ -15,6 +15,7 @@ from gpool.core.model import Instant
 from gpool.core.permissions import TeamId
 from gpool.server.store.operations.events.outbox import forget_account
 from gpool.server.store.operations.identity.accounts import hashed_name
+from gpool.server.store.operations.identity.named_secrets import forget_secrets
 from gpool.server.store.operations.money.accounts import forget_holder
 from gpool.server.store.operations.tasks.artifacts import (
     ArtifactReference,
@@ -72,6 +73,7 @@ def delete_account(user: UserId, at: Instant) -> Operation[tuple[NodeId, ...]]:
         yield Statement(sql, {"user": user})
     yield from forget_holder(("user", user))
     yield from forget_account(("user", user))
+    yield from forget_secrets(("user", user))
     yield Statement(
         "INSERT INTO retired_names (hashed) VALUES (:hashed) ON CONFLICT (hashed) DO NOTHING",
         {"hashed": hashed_name(names[0])},
@@ -184,6 +186,7 @@ def finish_deletion(account: Account) -> Operation[tuple[str, ...] | None]:
             yield Statement(sql, {"id": number})
         yield from forget_holder(("team", number))
         yield from forget_account(("team", number))
+        yield from forget_secrets(("team", number))
     else:
         yield Statement("DELETE FROM gpu_bindings WHERE owner_id = :id", {"id": number})
         yield Statement(

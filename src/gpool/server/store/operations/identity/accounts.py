@@ -450,7 +450,7 @@ def _another_operator(user: UserId) -> Operation[None]:
         raise Conflict("this is the last operator; make somebody else one first")
 
 
-# ---- nonces of wallet sign-ins
+# ---- nonces of wallet sign-ins and one-time links
 
 
 @operation
@@ -470,6 +470,30 @@ def take_nonce(nonce: str, purpose: str, at: Instant) -> Operation[bool]:
         {"nonce": nonce, "purpose": purpose},
     )
     return any(expires_at > at for expires_at in expiries)
+
+
+@operation
+def is_open_nonce(nonce: str, purpose: str, at: Instant) -> Operation[bool]:
+    """Whether `take_nonce` would find it, without using it."""
+    return (
+        yield from exists(
+            "SELECT 1 FROM sign_in_nonces WHERE nonce = :nonce AND purpose = :purpose AND expires_at > :at",
+            {"nonce": nonce, "purpose": purpose, "at": at},
+        )
+    )
+
+
+@operation
+def claim_nonce(nonce: str, purpose: str, expires_at: Instant, at: Instant) -> Operation[bool]:
+    """Insert the nonce or renew an expired one; False while an earlier claim lasts."""
+    return (
+        yield from exists(
+            "INSERT INTO sign_in_nonces (nonce, purpose, expires_at) VALUES (:nonce, :purpose, :expires_at) "
+            "ON CONFLICT (nonce) DO UPDATE SET expires_at = excluded.expires_at "
+            "WHERE sign_in_nonces.expires_at <= :at RETURNING nonce",
+            {"nonce": nonce, "purpose": purpose, "expires_at": expires_at, "at": at},
+        )
+    )
 
 
 @operation

@@ -61,6 +61,11 @@ SEALED_COLUMNS = {
         SealedColumn("gangs", "secret_sealed", (("task_id", "int"),)),
         SealedColumn("server_secrets", "sealed", (("name", "text"),)),
         SealedColumn("destinations", "sealed", (("id", "int"),)),
+        SealedColumn(
+            "named_secrets",
+            "sealed",
+            (("holder_kind", "text"), ("holder_id", "int"), ("name", "text")),
+        ),
     )
 }
 """All sealed columns, in the order of paging."""

@@ -16,6 +16,7 @@ from gpool.core.quotas import QuotaUsage
 from gpool.server.store.generated_rows import QuotasRecord, TeamsRecord
 from gpool.server.store.identity_values import GivenQuota, Holder, Team, TeamMember
 from gpool.server.store.operations.events.outbox import forget_account
+from gpool.server.store.operations.identity.named_secrets import forget_secrets
 from gpool.server.store.operations.money.accounts import forget_holder
 from gpool.server.store.protocol import Operation, Relation, Statement, operation
 from gpool.server.store.rows import allocation_from, columns, exists, of_ids, select, values
@@ -145,6 +146,7 @@ def delete_team(id: TeamId) -> Operation[bool]:
         yield Statement(sql, {"id": id})
     yield from forget_holder(("team", id))
     yield from forget_account(("team", id))
+    yield from forget_secrets(("team", id))
     return True
 
 
