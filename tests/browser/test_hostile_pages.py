@@ -17,6 +17,8 @@ MARKUP = (
     "javascript:window.attacked=true",
     "{{ 7*7 }}${7*7}",
 )
+DOT = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+"""A PNG of one pixel."""
 CONTROLS = (
     "\x1b]8;;https://evil.example\x07click\x1b]8;;\x07",
     "\x1b]52;c;ZXZpbA==\x07clipboard",
@@ -66,6 +68,31 @@ def test_hostile_names_output_and_files_are_text(visit: Visit, pool: Pool) -> No
         assert shown is not None
         assert shown.headers["content-type"].startswith("text/plain")
         assert "sandbox" in shown.headers["content-security-policy"]
+
+
+def test_images_are_shown_and_files_that_only_look_like_images_run_nothing(
+    visit: Visit, pool: Pool
+) -> None:
+    page = visit.page
+    program = f"""
+import base64
+open('a.png', 'wb').write(base64.b64decode('{DOT}'))
+open('b.png', 'w').write({MARKUP[0]!r})
+open('c.svg', 'w').write('<svg xmlns="http://www.w3.org/2000/svg"><script>window.attacked=true</script></svg>')
+"""
+    document = {"command": ["python", "-c", program], "outputs": ["a.png", "b.png", "c.svg"]}
+    task = pool.ask("POST", "/v1/tasks", document).json()["ids"][0]
+    pool.ask("GET", f"/v1/tasks/{task}?wait=60")
+    visit.open(f"/tasks/{task}")
+    links = page.get_by_role("link", name="Preview").all()
+    image, fake = [each.get_attribute("href") for each in links]
+    page.goto(f"{visit.base}{image}")
+    assert page.evaluate("document.images[0].naturalWidth") == 1
+    shown = page.goto(f"{visit.base}{fake}")
+    assert shown is not None
+    assert shown.headers["content-type"] == "image/png"
+    assert "sandbox" in shown.headers["content-security-policy"]
+    assert page.evaluate("window.attacked") is None
 
 
 def _preview(visit: Visit, task: str) -> str:

@@ -60,7 +60,8 @@ def test_no_page_has_a_serious_accessibility_finding(
         found = _findings(visit)
         visit.sign_in(pool)
         task = pool.ask("POST", "/v1/tasks", {"command": ["true"]}).json()["ids"][0]
-        for path in (*PAGES, f"/tasks/{task}"):
+        me = pool.ask("GET", "/v1/me").json()["id"]
+        for path in (*PAGES, f"/tasks/{task}", f"/admin/users/{me}", "/reset"):
             visit.open(path)
             found += _findings(visit)
     assert found == []

@@ -137,6 +137,14 @@ _SIGNATURE = {"message": "x", "signature": "0x"}
 _COMMAND = {"command": ["true"]}
 _HOOK = {"url": "https://8.8.8.8/hook"}  # an address, so nothing is asked for it
 _NOTICE = {"objects": ("notice:p", "notice:-"), "may": frozenset({"self"}), "own_account": False}
+_SECRET: Cell = {"objects": ("secret:p",), "may": frozenset({"self"}), "own_account": False}
+_TEAM_SECRET: Cell = {
+    **_TEAM,
+    "may": frozenset({"owner"}),
+    "sees": frozenset({"member", "viewer", "operator"}),
+    "own_account": False,
+    "query": "?team={id}",
+}
 _NODE: Cell = {"machine": OK, "body": {"name": "another", "cpu_milli": 1000}}
 
 
@@ -174,6 +182,18 @@ CASES: dict[tuple[str, str, str], Cell] = {
     },
     ("DELETE", "/v1/wallets/{address}", ""): {**_WALLET, "body": _SIGNATURE},
     ("POST", "/v1/keys", ""): {"body": {"name": "one more"}},
+    # stored secrets
+    ("GET", "/v1/secrets", "of a team"): {
+        **_TEAM,
+        "may": words("owner member"),
+        "sees": words("viewer operator"),
+        "own_account": False,
+        "query": "?team={id}",
+    },
+    ("PUT", "/v1/secrets/{name}", ""): {"body": {"value": "hush"}},
+    ("PUT", "/v1/secrets/{name}", "of a team"): {**_TEAM_SECRET, "body": {"value": "hush"}},
+    ("DELETE", "/v1/secrets/{name}", ""): _SECRET,
+    ("DELETE", "/v1/secrets/{name}", "of a team"): _TEAM_SECRET,
     # teams
     ("POST", "/v1/teams", ""): {"body": {"name": "another"}},
     ("GET", "/v1/teams", "of everybody"): {"action": Action.USERS_LIST, "query": "?all=true"},
@@ -203,12 +223,22 @@ CASES: dict[tuple[str, str, str], Cell] = {
     ("POST", "/sign-in", ""): {"open": 403},
     ("POST", "/register", ""): {"open": 403},
     ("POST", "/in", ""): {"open": 403},
+    ("POST", "/reset", ""): {"open": 403},
+    ("GET", "/reset/{code}", ""): {"open": 401},
+    ("POST", "/reset/password", ""): {"open": 403},
+    ("POST", "/sign-in/wallet/message", ""): {"open": 403},
+    ("POST", "/sign-in/wallet", ""): {"open": 403},
+    ("POST", "/sign-in/oidc", ""): {"open": 403},
+    ("GET", "/sign-in/oidc/back", ""): {"open": 401},
+    ("POST", "/sign-in/oidc/finish", ""): {"open": 403},
     ("POST", "/sign-out", ""): {
         "may": words("user"),
         "sees": words(""),
         "objects": ("-",),
     },
     ("POST", "/account/keys/revoke", ""): {"body": lambda parts: f"id={parts['id']}".encode()},
+    ("POST", "/account/secrets", ""): {"body": b"name=none&value=hush"},
+    ("POST", "/account/secrets/delete", ""): {**_SECRET, "body": b"name=none"},
     ("POST", "/account/sessions/end", ""): {"body": lambda parts: f"id={parts['id']}".encode()},
     ("POST", "/tasks/cancel", ""): {"body": lambda parts: f"id={parts['id']}".encode()},
     ("GET", "/", "of everybody"): {"action": Action.TASKS_LIST_ALL, "query": "?all=1"},
@@ -233,6 +263,29 @@ CASES: dict[tuple[str, str, str], Cell] = {
     ("DELETE", "/v1/admin/reservations/{id}", ""): {"objects": ("reservation:p",)},
     ("GET", "/v1/users/{id}", ""): {**_USER, "may": words("self operator"), "own_account": False},
     ("PATCH", "/v1/users/{id}", ""): {**_USER, "sees": words("self"), "body": {"disabled": False}},
+    ("POST", "/v1/users/{id}/password-link", ""): {**_USER, "sees": words("self")},
+    ("GET", "/admin/users/{id}", ""): {
+        **_USER,
+        "may": words("self operator"),
+        "own_account": False,
+    },
+    ("POST", "/admin/users/{id}/permissions", ""): {
+        **_USER,
+        "sees": words("self"),
+        "body": b"permission=consumer",
+    },
+    ("POST", "/admin/users/{id}/state", ""): {
+        **_USER,
+        "sees": words("self"),
+        "body": b"to=enabled",
+    },
+    ("POST", "/admin/users/{id}/quota", ""): {
+        **_USER,
+        "sees": words("self"),
+        "body": b"queued_tasks=9",
+    },
+    ("POST", "/admin/users/{id}/password-link", ""): {**_USER, "sees": words("self")},
+    ("POST", "/admin/nodes/{id}/cordon", ""): {"objects": ("node:p",)},
     # money
     ("GET", "/v1/ledger", "of a team"): {
         **_TEAM,
@@ -269,7 +322,13 @@ CASES: dict[tuple[str, str, str], Cell] = {
             "own_account": False,
             "query": "?user={id}",
         }
-        for path in ("/v1/receipts", "/v1/usage", "/v1/earnings", "/v1/payouts")
+        for path in (
+            "/v1/receipts",
+            "/v1/usage",
+            "/v1/usage/totals",
+            "/v1/earnings",
+            "/v1/payouts",
+        )
     },
     **{
         ("GET", path, "of a team"): {
@@ -278,12 +337,15 @@ CASES: dict[tuple[str, str, str], Cell] = {
             "own_account": False,
             "query": "?team={id}",
         }
-        for path in ("/v1/receipts", "/v1/usage")
+        for path in ("/v1/receipts", "/v1/usage", "/v1/usage/totals")
     },
-    ("GET", "/v1/receipts/{id}", ""): {
-        "objects": ("receipt:p", "receipt:-"),
-        "may": words("self operator"),
-        "own_account": False,
+    **{
+        ("GET", path, ""): {
+            "objects": ("receipt:p", "receipt:-"),
+            "may": words("self operator"),
+            "own_account": False,
+        }
+        for path in ("/v1/receipts/{id}", "/receipts/{id}")
     },
     ("GET", "/v1/payouts/{id}", ""): {"objects": ("payout:p",)},
     ("POST", "/v1/admin/payouts", ""): {"objects": ("earned:p",), "body": {"month": "2001-01"}},

@@ -198,6 +198,10 @@ async def _objects(pool: Pool, people: dict[str, Somebody]) -> None:
     ids["webhook:p"] = encode("webhook", await _destination(desk, ("user", ada.user)))
     ids["webhook:t"] = encode("webhook", await _destination(desk, ("team", decode("team", team))))
     ids["notice:p"] = encode("notice", await _destination(desk, ("user", ada.user), "mail"))
+    for owner, query in ((ada, ""), (tess, f"?team={team}")):
+        kept = await owner.ask("PUT", f"/v1/secrets/none{query}", {"value": "hush"})
+        assert kept.status_code == 200, kept.text
+    ids["secret:p"] = ""
     ids["charge:p"] = await charged(desk.server, ada.id, 100)
     ids["receipt:p"] = await earned(desk.server, ada.id, ids["node:p"])
     ids |= {"payout:p": "1", "earned:p": "", "used:p": ""}
@@ -228,7 +232,7 @@ async def _objects(pool: Pool, people: dict[str, Somebody]) -> None:
 
 async def _askers(pool: Pool, people: dict[str, Somebody]) -> None:
     personal = ["task", "batch", "node", "gpu", "key", "session", "user", "wallet", "artifact"]
-    personal += ["receipt", "webhook", "notice"]
+    personal += ["receipt", "webhook", "notice", "secret"]
     own = {f"{kind}:p": frozenset({"self"}) for kind in personal}
     own["batch:done"] = frozenset({"self"})
     of_team = ["task", "batch", "artifact", "team", "member", "invited", "webhook"]

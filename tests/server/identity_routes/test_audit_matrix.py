@@ -22,6 +22,7 @@ BY_HAND = {
     Action.WALLET_LINK,
     Action.WALLET_UNLINK,
     Action.PASSWORD_CHANGE,
+    Action.PASSWORD_RESET,  # in tests/server/web/test_password_reset.py
     Action.TEAM_DELETE,
     Action.TASK_PREEMPT,
     Action.TASK_DELETE,

@@ -5,9 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -29,7 +26,8 @@ from gpool.server.identity import oidc
 from gpool.server.identity.oidc import ExpectedClaims, ProviderIdentity
 from tests.server.identity_routes.people_desk import PASSWORD, bearer
 from tests.server.server_desk import Desk, open_desk
-from tests.tools.processes import PATIENCE_S, eventually, free_port
+from tests.tools.oidc_provider import oidc_provider
+from tests.tools.processes import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 BACK = "http://127.0.0.1:1/back"
@@ -37,42 +35,11 @@ BACK = "http://127.0.0.1:1/back"
 
 # ---- a real provider
 
-PYTHON = os.environ.get("GPOOL_OIDC_PYTHON", sys.executable)
-
 
 @pytest.fixture(scope="module")
 def provider() -> Iterator[str]:
-    """oidc-provider-mock (Authlib), as a process of its own."""
-    there = subprocess.run(
-        [PYTHON, "-W", "ignore", "-c", "import oidc_provider_mock"],
-        capture_output=True,
-        check=False,
-    )
-    if there.returncode:
-        if os.environ.get("CI"):
-            pytest.fail("oidc-provider-mock is not installed")
-        pytest.skip("oidc-provider-mock is not installed")
-    port = free_port()
-    process = subprocess.Popen(
-        [PYTHON, "-W", "ignore", "-m", "oidc_provider_mock", "--port", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    url = f"http://127.0.0.1:{port}"
-
-    def answers() -> bool:
-        assert process.poll() is None, "the provider ended"
-        try:
-            return httpx2.get(f"{url}/.well-known/openid-configuration", timeout=20).is_success
-        except httpx2.HTTPError:
-            return False
-
-    try:
-        eventually("the provider answers", answers, PATIENCE_S, every_s=0.1)
+    with oidc_provider() as url:
         yield url
-    finally:
-        process.terminate()
-        process.wait()
 
 
 @asynccontextmanager

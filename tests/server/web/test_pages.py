@@ -11,7 +11,7 @@ import pytest
 from gpool.server.app import running
 from gpool.server.web.live import EVENT_STREAM
 from gpool.wire.frames import LogChunk, Progressed, Started
-from tests.server.identity_routes.people_desk import Somebody, registered
+from tests.server.identity_routes.people_desk import Somebody, joins, registered
 from tests.server.server_desk import Desk, an_offer
 from tests.server.web.browser import Browser
 from tests.tools.processes import PATIENCE_S
@@ -153,6 +153,38 @@ async def test_keys_are_made_shown_once_and_revoked(desk: Desk) -> None:
     assert id_ is not None
     await browser.submit("/account/keys/revoke", id=id_[1])
     assert (await desk.bare.get("/v1/tasks", headers=asked)).status_code == 401
+
+
+async def test_secrets_are_stored_and_deleted_on_the_account_page(desk: Desk) -> None:
+    browser, person = await visiting(desk)
+    bob, member = await visiting(desk, "bob")
+    team = (await person.ask("POST", "/v1/teams", {"name": "lab"})).json()["id"]
+    await joins(person, team, member)
+    stored = await browser.submit("/account/secrets", name="HF_TOKEN", value=" typed value ")
+    assert (stored.status_code, stored.headers["location"]) == (303, "/account?done=secret")
+    stored = await browser.submit("/account/secrets", name="OURS", value="typed", team=team)
+    assert stored.status_code == 303
+    page = (await browser.get("/account?done=secret")).text
+    assert page.count('action="/account/secrets/delete"') == 2
+    assert ">HF_TOKEN<" in page
+    assert "typed" not in page
+    seen = (await bob.get("/account")).text
+    assert ">OURS<" in seen  # a member uses it and cannot change it
+    assert ">HF_TOKEN<" not in seen
+    assert 'action="/account/secrets/delete"' not in seen
+    assert (await bob.submit("/account/secrets/delete", name="OURS", team=team)).status_code == 403
+    planted = await bob.submit("/account/secrets", name="OURS", value="planted", team=team)
+    assert planted.status_code == 403
+    wrong = await browser.submit("/account/secrets", name="A B", value="typed")
+    assert (wrong.status_code, "cannot name" in wrong.text, "typed" in wrong.text) == (
+        400,
+        True,
+        False,
+    )
+    for fields in ({"name": "HF_TOKEN"}, {"name": "OURS", "team": team}):
+        gone = await browser.submit("/account/secrets/delete", **fields)
+        assert gone.headers["location"] == "/account?done=no-secret"
+    assert (await person.ask("GET", "/v1/secrets")).json()["items"] == []
 
 
 async def test_the_operator_page_is_for_operators(desk: Desk) -> None:

@@ -21,6 +21,7 @@ from gpool.server.api.callers import server_of
 from gpool.server.server import VERSION
 from gpool.server.store.identity_values import Caller
 from gpool.server.web import values
+from gpool.server.web.previews import preview_type
 from gpool.server.web.visitors import VISITOR, form_token
 from gpool.wire.documents import instant_to_datetime
 
@@ -90,6 +91,7 @@ def environment() -> Environment:
         auto_reload=False,
     )
     found.filters.update(values.FILTERS)
+    found.tests["previewed"] = lambda file: bool(preview_type(file.path, file.size_bytes))
     found.globals["static"] = static_url
     return found
 

@@ -73,7 +73,9 @@ def _error_page(request: Request, error: GpoolError) -> Response:
 def sign_in_first(request: Request) -> Response:
     """Send to the sign-in page and from there back, unless the request was a form."""
     target = "/sign-in"
-    if request.method == "GET" and not request.scope["path"].startswith(("/sign-in", "/in/")):
+    if request.method == "GET" and not request.scope["path"].startswith(
+        ("/sign-in", "/in/", "/reset")
+    ):
         query = request.scope["query_string"].decode("ascii", "replace")
         path = request.scope["path"] + (f"?{query}" if query else "")
         target += "" if path == "/" else f"?next={quote(path, safe='/')}"

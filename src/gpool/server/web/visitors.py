@@ -48,6 +48,9 @@ FIELD = "csrf"
 VISITOR = "gpool.visitor"
 """Key of the request scope under which the caller of a page is kept, for the frame around it."""
 
+FLOW = "-flow"
+"""Ending of the name of the cookie that binds a sign-in at a provider to its browser."""
+
 _FORM = "gpool.form"
 _SAFE = frozenset({"GET", "HEAD"})
 MAX_FIELDS = 1000
@@ -201,6 +204,36 @@ def set_cookie(request: Request, response: Response, value: str) -> None:
         httponly=True,
         samesite="lax" if origin.is_secure else "strict",
     )
+
+
+def set_flow_cookie(request: Request, response: Response, value: str) -> None:
+    """Keep the secret of a sign-in that was begun in this browser; with an empty value remove it."""
+    origin = origin_of_request(request)
+    if origin is None:
+        raise Forbidden(f"open the pool at {server_of(request).settings.origin}")
+    life = round(server_of(request).settings.nonce_s) if value else 0
+    response.set_cookie(
+        cookie_name(origin) + FLOW,
+        value,
+        max_age=life,
+        path="/",
+        secure=origin.is_secure,
+        httponly=True,
+        samesite="strict",
+    )
+
+
+def flow_cookie(request: Request) -> str:
+    """Secret of the sign-in that was begun in this browser; empty if there is none, or several."""
+    origin = origin_of_request(request)
+    found = set() if origin is None else set(_cookies(request, cookie_name(origin) + FLOW))
+    return found.pop() if len(found) == 1 else ""
+
+
+def is_public_origin(request: Request) -> bool:
+    """Whether the page is open under the pool's public origin, the only one that wallets sign for."""
+    origin = origin_of_request(request)
+    return origin is not None and origin.text == server_of(request).settings.origin
 
 
 def _cookies(request: Request, name: str) -> list[str]:

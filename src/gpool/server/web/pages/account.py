@@ -1,4 +1,4 @@
-"""The account page: password, API keys, sessions, wallets, teams, budget, storage, export, deletion."""
+"""The account page: password, API keys, secrets, sessions, wallets, teams, budget, storage, export, deletion."""
 
 from __future__ import annotations
 
@@ -7,28 +7,42 @@ from starlette.responses import Response
 
 from gpool.core.errors import GpoolError, Invalid
 from gpool.core.ids import decode, encode
-from gpool.core.permissions import Action
+from gpool.core.permissions import Action, TeamId
 from gpool.core.scheduler.order.limits import Holder
 from gpool.server.actions.accounts import (
     accounts,
     export,
     invitations,
+    named_secrets,
     removal,
     sessions,
     teams,
     wallets,
 )
-from gpool.server.actions.money import ledger
+from gpool.server.actions.money import ledger, statements
 from gpool.server.actions.tasks import deletion
 from gpool.server.api.callers import server_of
-from gpool.server.api.messages import stream
+from gpool.server.api.messages import raw, stream
 from gpool.server.identity.throttle import RouteClass
 from gpool.server.store.identity_values import Caller
 from gpool.server.web.parts import part
 from gpool.server.web.rendering import page
 from gpool.server.web.routing import PageRouter, see
-from gpool.server.web.visitors import Form, form_of, set_cookie, validated, visitor
-from gpool.wire.identity import AccountDeletion, KeyMade, KeyRequest, PasswordChange
+from gpool.server.web.visitors import (
+    Form,
+    form_of,
+    is_public_origin,
+    set_cookie,
+    validated,
+    visitor,
+)
+from gpool.wire.identity import (
+    AccountDeletion,
+    KeyMade,
+    KeyRequest,
+    NamedSecretRequest,
+    PasswordChange,
+)
 from gpool.wire.ledger import BudgetRequest
 
 routes = PageRouter("pages")
@@ -41,10 +55,10 @@ DAY_S = 86_400
 async def show_account(request: Request) -> Response:
     """Show the visitor's account."""
     who = await visitor(request)
-    return await _account(request, who, done=request.query_params.get("done", ""))
+    return await account_page(request, who, done=request.query_params.get("done", ""))
 
 
-async def _account(
+async def account_page(
     request: Request,
     who: Caller,
     status: int = 200,
@@ -61,12 +75,14 @@ async def _account(
         me=await accounts.me(server, who),
         id=encode("user", who.user.id),
         keys=await part(accounts.list_keys(server, who)),
+        secrets=await part(named_secrets.list_usable(server, who)),
         sessions=await part(sessions.list_sessions(server, who)),
         wallets=await part(wallets.list_wallets(server, who)),
         teams=await part(teams.list_teams(server, who)),
         invitations=await part(invitations.list_own(server, who)),
         ledger=await part(ledger.ledger(server, who, ("user", who.user.id), None, ENTRIES)),
         storage=await part(deletion.report_storage(server, who, None)),
+        wallets_at="" if is_public_origin(request) else server.settings.origin,
         done=_DONE.get(done, ""),
         error=error,
         made=made,
@@ -76,8 +92,11 @@ async def _account(
 _DONE = {
     "password": "The password was changed; all other sessions ended.",
     "key": "The key was revoked.",
+    "secret": "The secret was stored. Tasks that were submitted before keep the old value.",
+    "no-secret": "The secret was deleted. Tasks that were submitted before keep their copy.",
     "session": "The session ended.",
     "budget": "The budget was changed.",
+    "wallet": "The wallet was linked.",
 }
 
 
@@ -94,6 +113,12 @@ async def _tried(request: Request, who: Caller, form: Form, kind: str) -> Respon
                 await accounts.change_password(server, who, change.old, change.new, None)
             case "key":
                 await accounts.revoke_key(server, who, decode("key", form.text("id")), None)
+            case "secret":
+                kept = validated(NamedSecretRequest, {"value": form.raw("value")})
+                team, value = _team(form), kept.value.get_secret_value()
+                await named_secrets.put(server, who, team, form.text("name"), value, None)
+            case "no-secret":
+                await named_secrets.delete(server, who, _team(form), form.text("name"), None)
             case "session":
                 await sessions.end_session(server, who, form.text("id")[:64], None)
             case _:
@@ -102,8 +127,13 @@ async def _tried(request: Request, who: Caller, form: Form, kind: str) -> Respon
                 holder: Holder = ("user", who.user.id)
                 await ledger.set_budget(server, who, holder, budget.cap_microcredits, None)
     except GpoolError as error:
-        return await _account(request, who, error.status, error=error)
+        return await account_page(request, who, error.status, error=error)
     return see(f"/account?done={kind}")
+
+
+def _team(form: Form) -> TeamId | None:
+    text = form.text("team")
+    return TeamId(decode("team", text)) if text else None
 
 
 def _microcredits(text: str) -> int | None:
@@ -139,8 +169,8 @@ async def create_key_on_page(request: Request) -> Response:
             server_of(request), who, validated(KeyRequest, members), None
         )
     except GpoolError as error:
-        return await _account(request, who, error.status, error=error)
-    return await _account(request, who, made=made)
+        return await account_page(request, who, error.status, error=error)
+    return await account_page(request, who, made=made)
 
 
 @routes.form("/account/keys/revoke", Action.KEY_END)
@@ -148,6 +178,20 @@ async def revoke_key_on_page(request: Request) -> Response:
     """Revoke an API key."""
     who = await visitor(request)
     return await _tried(request, who, await form_of(request), "key")
+
+
+@routes.form("/account/secrets", Action.SECRET_CHANGE)
+async def set_secret_on_page(request: Request) -> Response:
+    """Store a secret of the account or of a team, or replace its value."""
+    who = await visitor(request)
+    return await _tried(request, who, await form_of(request), "secret")
+
+
+@routes.form("/account/secrets/delete", Action.SECRET_CHANGE)
+async def delete_secret_on_page(request: Request) -> Response:
+    """Delete a stored secret."""
+    who = await visitor(request)
+    return await _tried(request, who, await form_of(request), "no-secret")
 
 
 @routes.form("/account/sessions/end", Action.SESSION_END)
@@ -173,6 +217,13 @@ async def export_account(request: Request) -> Response:
     return response
 
 
+@routes.page("/receipts/{id}", Action.LEDGER_READ)
+async def show_receipt(request: Request, id: str) -> Response:
+    """Show the canonical bytes of a receipt, to which invoices link."""
+    who = await visitor(request)
+    return raw(await statements.receipt(server_of(request), who, decode("receipt", id)))
+
+
 @routes.form("/account/delete", Action.ACCOUNT_DELETE, rate=RouteClass.SIGN_IN)
 async def delete_account_on_page(request: Request) -> Response:
     """Delete the account after its password, or its name, was typed."""
@@ -182,7 +233,7 @@ async def delete_account_on_page(request: Request) -> Response:
         wanted = validated(AccountDeletion, members)
         await removal.delete_account(server_of(request), who, wanted)
     except GpoolError as error:
-        return await _account(request, who, error.status, error=error)
+        return await account_page(request, who, error.status, error=error)
     response = see("/sign-in")
     set_cookie(request, response, "")
     return response

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass
+
 import segno
 from markupsafe import Markup
 from starlette.requests import Request
@@ -12,7 +15,7 @@ from gpool.core.ids import GpuId, NodeId, decode
 from gpool.core.model import Availability
 from gpool.core.permissions import Action
 from gpool.server.actions import joining, lending, listing, node_tasks
-from gpool.server.actions.money import ledger
+from gpool.server.actions.money import statements
 from gpool.server.api.callers import server_of
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operations.node_pages import NodeFilter
@@ -20,6 +23,7 @@ from gpool.server.web.parts import part
 from gpool.server.web.rendering import page
 from gpool.server.web.routing import PageRouter, see
 from gpool.server.web.visitors import form_of, visitor
+from gpool.wire.earnings import EarningsDocument
 from gpool.wire.nodes import InviteDocument
 
 routes = PageRouter("pages")
@@ -27,6 +31,7 @@ routes = PageRouter("pages")
 PAGE = 20
 ENDED = 5
 LINK_LIFE_S = 3600
+MONTHS = 6
 
 
 @routes.page("/nodes", Action.NODES_LIST)
@@ -52,7 +57,7 @@ async def _nodes(
         )
         for node in found.items
     }
-    money = await part(ledger.ledger(server, who, ("user", who.user.id), None, 1))
+    money = await part(statements.earnings(server, who, who.user.id, None, MONTHS))
     return page(
         request,
         "nodes.html",
@@ -60,11 +65,34 @@ async def _nodes(
         nodes=found.items,
         next=found.next,
         tasks=tasks,
-        earned=None if money.value is None else money.value.earned_microcredits,
+        money=money.value,
+        months=[] if money.value is None else earned_months(money.value),
         link=link,
         qr=None if link is None else qr(link.link),
         error=error,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class EarnedMonth:
+    """`share`: part of the best month, for its bar."""
+
+    month: str
+    microcredits: int
+    share: float
+
+
+def earned_months(money: EarningsDocument) -> list[EarnedMonth]:
+    """Charges and rewards by month, oldest first; forfeited charges are not counted."""
+    found: Counter[str] = Counter()
+    for item in money.items:
+        if item.state != "forfeited":
+            found[item.month] += item.microcredits
+    for reward in money.rewards:
+        found[reward.month] += reward.microcredits
+    months = sorted(found.items())[-MONTHS:]
+    most = max((amount for _, amount in months), default=0) or 1
+    return [EarnedMonth(month, amount, amount / most) for month, amount in months]
 
 
 def qr(text: str) -> Markup:

@@ -37,13 +37,13 @@ from gpool.server.web.live import (
 )
 from gpool.server.web.logs import LogText
 from gpool.server.web.parts import part
+from gpool.server.web.previews import preview_type
 from gpool.server.web.rendering import SANDBOX, environment, page
 from gpool.server.web.routing import PageRouter, see
 from gpool.server.web.visitors import is_signed_in_still, visitor
 from gpool.wire.documents import (
     EventDocument,
     LogDocument,
-    OutputDocument,
     instant_to_datetime,
 )
 
@@ -52,8 +52,8 @@ routes = PageRouter("pages")
 MOST_PIECES = 4000
 """Pieces of output on the page; the download has all."""
 MOST_PAGES = 200
-MAX_PREVIEW_BYTES = 256 * 1024
-_TEXTS = (".txt", ".log", ".csv", ".tsv", ".json", ".jsonl", ".yaml", ".yml", ".toml", ".md", ".py")
+SUGGESTIONS_S = 0.03
+"""Longest wait of a page for changes that would start the task; later ones come with the next view."""
 
 
 @dataclass
@@ -142,7 +142,7 @@ def _render(server: Server, who: Caller, task: TaskId) -> Render:
         view = await query.task(server, who, task)
         document = documents.task(view, explain.closeness(server, task))
         events = await query.events(server, who, task)
-        reason = await part(explain.explain(server, who, task))
+        reason = await part(explain.explain(server, who, task, SUGGESTIONS_S))
         usage = await part(lending.task_telemetry(server, who, task))
         parts: Any = environment().get_template("task_parts.html").module
         now = instant_to_datetime(server.now)
@@ -261,25 +261,20 @@ async def download_log(request: Request, id: str) -> Response:
 
 @routes.page("/tasks/{id}/files/{sha256}", Action.TASK_READ, rate=RouteClass.TRANSFER)
 async def download_output(request: Request, id: str, sha256: str) -> Response:
-    """Download a file of the task's results; `?show` previews text, without scripts and without the pool's origin."""
+    """Download a file of the task's results; `?show` previews texts and images, without scripts and without the pool's origin."""
     who, server, task = await visitor(request), server_of(request), TaskId(decode("task", id))
     view = await query.task(server, who, task)
     file = next((each for each in documents.task(view).outputs if each.sha256 == sha256), None)
     if file is None:
         raise NotFound(f"the task has no result {sha256[:64]}")
     size = await outputs.size_of(server, who, sha256)
-    is_shown = "show" in request.query_params and is_text(file) and size <= MAX_PREVIEW_BYTES
+    kind = preview_type(file.path, size) if "show" in request.query_params else ""
     name = quote(file.path.rpartition("/")[2][:200] or "result", safe="")
     headers = {
-        "Content-Disposition": f"{'inline' if is_shown else 'attachment'}; filename*=UTF-8''{name}",
+        "Content-Disposition": f"{'inline' if kind else 'attachment'}; filename*=UTF-8''{name}",
         "Content-Security-Policy": SANDBOX,
         "Content-Length": str(size),
         "Cache-Control": "private, no-store",
     }
     pieces = server.blobs.read(await outputs.location_of(server, sha256), 0, size)
-    kind = "text/plain; charset=utf-8" if is_shown else "application/octet-stream"
-    return StreamingResponse(pieces, 200, headers, kind)
-
-
-def is_text(file: OutputDocument) -> bool:
-    return file.path.lower().endswith(_TEXTS) and file.size_bytes <= MAX_PREVIEW_BYTES
+    return StreamingResponse(pieces, 200, headers, kind or "application/octet-stream")
