@@ -14,7 +14,7 @@ NOT_SLOW := $(if $(filter true,$(CI)),, and not slow)
 COMPILE = uv pip compile --universal --python-version 3.11 --generate-hashes \
 	--no-emit-index-url --no-annotate --custom-compile-command 'make lock' --quiet
 
-.PHONY: help setup up test alone pure check bench soak docs lock wheels release site system engines contracts browser clean
+.PHONY: help setup up test alone pure check bench soak docs lock wheels release site recording system engines contracts browser clean
 .DELETE_ON_ERROR:
 
 help:                       ## this list
@@ -62,6 +62,7 @@ check: setup                ## lint, types, import contracts, structure, generat
 	$(BIN)/mypy --strict src tests/tools
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m tests.structure --check
+	$(BIN)/python -m pytest -q -p no:cacheprovider tests/house/test_repository.py
 	$(BIN)/python -m pytest -q -p no:cacheprovider tests/server/identity_routes/test_matrix.py -k row \
 		|| { echo 'a route has no row in the matrix of who gets what'; exit 1; }
 	$(BIN)/python -m gpool.core.lifecycle | diff -u docs/lifecycle.md - \
@@ -168,6 +169,9 @@ release: setup              ## wheel and sdist in dist/, checked and tried in em
 	$(BIN)/python -m hatchling build -d dist
 	$(BIN)/twine check --strict dist/*
 	GPOOL_DIST=$(CURDIR)/dist $(BIN)/python -m pytest -q tests/e2e/test_release.py
+
+recording: setup            ## record the terminal session of README.md (needs tmux)
+	$(BIN)/python -m tests.tools.recording docs/screenshots/terminal.svg
 
 # Pages are copied with what is generated from code, since the site shows files below one folder only.
 site: setup                 ## build the documentation site, offline, into site/

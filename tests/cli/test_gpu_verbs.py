@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from gpool.cli.listings import gpu_notes, node_notes
 from gpool.cli.main import cli
+from gpool.cli.pool import show_top
 from tests.server.server_desk import Live, serving
 from tests.tools.processes import PATIENCE_S
 
@@ -94,6 +95,38 @@ def test_the_listing_has_a_column_for_each_reading(owner: Owner) -> None:
     heading = owner("gpus").stdout.splitlines()[0].lower()
     for word in ("busy", "used", "watts", "°c"):
         assert word in heading
+
+
+def test_top_shows_every_gpu_once_or_as_json(owner: Owner) -> None:
+    lines = owner("top", "--once").stdout.splitlines()
+    assert lines[0].startswith("2 GPUs: 0 with tasks, ")
+    assert [line.split()[0] for line in lines[2:]] == ["studio/gpu0", "studio/gpu1"]
+    found = json.loads(owner("top", "--json").stdout)
+    assert [(one["index"], one["tasks"]) for one in found] == [(0, []), (1, [])]
+    owner("top", "--once", "--everybody")
+
+
+def test_a_table_of_top_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    reading = {"utilisation_percent": 100, "memory_used_bytes": 90 << 30, "temperature_celsius": 71}
+    gpu = {
+        "node": "n-0123456789abc",
+        "node_name": "workstation-7",
+        "model": "RTX4090",
+        "simulated": True,
+        "status": "busy",
+        "memory_bytes": 140 << 30,
+        "memory_free_bytes": 0,
+        "reading": reading,
+    }
+    gpus = [{**gpu, "index": n} for n in range(9, 11)]
+    task = {"id": "t-0123456789abc", "user": "u-0123456789abc"}
+    tasks = {("n-0123456789abc", 9): [task, task]}
+    show_top(gpus, tasks, {"u-0123456789abc": "ada.lovelace"}, width=80)
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    for text in ("100 %", "90/140 GiB", "71", "+1", "ada.lovelace", "(simulated)"):
+        assert text in out
+    assert "100 % utilised on average" in out
 
 
 def test_gpus_that_passed_no_verification_are_marked(owner: Owner) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 
+from gpool import Client
 from gpool.cli.printing import ProgressLine
 from gpool.client.runs import TaskProgress
 from tests.client.standin import Pool
@@ -50,6 +51,18 @@ def test_every_option_reaches_the_server(gpool: Gpool, pool: Pool, tmp_path: Pat
     assert sent(pool)["recipe"] == {"image": "debian@sha256:" + "0" * 64}
     gpool("run", "-d", "--", "true")
     assert sent(pool) == {"command": ["true"]}
+
+
+def test_the_project_is_the_option_before_that_of_the_client(
+    gpool: Gpool, pool: Pool, client: Client
+) -> None:
+    client.project = "thesis"
+    gpool("run", "-d", "--", "true")
+    assert sent(pool)["project"] == "thesis"
+    gpool("run", "--project", "lab/course", "-d", "--", "true")
+    assert sent(pool)["project"] == "lab/course"
+    refused = gpool("run", "--project", "two words", "-d", "--", "true")
+    assert "is not a project" in refused.output + str(refused.exception)
 
 
 def test_the_options_of_a_gang_reach_the_server(gpool: Gpool, pool: Pool) -> None:

@@ -313,7 +313,10 @@ def test_a_secret_comes_from_the_environment_or_a_file_and_never_from_the_comman
     assert done.exit_code == 0, done.output
     assert pool.bodies[-1]["secrets"] == {"TOKEN": "from the environment", "OTHER": "from a file"}
     assert "from the environment" not in done.output
-    for wrong in ("TOKEN=value", "=@file", "MISSING_ONE", f"OTHER=@{tmp_path / 'none'}"):
+    done = gpool("run", "--secret", "STORED_ONE", "--", "true")
+    assert done.exit_code == 0, done.output
+    assert pool.bodies[-1]["secrets"] == {"STORED_ONE": None}
+    for wrong in ("TOKEN=value", "=@file", f"OTHER=@{tmp_path / 'none'}"):
         done = gpool("run", "--secret", wrong, "--", "true")
         assert done.exit_code == 2, wrong
         assert "value" not in done.stderr.replace("a value on the command line", "")

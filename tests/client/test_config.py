@@ -40,6 +40,29 @@ def test_a_flag_wins_over_a_variable_over_the_project_over_the_profile(tmp_path:
     )
 
 
+def test_a_project_file_that_only_defines_tasks_selects_no_pool(tmp_path: Path) -> None:
+    (tmp_path / "gpool.toml").write_text('[tasks.train]\ncommand = ["python", "train.py"]\n')
+    environ = {"GPOOL_HOME": str(tmp_path / "home")}
+    assert config.load(environ=environ, directory=tmp_path).url == config.LOCAL_URL
+
+
+def test_the_project_is_that_of_the_variable_then_of_the_project_file(tmp_path: Path) -> None:
+    environ = {"GPOOL_HOME": str(tmp_path / "home")}
+
+    def found(url: str | None = None, **more: str) -> str:
+        return config.load(url, environ=environ | more, directory=tmp_path).project
+
+    assert found() == ""
+    (tmp_path / "gpool.toml").write_text('project = "thesis"\n')
+    assert found() == found("http://four:4") == "thesis"
+    assert found(GPOOL_PROJECT="course") == "course"
+    (tmp_path / "gpool.toml").write_text('project = "two words"\n')
+    with pytest.raises(Invalid, match=r"gpool\.toml.*not a project"):
+        found()
+    with pytest.raises(Invalid, match=r"GPOOL_PROJECT.*not a project"):
+        found(GPOOL_PROJECT="=1")
+
+
 def test_a_key_from_a_file_is_never_sent_to_another_address(tmp_path: Path) -> None:
     key_file = tmp_path / "key"
     key_file.write_text("secret")

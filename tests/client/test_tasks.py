@@ -408,9 +408,24 @@ def test_options_of_the_wrong_kind_say_what_is_right(client: Client) -> None:
     with pytest.raises(gpool.Invalid, match=r"secrets=.'NAME'") as told:
         client.task(secrets=["TOKEN=hush"])
     assert "hush" not in str(told.value)
+    for wrong in ("TOKEN", 5, [("TOKEN", "hush")]):
+        with pytest.raises(gpool.Invalid, match=r"secrets=.'NAME'"):
+            client.task(secrets=wrong)
     for endless in (float("inf"), float("nan"), "9" * 400 + "d"):
         with pytest.raises(gpool.Invalid, match="duration"):
             client.task(timeout=endless)
+
+
+def test_secrets_are_values_or_names_of_stored_ones(client: Client, pool: Pool) -> None:
+    for given, sent in (
+        ({"TOKEN": "hush"}, {"TOKEN": "hush"}),
+        (["TOKEN", "OTHER"], {"TOKEN": None, "OTHER": None}),
+        ({"TOKEN": "hush", "OTHER": None}, {"TOKEN": "hush", "OTHER": None}),
+    ):
+        assert client.task(lambda: 1, secrets=given).remote() == 1
+        assert pool.bodies[-1]["secrets"] == sent
+        assert client.run(["true"], secrets=given).id
+        assert pool.bodies[-1]["secrets"] == sent
 
 
 def test_what_is_no_text_is_named_and_a_secret_not_shown(client: Client, pool: Pool) -> None:

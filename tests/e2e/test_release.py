@@ -79,13 +79,29 @@ def contents(wheel: Path) -> set[str]:
         return set(archive.namelist())
 
 
+def test_wheel_and_sdist_hold_the_shipped_tasks(wheel: Path, sdist: Path) -> None:
+    shipped = {path.name for path in (ROOT / "examples" / "catalogue").iterdir() if path.is_file()}
+    with zipfile.ZipFile(wheel) as files:
+        held = set(files.namelist())
+    assert {f"gpool/cli/project/examples/{name}" for name in shipped} <= held
+    with tarfile.open(sdist) as archive:
+        kept = {name.partition("/")[2] for name in archive.getnames()}
+    assert {f"examples/catalogue/{name}" for name in shipped} <= kept
+
+
 def test_twine_accepts_both_files(wheel: Path, sdist: Path) -> None:
     assert checked(BIN / "twine", "check", "--strict", wheel, sdist).count("PASSED") == 2
 
 
 def test_the_wheel_has_every_tracked_file_of_the_package_and_no_other(wheel: Path) -> None:
-    listing = checked("git", "ls-files", "-co", "--exclude-standard", "src/gpool", cwd=ROOT)
-    tracked = {line.removeprefix("src/") for line in listing.splitlines()}
+    folders = {"src/gpool/": "gpool/", "examples/catalogue/": "gpool/cli/project/examples/"}
+    listing = checked("git", "ls-files", "-co", "--exclude-standard", *folders, cwd=ROOT)
+    tracked = {
+        place + line.removeprefix(folder)
+        for line in listing.splitlines()
+        for folder, place in folders.items()
+        if line.startswith(folder)
+    }
     packed = {name for name in contents(wheel) if not name.split("/")[0].endswith(".dist-info")}
     assert packed == tracked
     assert "gpool/server/nodes/gpu_models.toml" in packed

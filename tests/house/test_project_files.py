@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from tests.tools import recording
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -82,3 +85,10 @@ def test_both_images_are_built_from_the_hashed_locks_and_nothing_else() -> None:
     own = [part for part in installs if part not in locks]
     assert all("--no-deps" in part and "/wheels/gpool-*.whl" in part for part in own)
     assert len(own) == 2
+
+
+def test_the_recording_of_the_readme_shows_the_commands_of_its_script() -> None:
+    picture = html.unescape((ROOT / "docs/screenshots/terminal.svg").read_text(encoding="utf-8"))
+    missing = [command for command in recording.COMMANDS if f"$ {command}" not in picture]
+    assert missing == [], "run make recording"
+    assert "<script" not in picture

@@ -125,7 +125,10 @@ def leads_somewhere(target: Path, anchor: str) -> bool:
     return anchor[1:] in {heading.strip().replace(" ", "-") for heading in plain}
 
 
-@pytest.mark.parametrize("place", ["README.md", "CONTRIBUTING.md", "docs", "bench/README.md"])
+PROSE = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs", "bench/README.md"]
+
+
+@pytest.mark.parametrize("place", PROSE)
 def test_prose_lines_have_at_most_100_characters(place: str) -> None:
     """Longer lines make diffs unreadable. Tables and code blocks are exempt."""
     long = []

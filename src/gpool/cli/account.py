@@ -1,4 +1,4 @@
-"""Verbs `register`, `login`, `logout`, `keys`."""
+"""Verbs `register`, `login`, `logout`, `keys`, `secret`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 import click
 
@@ -16,6 +16,9 @@ from gpool.core.errors import Invalid
 
 if TYPE_CHECKING:
     from gpool.client.transport import ApiTransport
+
+OIDC_S = 600
+"""Time to sign in at an identity provider, in seconds."""
 
 invite_option = click.option("--invite", metavar="TOKEN", help="Invite token from an operator.")
 profile_option = click.option(
@@ -93,7 +96,9 @@ def register(
 
 @click.command(
     epilog=examples(
-        "gpool --url https://pool.example login ada", "gpool login --wallet-key keystore.json"
+        "gpool --url https://pool.example login ada",
+        "gpool login --wallet-key keystore.json",
+        "gpool login --oidc",
     )
 )
 @click.argument("name", required=False)
@@ -108,6 +113,13 @@ def register(
     metavar="ADDRESS",
     help="Sign in with an external wallet: prints the message to sign, reads the signature.",
 )
+@click.option(
+    "--oidc",
+    is_flag=False,
+    flag_value="",
+    metavar="[PROVIDER]",
+    help="Sign in with an identity provider of the pool (OpenID Connect), in a browser.",
+)
 @invite_option
 @profile_option
 @as_json
@@ -117,19 +129,22 @@ def login(
     name: str | None,
     wallet_key: Path | None,
     wallet: str | None,
+    oidc: str | None,
     invite: str | None,
     profile: str | None,
     as_json: bool,
 ) -> None:
-    """Sign in with a password or a wallet."""
+    """Sign in with a password, a wallet or an identity provider."""
     from gpool.cli.wallet import WalletChoice, signed
 
-    if sum(way is not None for way in (name, wallet_key, wallet)) > 1:
+    if sum(way is not None for way in (name, wallet_key, wallet, oidc)) > 1:
         raise Invalid(
-            "several ways to sign in; give one of NAME, --wallet-key FILE, --wallet ADDRESS"
+            "several ways to sign in; give one of NAME, --wallet-key FILE, --wallet ADDRESS, --oidc"
         )
     api = anonymous(ctx)
-    if wallet_key is not None or wallet is not None:
+    if oidc is not None:
+        answer = _by_provider(api, oidc, invite)
+    elif wallet_key is not None or wallet is not None:
         message = signed(api, WalletChoice(wallet_key, wallet))
         wanted = message | ({"invite": invite} if invite else {})
         answer = api.send_json("POST", "/v1/auth/wallet", wanted)
@@ -138,6 +153,25 @@ def login(
         document = {"name": chosen, "password": password_of("Password")}
         answer = api.send_json("POST", "/v1/auth/password", document)
     greet(store_sign_in(ctx, answer, profile), as_json)
+
+
+def _by_provider(api: ApiTransport, provider: str, invite: str | None) -> Any:
+    """Tokens of a sign-in at an identity provider: it sends the browser back to a port of this machine."""
+    import threading
+    import webbrowser
+
+    from gpool.transfer.loopback import LoopbackReceiver
+
+    with LoopbackReceiver() as receiver:
+        query = urlencode({"provider": provider, "redirect_uri": receiver.url})
+        started = api.get_json(f"/v1/auth/oidc/start?{query}")
+        click.echo(f"Sign in with {started['provider']} in your browser:\n", err=True)
+        click.echo(f"  {started['url']}\n", err=True)
+        # In a thread: a browser in the terminal returns only when it is closed.
+        threading.Thread(target=webbrowser.open, args=(started["url"],), daemon=True).start()
+        code = receiver.code(started["state"], OIDC_S)
+    wanted = {"state": started["state"], "code": code} | ({"invite": invite} if invite else {})
+    return api.send_json("POST", "/v1/auth/oidc/finish", wanted)
 
 
 @click.command()
@@ -243,3 +277,97 @@ def keys_revoke(ctx: click.Context, key: str) -> None:
     """Revoke an API key."""
     client_of(ctx).api.send("DELETE", f"/v1/keys/{quoted(key)}")
     click.echo(f"{key} revoked")
+
+
+# ---- stored secrets
+
+secret_name = click.argument("name")
+secret_team = click.option("--team", "team_", metavar="TEAM", help="Use a team of yours instead.")
+
+
+@click.group(cls=VerbGroup)
+def secret() -> None:
+    """Store secrets that tasks use by name."""
+
+
+@secret.command(
+    "set",
+    epilog=examples(
+        "gpool secret set HF_TOKEN",
+        "gpool secret set HF_TOKEN < token.txt",
+        "gpool secret set WANDB_API_KEY --team lab",
+        "gpool run --secret HF_TOKEN train.py",
+    ),
+)
+@secret_name
+@secret_team
+@as_json
+@click.pass_context
+def secret_set(ctx: click.Context, name: str, team_: str | None, as_json: bool) -> None:
+    """Store a secret, or replace its value.
+
+    Reads the value from standard input, without the newline at its end, or asks for it. Tasks that were submitted keep
+    the value they had.
+    """
+    if "=" in name:
+        raise Invalid(
+            f"{name.partition('=')[0]!r}: give the name only; the value is read from standard input or asked for, "
+            "since command lines are visible to every user of this machine"
+        )
+    path = _secret_path(ctx, name, team_)
+    kept = client_of(ctx).api.send_json("PUT", path, {"value": _secret_value(name)})
+    if as_json:
+        emit_json(kept)
+        return
+    click.echo(f"{kept['name']} stored; use it with: gpool run --secret {kept['name']}")
+
+
+@secret.command("ls")
+@secret_team
+@as_json
+@click.pass_context
+def secret_ls(ctx: click.Context, team_: str | None, as_json: bool) -> None:
+    """List the names of stored secrets."""
+    client = client_of(ctx)
+    found = client.api.get_json(_secret_path(ctx, "", team_))["items"]
+    if as_json:
+        emit_json(found)
+        return
+    date = client.api.date
+    rows = [
+        (one["name"], age(one["created_at"], date), age(one["updated_at"], date)) for one in found
+    ]
+    empty = "No stored secrets; store one with: gpool secret set NAME"
+    table(("name", "created", "updated"), rows, empty)
+
+
+@secret.command("rm")
+@secret_name
+@secret_team
+@click.pass_context
+def secret_rm(ctx: click.Context, name: str, team_: str | None) -> None:
+    """Delete a stored secret; tasks that were submitted keep their copy."""
+    client_of(ctx).api.send("DELETE", _secret_path(ctx, name, team_))
+    click.echo(f"{name} deleted")
+
+
+def _secret_path(ctx: click.Context, name: str, team: str | None) -> str:
+    query = f"?team={own_team_id(client_of(ctx), team)}" if team else ""
+    return f"/v1/secrets{'/' if name else ''}{quoted(name)}{query}"
+
+
+def _secret_value(name: str) -> str:
+    """Value from standard input, or from the terminal without echo; never an argument, which process lists show."""
+    if sys.stdin.isatty():
+        asked: str = click.prompt(f"Value of {name}", hide_input=True, err=True)
+        return asked
+    try:
+        value = sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError:
+        raise Invalid(f"the value of {name} on standard input is not UTF-8 text") from None
+    value = value.removesuffix("\n").removesuffix("\r")
+    if not value:
+        raise Invalid(
+            f"standard input is empty; pipe the value of {name}, or run this in a terminal"
+        )
+    return value

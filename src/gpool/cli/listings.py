@@ -155,8 +155,8 @@ def account() -> None:
 def account_export(ctx: click.Context, file: Path) -> None:
     """Write your data to a file, one JSON object a line.
 
-    Contains account, keys (without secrets), sessions, nodes, tasks with arguments, results and logs, and the list of
-    artifacts; `gpool result ID` downloads output files.
+    Contains account, keys and webhooks (without secrets), names of stored secrets, sessions, nodes, notices, ledger
+    entries, tasks with arguments, results and logs, and the list of artifacts; `gpool result ID` downloads output files.
     """
     if file.exists():
         raise Invalid(f"'{file}' exists; choose another name")

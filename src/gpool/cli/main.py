@@ -49,10 +49,15 @@ SECTIONS = {
         "delete": ("gpool.cli.listings", "Delete ended tasks or batches with their data."),
         "result": ("gpool.cli.tasks", "Download the output files of a finished task."),
         "explain": ("gpool.cli.tasks", "Explain why a task waits and estimate its start."),
+        "catalogue": (
+            "gpool.cli.project.catalogue",
+            "List, show and run the tasks that gpool ships.",
+        ),
         "events": ("gpool.cli.notices.events", "Show events of your tasks, nodes and funds."),
     },
     "Pool and nodes": {
         "gpus": ("gpool.cli.pool", "List GPUs with their state."),
+        "top": ("gpool.cli.pool", "Watch GPUs: utilisation, memory, temperature, task and user."),
         "offers": ("gpool.cli.market.prices", "List what GPUs cost, by model and price."),
         "node": ("gpool.cli.pool", "List and manage nodes."),
         "up": ("gpool.cli.lending.up", "Start a server and an agent on this machine."),
@@ -62,10 +67,14 @@ SECTIONS = {
     },
     "Account": {
         "register": ("gpool.cli.account", "Create an account and sign in."),
-        "login": ("gpool.cli.account", "Sign in with a password or a wallet."),
+        "login": (
+            "gpool.cli.account",
+            "Sign in with a password, a wallet or an identity provider.",
+        ),
         "logout": ("gpool.cli.account", "Sign out."),
         "whoami": ("gpool.cli.pool", "Show the account in use."),
         "keys": ("gpool.cli.account", "Manage API keys."),
+        "secret": ("gpool.cli.account", "Store secrets that tasks use by name."),
         "team": ("gpool.cli.team", "Manage teams and their members."),
         "wallet": ("gpool.cli.wallet", "Manage the wallets of your account."),
         "webhook": ("gpool.cli.notices.webhooks", "Send events to web addresses."),
@@ -75,10 +84,13 @@ SECTIONS = {
         "account": ("gpool.cli.listings", "Export or delete your account."),
     },
     "Market": {
-        "usage": ("gpool.cli.market.statements", "Show what you spent and earned in a month."),
+        "usage": (
+            "gpool.cli.market.usage",
+            "Show the GPU time and credits that you used and earned.",
+        ),
         "invoice": (
             "gpool.cli.market.statements",
-            "Write the charges of a month, each with its receipt and task, as HTML or CSV.",
+            "Write the charges of a month, each with its receipt, task and timeline, as HTML or CSV.",
         ),
         "receipts": (
             "gpool.cli.market.statements",
@@ -140,6 +152,7 @@ ELSEWHERE = {
     "ls": "ps",
     "nodes": "node ls",
     "rm": "delete",
+    "secrets": "secret ls",
     "sbatch": "run -d",
     "scancel": "cancel",
     "shell": "run",
@@ -152,7 +165,6 @@ ELSEWHERE = {
     "submit": "run -d",
     "tasks": "ps",
     "teams": "team ls",
-    "top": "queue",
     "version": "--version",
     "why": "explain",
 }
@@ -238,6 +250,7 @@ LISTED_BY = dict.fromkeys(
     "node": "nodes with: gpool node ls",
     "team": "your teams with: gpool team ls",
     "keys": "your keys with: gpool keys ls",
+    "secret": "your secrets with: gpool secret ls",
     "wallet": "your wallets with: gpool wallet ls",
     "artifacts": "your artifacts with: gpool artifacts ls",
 }

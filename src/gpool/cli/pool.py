@@ -1,13 +1,19 @@
-"""Verbs `gpus`, `whoami`, and `node` for owners of machines."""
+"""Verbs `gpus`, `top`, `whoami`, and `node` for owners of machines.
+
+One file because all of them show or change the same documents of nodes and GPUs.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from gpool.cli.command import (
+    SectionedCommand,
     as_json,
     client_of,
     complete_nodes,
@@ -16,12 +22,15 @@ from gpool.cli.command import (
     listed,
     listing,
     node_id,
+    option_section,
+    principal_names,
     shared_names,
     shown_as,
 )
-from gpool.cli.listings import gpu_notes, node_notes, show_node_tasks
+from gpool.cli.listings import gpu_notes, node_notes, show_node_tasks, watch_until_interrupted
 from gpool.cli.main import FAILED
 from gpool.cli.printing import age, emit_json, fields, gib, local_time, table
+from gpool.cli.tasks import whose, whose_tasks
 from gpool.core.errors import Forbidden, Invalid, NotFound, NotSignedIn
 from gpool.core.terminal import plain
 
@@ -98,6 +107,131 @@ def _reading(reading: dict[str, Any]) -> tuple[str, str, str, str]:
         "-" if watts is None else f"{watts:.0f}",
         "-" if celsius is None else str(celsius),
     )
+
+
+select, display = option_section("Selection"), option_section("Display")
+
+Tasks = dict[tuple[str, int], list[dict[str, Any]]]
+"""Running tasks by node and index of the GPU."""
+
+
+@click.command(
+    cls=SectionedCommand,
+    epilog=examples("gpool top", "gpool top --once", "gpool top --everybody --every 5"),
+)
+@partial(whose, option=select)
+@display(
+    "--every",
+    "every_s",
+    type=click.FloatRange(min=0.5),
+    default=2.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time between two readings.",
+)
+@display("--once", is_flag=True, help="Print once and exit.")
+@as_json
+@click.pass_context
+def top(
+    ctx: click.Context,
+    team: str | None,
+    everybody: bool,
+    every_s: float,
+    once: bool,
+    as_json: bool,
+) -> None:
+    """Watch GPUs: utilisation, memory, temperature, task and user.
+
+    Prints again until Ctrl-C; --json prints once. Tasks are yours, unless --team or --everybody asks for others.
+    """
+    client = client_of(ctx)
+    filters = whose_tasks(client, team, everybody)
+
+    def refresh() -> Callable[[], None]:
+        gpus = listed(client, "resources", everything=True, limit=1000, kind="gpu")
+        tasks = _by_gpu(
+            listed(
+                client,
+                "tasks",
+                everything=True,
+                limit=1000,
+                on_page=None,
+                status="running",
+                **filters,
+            )
+        )
+        names = principal_names(client) if everybody else {}
+        if as_json:
+            found = [{**one, "tasks": tasks.get((one["node"], one["index"]), [])} for one in gpus]
+            return partial(emit_json, found)
+        return partial(show_top, gpus, tasks, names if everybody else None)
+
+    watch_until_interrupted(ctx, refresh, None if once or as_json else every_s)
+
+
+def _by_gpu(running: list[dict[str, Any]]) -> Tasks:
+    found: Tasks = {}
+    for task in running:
+        for part in task.get("slices") or ():
+            found.setdefault((task["node"], part["index"]), []).append(task)
+    return found
+
+
+def show_top(
+    gpus: list[dict[str, Any]],
+    tasks: Tasks,
+    names: dict[str, str] | None,
+    width: int | None = None,
+) -> None:
+    """Print a summary and one line per GPU; `names` of users if they are a column."""
+    if gpus:
+        click.echo(_summary(gpus))
+    shared = shared_names((one["node"], one.get("node_name")) for one in gpus)
+    rows = []
+    for one in gpus:
+        here = tasks.get((one["node"], one["index"]), [])
+        reading = one.get("reading") or {}
+        percent, celsius = reading.get("utilisation_percent"), reading.get("temperature_celsius")
+        users = (
+            [] if names is None else [str(names.get(task["user"], task["user"])) for task in here]
+        )
+        rows.append(
+            (
+                f"{shown_as(one['node'], one.get('node_name'), shared)}/gpu{one['index']}",
+                one["model"] + (" (simulated)" if one.get("simulated") else ""),
+                one["status"],
+                "-" if percent is None else f"{percent} %",
+                _used(one),
+                "-" if celsius is None else celsius,
+                _first_of(here[0]["id"] if here else "-", len(here)),
+                *(() if names is None else [", ".join(dict.fromkeys(users)) or "-"]),
+            )
+        )
+    columns = ("gpu", "model", "status", "busy", "memory", "°C", "task")
+    empty = "No GPUs in the pool yet; add this machine with: gpool join LINK"
+    table((*columns, *(() if names is None else ["user"])), rows, empty, width)
+
+
+def _first_of(task: str, count: int) -> str:
+    return task if count < 2 else f"{task} +{count - 1}"
+
+
+def _used(gpu: dict[str, Any]) -> str:
+    """Memory in use as measured, else as allocated."""
+    used = (gpu.get("reading") or {}).get("memory_used_bytes")
+    if used is None:
+        used = gpu["memory_bytes"] - gpu["memory_free_bytes"]
+    return f"{gib(used).removesuffix(' GiB').replace('-', '0')}/{gib(gpu['memory_bytes'])}"
+
+
+def _summary(gpus: list[dict[str, Any]]) -> str:
+    online = [one for one in gpus if one["status"] != "offline"]
+    taken = sum(one["status"] in ("busy", "shared") for one in online)
+    readings = [one.get("reading") or {} for one in online]
+    known = [each["utilisation_percent"] for each in readings if each.get("utilisation_percent") is not None]  # fmt: skip
+    mean = f", {sum(known) / len(known):.0f} % utilised on average" if known else ""
+    offline = f", {len(gpus) - len(online)} offline" if len(online) < len(gpus) else ""
+    return f"{len(gpus)} GPUs: {taken} with tasks, {len(online) - taken} without{offline}{mean}"
 
 
 @click.command()

@@ -158,7 +158,7 @@ def _deadline(ctx: click.Context, option: click.Parameter, text: str | None) -> 
     "secret",
     multiple=True,
     metavar="K[=@FILE]",
-    help="Variable that is stored encrypted (repeatable); K alone takes your value.",
+    help="Variable that is stored encrypted (repeatable); K alone takes your value, else the stored one.",
 )
 @environment(
     "--network",
@@ -173,6 +173,7 @@ def _deadline(ctx: click.Context, option: click.Parameter, text: str | None) -> 
 @scheduling("--preemptible", is_flag=True, default=None, help="Allow preemption and restart.")
 @scheduling("--grace", metavar="TIME", help="Time from SIGTERM to SIGKILL (default: 10s).")
 @scheduling("--team", metavar="TEAM", help="Submit for this team of yours.")
+@scheduling("--project", metavar="LABEL", help="Label of the task in your statements.")
 @placement(
     "--verify",
     type=VerifyChoice(["2", "3", "spot"]),

@@ -109,14 +109,15 @@ def variables(given: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-def secrets(given: tuple[str, ...]) -> dict[str, str]:
-    """`K` (the caller's variable) or `K=@FILE`; `K=VALUE` is refused: command lines are public."""
-    found = {}
+def secrets(given: tuple[str, ...]) -> dict[str, str | None]:
+    """`K` (the caller's variable, else None: the stored secret) or `K=@FILE`; `K=VALUE` is refused: command lines are public."""
+    found: dict[str, str | None] = {}
     for one in given:
         name, equals, source = one.partition("=")
         if not name or (equals and not source.startswith("@")):
             raise Invalid(
-                f"--secret {name or one[:20]!r}: write --secret NAME (from your environment) or --secret NAME=@FILE; "
+                f"--secret {name or one[:20]!r}: write --secret NAME (from your environment, or stored with "
+                "gpool secret set) or --secret NAME=@FILE; "
                 "a value on the command line is visible to every user of this machine"
             )
         if equals:
@@ -124,10 +125,6 @@ def secrets(given: tuple[str, ...]) -> dict[str, str]:
                 found[name] = Path(source[1:]).read_text().removesuffix("\n")
             except (OSError, UnicodeDecodeError) as error:
                 raise Invalid(f"--secret {name}: {source[1:]} cannot be read: {error}") from None
-        elif name in os.environ:
-            found[name] = os.environ[name]
         else:
-            raise Invalid(
-                f"--secret {name}: no such variable in your environment; set it, or write --secret {name}=@FILE"
-            )
+            found[name] = os.environ.get(name)
     return found

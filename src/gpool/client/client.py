@@ -85,7 +85,7 @@ class Client:
         another account's node, `"1GiB"` or bytes. Without them: GPOOL_TRUST, GPOOL_MAX_VALUE, then the profile.
         """
         settings = config.load(url, key, trust=trust, max_value=max_value)
-        self.url = settings.url
+        self.url, self.project = settings.url, settings.project
         session = None
         if settings.session_file is not None and not settings.key:
             session = SignInSession(SessionFile(settings.session_file))
@@ -102,7 +102,7 @@ class Client:
         self._heads: WeakKeyDictionary[Task[..., Any], tuple[bytes, bytes, bytes]] = (
             WeakKeyDictionary()
         )
-        """Pickled function, pickled check and start of the request, by task."""
+        """Pickled function, pickled check or comparator, and start of the request, by task."""
 
     def __enter__(self) -> Client:
         return self
@@ -229,13 +229,14 @@ class Client:
         return b"{%s%s%s]}" % (_deadline(task), self._head(task), call)
 
     def _head(self, task: Task[..., Any]) -> bytes:
-        pickled, check = task.pickled(), task.pickled_check()
+        pickled, check = task.pickled(), task.pickled_check() or task.pickled_comparator()
         known, known_check, head = self._heads.get(task, (b"", b"", b""))
         if known is not pickled or known_check is not check:
             function = {"sha256": self.artifacts.put(pickled), "python": PYTHON}
             members = {**self._requested(task.options), "name": task.label, "function": function}
             if check:
-                members["check"] = self.artifacts.put(check)
+                name = "check" if task.options.verify == "check" else "comparator"
+                members[name] = self.artifacts.put(check)
             members.pop("by", None)  # "2h" counts from each call
             head = _members(members)[1:] + b',"calls":['
             self._heads[task] = pickled, check, head
@@ -248,6 +249,8 @@ class Client:
 
     def _requested(self, options: Options) -> dict[str, object]:
         members = options.members()
+        if options.project is None and self.project:
+            members["project"] = self.project
         return members if options.team is None else members | {"team": self.team_id(options.team)}
 
     def team_id(self, team: str) -> str:
@@ -453,7 +456,7 @@ def quote_command(
     """Expected cost and start of a command, without submitting it. Uploads nothing and sends no secret's value."""
     document = _command_document(client, command, options or Options())
     if options is not None and options.secrets:
-        document["secrets"] = dict.fromkeys(options.secrets, "")
+        document["secrets"] = dict.fromkeys(options.secrets)
     found: dict[str, Any] = client.api.send_json("POST", "/v1/quotes", document)
     return found
 
@@ -472,6 +475,11 @@ def _command_document(
         raise Invalid(
             'verify is "check", but a command returns no value that a function could check; give verify=2 or 3, '
             "or run a function"
+        )
+    if callable(options.compare):
+        raise Invalid(
+            "compare is a function, but a command returns no value that a function could compare; its outputs are "
+            "compared by hash: leave 'compare' out, or run a function"
         )
     document = client._requested(options)
     document["command"] = [str(word) for word in command]

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from gpool.core.errors import BadGpuSpec, Invalid, NotSignedIn
 from gpool.core.specs import gpu
+from gpool.core.specs.fields import checked_project
 from gpool.transfer.keys import parse_fingerprint, read_private, write_private
 from gpool.transfer.requests import Address
 from gpool.wire.values import MAX_VALUE_BYTES
@@ -150,6 +151,7 @@ class ConnectionSettings:
     session_file: Path | None = None  # tokens of a sign-in; a key takes precedence
     trust: tuple[str, ...] = ()  # teams whose members' nodes may send pickles: `team:NAME`
     max_value_bytes: int = MAX_VALUE_BYTES  # of a value from another account's node
+    project: str = ""  # label of tasks that name none
 
     @property
     def address(self) -> Address:
@@ -188,16 +190,17 @@ def load(
 
     Credentials go to an address that the user chose: by argument or GPOOL_URL, or in the own config.toml. A key from
     a profile is used only with that profile's URL. ./gpool.toml comes with a cloned repository and is not trusted:
-    it selects among the user's profiles, by name or URL, and holds nothing else.
+    it selects among the user's profiles, by name or URL, and names the project of its tasks.
     """
     environ = os.environ if environ is None else environ
+    project_file = (directory or Path()) / "gpool.toml"
     user_file = home(environ) / "config.toml"
     user = _read(user_file)
     profiles = _table(user.get("profiles", {}), user_file)
     given_url = url or environ.get("GPOOL_URL")
     named = profile or environ.get("GPOOL_PROFILE")
     if not named and not given_url:
-        named = _project_profile((directory or Path()) / "gpool.toml", profiles, user_file)
+        named = _project_profile(project_file, profiles, user_file)
     name = named or user.get("profile")
     chosen = _profile(name, profiles, user_file) if name is not None else {}
 
@@ -211,6 +214,7 @@ def load(
     max_bytes = _max_value(
         first_set(max_value, environ.get("GPOOL_MAX_VALUE"), own.get("max_value"), MAX_VALUE_BYTES)
     )
+    project = _project_label(environ, project_file)
     if is_of_profile:
         return ConnectionSettings(
             _checked_url(given_url or str(found_url)),
@@ -221,10 +225,11 @@ def load(
             session_file=None if given_key else _session_of(chosen, user_file),
             trust=trusted,
             max_value_bytes=max_bytes,
+            project=project,
         )
     if not given_url and (joined := _joined_pool(home(environ))) is not None:
         key = _checked_key(given_key or "")
-        return replace(joined, key=key, trust=trusted, max_value_bytes=max_bytes)
+        return replace(joined, key=key, trust=trusted, max_value_bytes=max_bytes, project=project)
     return ConnectionSettings(
         _checked_url(given_url or LOCAL_URL),
         _checked_key(given_key or ""),
@@ -233,7 +238,21 @@ def load(
         plain,
         trust=trusted,
         max_value_bytes=max_bytes,
+        project=project,
     )
+
+
+def _project_label(environ: Mapping[str, str], file: Path) -> str:
+    """GPOOL_PROJECT, then `project` of the project's file; empty: none."""
+    given, origin = environ.get("GPOOL_PROJECT", ""), "GPOOL_PROJECT"
+    if not given:
+        given, origin = _read(file).get("project", ""), str(file)
+    if given == "":
+        return ""
+    try:
+        return checked_project(str(given))
+    except Invalid as exc:
+        raise Invalid(f"{origin}: {exc.detail}") from exc
 
 
 def first_set(*given: Any) -> Any:
@@ -273,7 +292,9 @@ def _project_profile(file: Path, profiles: Mapping[str, Any], user_file: Path) -
                 f"{file}: {member!r} may not stand there, since a cloned repository could bring the file along; "
                 f"keep it in a profile in {user_file} (gpool login writes one) or in a variable"
             )
-    _refuse_unknown(project, {"url", "profile"}, file)
+    _refuse_unknown(
+        project, {"url", "profile", "project", "tasks"}, file
+    )  # `tasks`: read by `gpool run :NAME`
     name = project.get("profile")
     if name is not None:
         _profile(name, profiles, user_file)

@@ -14,6 +14,7 @@ from gpool.client import times
 from gpool.client.environment_specs import environment_spec
 from gpool.client.times import seconds
 from gpool.core.errors import Invalid
+from gpool.core.specs.fields import checked_project
 
 
 class TaskOptions(TypedDict, total=False):
@@ -30,7 +31,7 @@ class TaskOptions(TypedDict, total=False):
     priority: int | None
     env: Mapping[str, str]
     name: str | None
-    secrets: Mapping[str, str]
+    secrets: Mapping[str, str | None] | Sequence[str]
     python: str | None
     pip: Sequence[str]
     requirements: str | os.PathLike[str] | None
@@ -50,11 +51,12 @@ class TaskOptions(TypedDict, total=False):
     max_price: str | float | None
     max_cost: str | float | None
     team: str | None
+    project: str | None
     on: str | None
     show_output: bool | None
     results: Literal["pickle"] | None
     verify: Literal[2, 3, "spot", "check"] | None
-    compare: Literal["hash"] | float | None
+    compare: Literal["hash"] | float | Callable[[Any, Any], bool] | None
 
 
 class FunctionOptions(TaskOptions, total=False):
@@ -75,7 +77,7 @@ MEANINGS: Mapping[str, str] = {
     "priority": "-100 to 100; higher starts earlier",
     "env": 'variables: `{"NAME": "value"}`',
     "name": "name in listings",
-    "secrets": "variables that are stored encrypted and never shown",
+    "secrets": 'variables that are stored encrypted and never shown: `{"NAME": "value"}`, or names of stored secrets, `["HF_TOKEN"]`',
     "python": 'Python version, `"3.12"`; commands only, a function has its caller\'s',
     "pip": 'packages, `["numpy>=2"]`',
     "requirements": "requirements file",
@@ -95,11 +97,12 @@ MEANINGS: Mapping[str, str] = {
     "max_price": 'most credits per hour on one node, `"0.40/h"`',
     "max_cost": 'most credits of a task over all its attempts, `"2.00"`',
     "team": "team that owns the task, by name or id",
+    "project": "label of your statements (`gpool usage --by project`); default: `GPOOL_PROJECT`, then `project` in `./gpool.toml`",
     "on": 'owners whose nodes may run it: `"me"`, `"team:NAME"`, `"user:NAME"`, `"anyone"`, several with commas',
     "show_output": "`False`: do not show a function's output on standard error",
     "results": '`"pickle"`: unpickle values from nodes of other accounts too (one team\'s: `GPOOL_TRUST`); functions only',
     "verify": 'accept the result only if nodes of `2` or `3` other owners agree on it; `"spot"`: check some results; `"check"`: if `check` accepts it',
-    "compare": 'how answers are compared: `"hash"` (default), or a tolerance for numbers, `1e-6`; functions only',
+    "compare": 'how answers are compared: `"hash"` (default), a tolerance for numbers, `1e-6`, or a function of two values, run on further owners\' nodes; functions only',
     "check": 'with `verify="check"`: `check(result, *args, **kwargs)`, run on another owner\'s node; functions only',
 }
 """One line per option, for docs/options.md and `help(gpool.task)`."""
@@ -152,9 +155,9 @@ class Options:
     priority: int | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     name: str | None = None
-    secrets: Mapping[str, str] = field(
+    secrets: Mapping[str, str | None] | Sequence[str] = field(
         default_factory=dict, repr=False
-    )  # environment variables that are never shown
+    )  # environment variables that are never shown; a name alone, or None: the stored value
     python: str | None = None  # minor version, "3.12"
     pip: Sequence[str] = ()  # packages as for pip
     requirements: str | os.PathLike[str] | None = None  # a requirements file
@@ -174,13 +177,16 @@ class Options:
     max_price: str | float | None = None  # "0.40/h", for its resources on one node
     max_cost: str | float | None = None  # "2.00" credits, over all attempts of a task
     team: str | None = None  # team that owns the task, by name or id
+    project: str | None = None  # label of the account's statements
     on: str | None = None  # owners whose nodes may run it: "me", "team:lab", "user:ana", "anyone"
     show_output: bool | None = None  # of functions, on standard error; None: yes
     results: str | None = (
         None  # "pickle": send values pickled, and unpickle those of other accounts' nodes too
     )
     verify: int | str | None = None  # owners whose answers must agree, "spot" or "check"
-    compare: str | float | None = None  # "hash", or a tolerance of numbers
+    compare: str | float | Callable[..., object] | None = (
+        None  # "hash", a tolerance of numbers, or a function of two values
+    )
     check: Callable[..., object] | None = None  # returns whether a result is right
 
     @classmethod
@@ -217,7 +223,7 @@ class Options:
             "retries": self.retries,
             "priority": self.priority,
             "env": _variables("env", self.env) or None,
-            "secrets": _variables("secrets", self.secrets) or None,
+            "secrets": _secrets(self.secrets) or None,
             "recipe": self._environment(),
             "network": self.network,
             "preload": _words("preload", self.preload, "torch") or None,
@@ -233,11 +239,14 @@ class Options:
             "max_price": self.max_price,
             "max_cost": self.max_cost,
             "team": self.team,
+            "project": None if self.project is None else checked_project(self.project),
             "on": self.on,
             "verify": self.verify,
-            "compare": self.compare,
+            "compare": None if callable(self.compare) else self.compare,
         }
         _check_verified(self.verify, self.compare)
+        if callable(self.compare) and self.pickle_requested:
+            raise Invalid("a comparator and results='pickle' exclude each other: it gets data")
         _check_checked(self)
         if self.results not in (None, "pickle"):
             raise Invalid(f"results is {self.results!r}; give results='pickle' or leave it out")
@@ -270,9 +279,11 @@ def _check_verified(verify: object, compare: object) -> None:
         )
     if compare is None or compare == "hash":
         return
-    if not isinstance(compare, int | float) or not 0 < compare < 1:
+    is_tolerance = isinstance(compare, int | float) and 0 < compare < 1
+    if not is_tolerance and not callable(compare):
         raise Invalid(
-            f'compare is {compare!r}; give "hash", or a tolerance between 0 and 1 like compare=1e-6'
+            f'compare is {compare!r}; give "hash", a tolerance between 0 and 1 like compare=1e-6, or a function of two '
+            "values that returns whether they agree"
         )
     if verify is None:
         raise Invalid(f"compare is {compare!r} and verify is not given; add verify=2")
@@ -306,6 +317,21 @@ def _variables(option: str, given: Mapping[str, str]) -> dict[str, str]:
     if not isinstance(given, Mapping):
         raise Invalid(f"{option} is not a mapping; write {option}={{'NAME': 'value'}}")
     return {str(name): str(value) for name, value in given.items()}
+
+
+def _secrets(given: Mapping[str, str | None] | Sequence[str]) -> dict[str, str | None]:
+    """Value of each secret; None: the stored one of this name. An error does not show a value."""
+    if isinstance(given, Mapping):
+        return {str(name): None if value is None else str(value) for name, value in given.items()}
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise Invalid("secrets is not a list of names; write secrets=['NAME'] for stored secrets")
+    for name in given:
+        if not isinstance(name, str) or "=" in name:
+            raise Invalid(
+                "secrets has an entry that is not a name; write secrets=['NAME'] for stored secrets "
+                "(gpool secret set NAME), or secrets={'NAME': 'value'}"
+            )
+    return dict.fromkeys(given)
 
 
 def _maybe_seconds(duration: str | float | None, *, zero: bool = False) -> float | None:

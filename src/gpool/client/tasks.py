@@ -75,14 +75,26 @@ class Task(Generic[P, R]):
 
     def pickled_check(self) -> bytes:
         """Check function as the runner receives it, empty without one; the same object while nothing changed."""
-        check = self.options.check
+        return self._pickled_judge(self.options.check, _run_check, "check")
+
+    def pickled_comparator(self) -> bytes:
+        """Comparator as the runner receives it, empty without one; the same object while nothing changed."""
+        compare = self.options.compare
+        return self._pickled_judge(
+            compare if callable(compare) else None, _run_comparator, "comparator"
+        )
+
+    def _pickled_judge(
+        self, check: Callable[..., object] | None, running: Callable[..., object], what: str
+    ) -> bytes:
+        """Pickle the check or the comparator, of which a task has one at most, to be called by `running`."""
         if check is None:
             return b""
         if self._check_references is not None and self._check_references.are_unchanged():
             return self._pickled_check
         self._check_references = References(check)
-        checking = functools.partial(by_value(_run_check), runnable(check))
-        pickled = dumps_function(checking, f"check of {self.label}") + RESULTS_AS_DATA
+        checking = functools.partial(by_value(running), runnable(check))
+        pickled = dumps_function(checking, f"{what} of {self.label}") + RESULTS_AS_DATA
         if pickled != self._pickled_check:
             self._pickled_check = pickled
         return self._pickled_check
@@ -277,6 +289,33 @@ def _run_check(check: Callable[..., object], result: object, arguments: bytes) -
 
     args, kwargs = pickle.loads(arguments)
     return bool(check(result, *args, **kwargs))
+
+
+def _run_comparator(compare: Callable[..., object], values: list[tuple[object, ...]]) -> str:
+    """Compare every pair of values; return a letter T or F for each. An empty tuple stands for a value that is no data.
+
+    A pair for which the comparator raises differs: one malformed value must not end the comparison of the others. Its
+    exception is raised if it cannot compare any value even with itself.
+    """
+    import itertools  # noqa: PLC0415 - it runs in the sandbox, without this module's globals
+
+    error: Exception | None = None
+    for one in filter(None, values):
+        try:
+            compare(one[0], one[0])
+        except Exception as raised:  # noqa: BLE001 - of the consumer's function; raised below
+            error = raised
+        else:
+            break
+    else:
+        raise error or ValueError("no value to compare")
+    letters = ""
+    for one, other in itertools.combinations(values, 2):
+        try:
+            letters += "T" if one and other and compare(one[0], other[0]) else "F"
+        except Exception:  # noqa: BLE001 - of the consumer's function: these two differ
+            letters += "F"
+    return letters
 
 
 def _refuse_unpicklable_returns(function: Callable[..., object], label: str) -> None:

@@ -246,6 +246,7 @@ class TaskSpec:
     trace: str = ""  # W3C `traceparent` of the submission, if it was sampled
     tolerance: float | None = None  # of compared numbers; None: answers are compared by their hash
     check_sha256: str = ""  # pickled check function of `verify="check"`, an artifact
+    comparator_sha256: str = ""  # pickled function that compares answers, an artifact
 
 
 @dataclass(frozen=True, slots=True)

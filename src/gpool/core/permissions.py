@@ -140,9 +140,10 @@ class Action(StrEnum):
     # sign-in
     REGISTER = "account.register"
     SIGN_IN_BEGIN = "session.begin_sign_in"  # redirect to an identity provider
-    SIGN_IN_PROVE = "session.prove"  # a nonce for a wallet to sign
+    SIGN_IN_PROVE = "session.prove"  # a nonce that a wallet signs or a provider returns
     SIGN_IN = "session.sign_in"
     SIGN_IN_LINK = "session.link"  # a link that opens the page signed in, once
+    PASSWORD_RESET = "password.reset"  # by the link of a mail or an operator
     REFRESH = "session.refresh"
     SIGN_OUT = "session.sign_out"
     SESSIONS_LIST = "session.list"
@@ -158,6 +159,8 @@ class Action(StrEnum):
     KEY_MAKE = "key.make"
     KEYS_LIST = "key.list"
     KEY_END = "key.end"
+    SECRETS_LIST = "secret.list"
+    SECRET_CHANGE = "secret.change"
     # teams
     TEAM_MAKE = "team.make"
     TEAMS_LIST = "team.list"
@@ -234,6 +237,7 @@ class Action(StrEnum):
     USER_INVITE = "user.invite"
     USER_PERMISSIONS_SET = "user.permissions"
     USER_SUSPEND = "user.suspend"
+    PASSWORD_LINK = "password.link"  # a link that sets a new password, once
     QUOTA_SET = "quota.set"
     POLICY_READ = "policy.read"
     POLICY_CHANGE = "policy.change"
@@ -302,6 +306,7 @@ RULES: Mapping[Action, PermissionRule] = {
     _A.SIGN_IN_PROVE: _changes(_K.SERVER, _ANYONE, None, audit=_NEVER),
     _A.SIGN_IN: _changes(_K.SERVER, _ANYONE, None),
     _A.SIGN_IN_LINK: _changes(_K.ACCOUNT, _SELF, None, Permission.OPERATOR),
+    _A.PASSWORD_RESET: _changes(_K.SERVER, _ANYONE, None),
     _A.REFRESH: _changes(_K.SERVER, _ANYONE, None, audit=_NEVER),
     _A.SIGN_OUT: _changes(_K.SESSION, _SELF, None),
     _A.SESSIONS_LIST: _reads(_K.ACCOUNT, _SELF | _OPERATOR, None),
@@ -316,6 +321,8 @@ RULES: Mapping[Action, PermissionRule] = {
     _A.KEY_MAKE: _changes(_K.ACCOUNT, _SELF, None),
     _A.KEYS_LIST: _reads(_K.ACCOUNT, _SELF | _OPERATOR, _S.ACCOUNT_READ),
     _A.KEY_END: _changes(_K.KEY, _SELF | _OPERATOR, None),
+    _A.SECRETS_LIST: _reads(_K.ACCOUNT, _WORK, _S.TASKS_READ),
+    _A.SECRET_CHANGE: _changes(_K.ACCOUNT, _OWN, _S.TASKS_WRITE),
     _A.TEAM_MAKE: _changes(_K.ACCOUNT, _SELF, _S.TEAMS_WRITE),
     _A.TEAMS_LIST: _reads(_K.ACCOUNT, _SELF | _OPERATOR, _S.TEAMS_READ),
     _A.TEAM_READ: _reads(_K.TEAM, _VIEW | _OPERATOR, _S.TEAMS_READ),
@@ -386,6 +393,7 @@ RULES: Mapping[Action, PermissionRule] = {
     _A.USER_INVITE: _changes(_K.SERVER, _OPERATOR, _S.ADMIN),
     _A.USER_PERMISSIONS_SET: _changes(_K.ACCOUNT, _OPERATOR, None),
     _A.USER_SUSPEND: _changes(_K.ACCOUNT, _OPERATOR, _S.ADMIN),
+    _A.PASSWORD_LINK: _changes(_K.ACCOUNT, _OPERATOR, None),
     _A.QUOTA_SET: _changes(_K.ACCOUNT, _OPERATOR, _S.ADMIN),
     _A.POLICY_READ: _reads(_K.SERVER, _OPERATOR, _S.ADMIN),
     _A.POLICY_CHANGE: _changes(_K.SERVER, _OPERATOR, None),

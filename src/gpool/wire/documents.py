@@ -114,7 +114,9 @@ class TaskRequest(Document):
     inputs and secrets: "anyone", or "me", "team" (yours and your teams'), "team:NAME", "user:NAME", several with commas;
     null: the pool's default, for tasks with secrets at most "team". `verify`: run it on nodes of that many owners, not
     the caller's, and accept the answer only if they agree; `compare`: by hash, or numbers in a function's value by a
-    tolerance, absolute and relative. `verify: "check"`: the function `check` decides on another owner's node.
+    tolerance, absolute and relative; `comparator`: by a function, on nodes of further owners. `verify: "check"`: the
+    function `check` decides on another owner's node. `secrets`: variables; null takes the value stored under this name
+    (`PUT /v1/secrets/{name}`) now, of the team first.
     """
 
     name: Name | None = None
@@ -131,7 +133,7 @@ class TaskRequest(Document):
     disk: str | None = None
     tier: Literal["none", "container", "vm"] = "container"
     env: Annotated[dict[str, str], Field(max_length=MAX_ENV)] = {}
-    secrets: Annotated[dict[str, SecretStr], Field(max_length=100)] = {}  # variables never shown
+    secrets: Annotated[dict[str, SecretStr | None], Field(max_length=100)] = {}  # never shown
     inputs: Annotated[list[InputDocument], Field(max_length=10_000, fail_fast=True)] = []
     outputs: Annotated[list[str], Field(max_length=1000)] = []
     timeout_s: Annotated[float, Field(gt=0, le=30 * 86400)] = 86400.0
@@ -161,12 +163,16 @@ class TaskRequest(Document):
     ] = []  # all required
     max_price: str | int | float | None = None  # "0.40/h": credits per hour on one node
     max_cost: str | int | float | None = None  # "2.00": credits of a task over all its attempts
+    project: Annotated[str, StringConstraints(min_length=1, max_length=63)] | None = None  # label
     on: Annotated[str, StringConstraints(min_length=1, max_length=1500)] | None = None
     verify: Annotated[int, Field(ge=2, le=3)] | Literal["spot", "check"] | None = (
         None  # answers of different owners that must agree
     )
     check: Sha256 | None = None  # pickled check function of a function with verify "check"
     compare: Literal["hash"] | Annotated[float, Field(gt=0, lt=1)] = "hash"  # or a tolerance
+    comparator: Sha256 | None = (
+        None  # pickled function of two values that returns whether they agree
+    )
 
 
 class SubmittedDocument(Answer):
@@ -216,8 +222,9 @@ class MemberDocument(Answer):
 class VerificationDocument(Answer):
     """Siblings of a verified task. `agreed`, `differed`: known when it has ended; `no_answer`: replaced ones.
 
-    `outcome`: `open`, `accepted`, `no_quorum`, `cancelled`, or, when the node of an unchecked result was caught later,
-    `withdrawn` (`rerun`: the task that runs it again) or `refunded`. `needed` is 1 for spot checks.
+    `outcome`: `open`, `accepted`, `no_quorum`, `not_compared` (the comparator failed), `cancelled`, or, when the node of
+    an unchecked result was caught later, `withdrawn` (`rerun`: the task that runs it again) or `refunded`. `needed` is 1
+    for spot checks.
     """
 
     needed: int

@@ -86,6 +86,15 @@ class BalanceEventData(Answer):
     threshold_microcredits: int
 
 
+class PayoutEventData(Answer):
+    """Share of an owner in a closed period. `payee`: wallet, or id of the account in pools without a chain."""
+
+    month: str
+    number: int
+    payee: str
+    microcredits: int
+
+
 class NodeEventData(Answer):
     """A node without a heartbeat for longer than its leases last, or such a node that is heard again."""
 
@@ -139,6 +148,11 @@ CATALOGUE: dict[EventKind, tuple[type[BaseModel], str, str]] = {
     EventKind.BUDGET_WARNING: (BudgetEventData, "payer", "80 % of the month's budget are spent."),
     EventKind.BUDGET_REACHED: (BudgetEventData, "payer", "The month's budget is spent."),
     EventKind.BALANCE_LOW: (BalanceEventData, "payer", "The balance is low."),
+    EventKind.PAYOUT_READY: (
+        PayoutEventData,
+        "paid owner",
+        "A period was closed, and the owner's share of it is in the payout.",
+    ),
     EventKind.NODE_LOST: (
         NodeEventData,
         "owner of the node, operators",

@@ -1,10 +1,13 @@
-"""REST documents of accounts, sign-ins, keys, wallets, sessions and teams; they validate form only."""
+"""REST documents of accounts, sign-ins, keys, secrets, wallets, sessions and teams; they validate form only.
+
+One file because they share the names and limits at its top.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, Field, StringConstraints
+from pydantic import AwareDatetime, Field, SecretStr, StringConstraints
 
 from gpool.wire.documents import Answer, Document
 
@@ -34,6 +37,7 @@ ScopeName = Literal[
     "admin",
 ]
 DAY_S = 86_400
+MAX_SECRET_BYTES = 32 * 1024
 
 
 # ---- sign-in
@@ -94,6 +98,13 @@ class SignInLinkDocument(Answer):
     """Path beneath the server's address that opens the page signed in, once, from the server's own machine."""
 
     path: str
+    expires_at: AwareDatetime
+
+
+class PasswordLinkDocument(Answer):
+    """Link with which the user of an account sets a new password, once."""
+
+    url: str
     expires_at: AwareDatetime
 
 
@@ -348,6 +359,27 @@ class InvitationDocument(Answer):
 
 class InvitationPage(Answer):
     items: list[InvitationDocument]
+    next: str | None = None
+
+
+# ---- stored secrets
+
+
+class NamedSecretRequest(Document):
+    value: Annotated[SecretStr, Field(min_length=1, max_length=MAX_SECRET_BYTES)]
+
+
+class NamedSecretDocument(Answer):
+    """Secret that tasks use by its name; its value is never shown. `team`: id of its team; null: your own."""
+
+    name: str
+    team: str | None = None
+    created_at: AwareDatetime
+    updated_at: AwareDatetime
+
+
+class NamedSecretPage(Answer):
+    items: list[NamedSecretDocument]
     next: str | None = None
 
 

@@ -265,7 +265,7 @@ def test_readings_are_taken_of_each_real_card(machine: Machine) -> None:
     assert (second.gpu, second.temperature_c) == (1, 31)
 
 
-def test_a_simulated_card_is_never_said_to_do_anything(tmp_path: Path) -> None:
+def test_the_monitor_reads_no_simulated_card(tmp_path: Path) -> None:
     gpus = Detector("H100:2").survey().gpus
     watch = GpuMonitor(FakeNvml(driver=""))
     assert [one.reading for one in watch.sample(gpus, 0)] == [None, None]

@@ -19,6 +19,7 @@ from gpool.agent.state_machine.instructions import (
 )
 from gpool.agent.state_machine.lease_control import RECLAIM_GRACE_US
 from gpool.agent.state_machine.outbox import ReadingAverages, by_task
+from gpool.agent.state_machine.simulated_readings import simulated_readings
 from gpool.core.model import EndReason, Gpu, Slice, Span
 from gpool.wire.frames import (
     Beat,
@@ -59,6 +60,46 @@ def test_a_task_alone_on_its_gpu_is_told_with_it(case: Case) -> None:
     case.feed(ReadingsTaken((GpuReading(0, 1), GpuReading(1, 97, 4, 600_000, 70))))
     (beat,) = frames(Beat, case.feed(Ticked(), BEAT))
     assert beat.tasks == (TaskReading(5, 1, 97, 4, 600_000, 70),)
+
+
+SIMULATED = tuple(replace(gpu, simulated=True) for gpu in GPUS)
+
+
+def test_a_simulated_gpu_is_busy_while_a_task_runs_on_it(case: Case) -> None:
+    case.feed(OfferDetected(replace(OFFER, gpus=SIMULATED)))
+    (beat,) = frames(Beat, case.feed(Ticked(), BEAT))
+    idle = [(one.utilisation_percent, one.memory_bytes) for one in beat.readings]
+    assert idle == [(0, 0), (0, 0)]
+    case.grant(command(), 5, gpu=1)
+    case.feed(CommandStarted(5, 1))
+    (beat,) = frames(Beat, case.feed(Ticked(), BEAT))
+    first, second = beat.readings
+    assert (first.gpu, first.utilisation_percent) == (0, 0)
+    assert second.utilisation_percent is not None
+    assert 50 <= second.utilisation_percent <= 100
+    (task,) = beat.tasks
+    assert (task.task, task.utilisation_percent) == (5, second.utilisation_percent)
+
+
+@given(
+    st.dictionaries(
+        st.tuples(st.integers(1, 1 << 60), st.integers(1, 9)),
+        st.tuples(
+            st.builds(Slice, st.integers(0, 1), st.integers(0, 1 << 30), st.integers(0, 1000))
+        ),
+        max_size=6,
+    ),
+    st.integers(0, 1 << 50),
+)
+def test_readings_of_simulated_gpus_are_plausible_and_repeatable(
+    running: dict[tuple[int, int], tuple[Slice, ...]], now: int
+) -> None:
+    found = simulated_readings((*SIMULATED, replace(GPUS[0], index=7)), running, now)
+    assert found == simulated_readings(SIMULATED, running, now)
+    for one in found:
+        assert 0 <= (one.utilisation_percent or 0) <= 100
+        assert 0 <= (one.memory_bytes or 0) <= 1 << 30
+        assert 20 <= (one.temperature_c or 0) <= 90
 
 
 def test_what_tasks_share_is_not_told_of_either() -> None:

@@ -11,6 +11,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, SecretStr, Val
 from gpool.server.api.problems import invalid
 from gpool.wire.documents import TaskRequest
 from gpool.wire.identity import (
+    NamedSecretRequest,
     OidcFinish,
     PasswordChange,
     PasswordSignIn,
@@ -130,6 +131,10 @@ LONG = SECRET * 1500  # past what any of them may have
         (TaskRequest, {"secrets": SECRET}),
         (TaskRequest, {"secrets": {"A": [SECRET]}}),
         (TaskRequest, {"secret": {"A": SECRET}}),
+        (NamedSecretRequest, {"value": [SECRET]}),
+        (NamedSecretRequest, {"value": {"A": SECRET}}),
+        (NamedSecretRequest, {"value": SECRET * 4000}),
+        (NamedSecretRequest, SECRET),
         (TaskRequest, {"env": f"A={SECRET}"}),
         (TaskRequest, {"env": [f"A={SECRET}"]}),
         (TaskRequest, {"calls": SECRET}),

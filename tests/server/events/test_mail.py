@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import AsyncIterator
 from email.message import Message
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.server.events.events_desk import Post, submitted
+from tests.server.identity_routes.people_desk import registered
 from tests.server.server_desk import Desk, StoppedClock, open_desk
 from tests.tools.mail_server import Mailbox, mail_server
 
@@ -157,3 +159,25 @@ async def test_an_address_whose_code_cannot_be_sent_is_not_kept(
     answer = await desk.post("/v1/me/notices", {"address": "ada@example.org"})
     assert answer.status_code == 503
     assert (await desk.get("/v1/me/notices")).json()["items"] == []
+
+
+async def test_an_export_has_webhooks_and_notices_without_what_lets_others_use_them(
+    mailing: tuple[Desk, Mailbox],
+) -> None:
+    desk, box = mailing
+    url = "https://93.184.216.34/hooks/T00/a-password?key=another"
+    made = await desk.post("/v1/webhooks", {"url": url, "kinds": ["task.*"]})
+    assert made.status_code == 201, made.text
+    notice = await confirmed(desk, box, kinds=["budget.*"])
+    eve = await registered(desk, "eve")
+    answer = await desk.http.get("/v1/me/export")
+    lines = {line["kind"]: line for line in map(json.loads, answer.text.splitlines())}
+    hook = lines["webhook"]
+    assert (hook["id"], hook["host"]) == (made.json()["id"], "93.184.216.34")
+    assert hook["kinds"] == made.json()["kinds"] != []
+    assert (lines["notice"]["id"], lines["notice"]["address"]) == (notice, "ada@example.org")
+    for secret in (made.json()["secret"], "a-password", "another"):
+        assert secret in made.text  # control: the answer that created it has them
+        assert secret not in answer.text
+    others = (await eve.ask("GET", "/v1/me/export")).text
+    assert not {"webhook", "notice"} & {json.loads(line)["kind"] for line in others.splitlines()}

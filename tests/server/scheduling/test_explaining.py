@@ -15,17 +15,19 @@ import pytest
 
 from gpool.core.errors import TooMany
 from gpool.core.ids import NodeId, TaskId, UserId, decode
-from gpool.core.model import GIB, Allocation, Node, Requirements, Shape, TaskKind
+from gpool.core.model import GIB, Allocation, Instant, Node, Requirements, Shape, TaskKind
 from gpool.core.scheduler.state.events import NodeChanged, QueuedTask, TasksLeased, TasksQueued
 from gpool.core.scheduler.state.snapshot import take
 from gpool.server.scheduling.explanations import (
     BUDGET_S,
     MAX_REQUESTS,
     MAX_TASKS,
+    REUSE,
     Explainer,
     try_all,
 )
 from tests.server.server_desk import Desk, StoppedClock, an_offer, open_desk
+from tests.tools.processes import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -143,6 +145,22 @@ async def test_what_was_not_tried_is_said_and_not_taken_for_nothing(wide_desk: D
     helped = [one for one in told if one["suggestions"]]
     assert len(untried) + len(helped) == count
     assert helped
+
+
+async def test_a_page_does_not_wait_for_suggestions_and_finds_them_a_moment_later(
+    wide_desk: Desk,
+) -> None:
+    server, now = wide_desk.server, wide_desk.clock.now()
+    explaining, task = Explainer(), TaskId(10**9)
+    at_once = await explaining.recent_suggestions(server.picture, task, now, 0)
+    exact = await explaining.suggestions(server.picture, task, now)
+    later = await explaining.recent_suggestions(server.picture, task, now, PATIENCE_S)
+    assert (at_once, later) == (None, exact)
+    computed = explaining.batches
+    await explaining.recent_suggestions(server.picture, task, Instant(now + REUSE), PATIENCE_S)
+    assert explaining.batches == computed
+    await explaining.recent_suggestions(server.picture, task, Instant(now + REUSE + 1), PATIENCE_S)
+    assert explaining.batches == computed + 1
 
 
 async def test_when_very_many_ask_at_once_the_next_is_refused_and_later_not() -> None:

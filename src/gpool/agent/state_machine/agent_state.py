@@ -43,6 +43,7 @@ from gpool.agent.state_machine.lease_queues import LeaseQueue, Variables, invari
 from gpool.agent.state_machine.leases import Leases, LeaseTimer
 from gpool.agent.state_machine.outbox import Outbox, ReadingAverages, by_task
 from gpool.agent.state_machine.sandbox_events import SandboxEvents
+from gpool.agent.state_machine.simulated_readings import simulated_readings
 from gpool.agent.state_machine.transitions import LeaseTransition
 from gpool.agent.state_machine.work_signatures import WorkSigner
 from gpool.core.model import Offer, Slice, TaskSpec
@@ -255,8 +256,9 @@ class AgentState:
     def _on_ticked(self, now: int, _: Ticked, out: list[Instruction]) -> None:
         self._dispatch.tick(now, out)
         if self._connection.welcomed and now >= self._timer.heartbeat_at:
-            readings = self._readings.take()
-            running = _running_on_gpus(self._dispatch.queues.values()) if readings else {}
+            running = _running_on_gpus(self._dispatch.queues.values())
+            simulated = simulated_readings(self._offer.gpus, running, now)
+            readings = (*self._readings.take(), *simulated)
             tasks = by_task(readings, running) if readings else ()
             number = self._timer.next_heartbeat(now)
             out.append(Send(Beat(number, self.holds, readings, tasks)))

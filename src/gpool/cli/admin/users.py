@@ -260,6 +260,26 @@ def _disable(ctx: click.Context, user: str, disabled: bool, as_json: bool) -> No
     show_quota(client.api.send_json("PATCH", path, {"disabled": disabled}), as_json, _USER_FIELDS)
 
 
+@users.command("reset")
+@the_user
+@as_json
+@click.pass_context
+def users_reset(ctx: click.Context, user: str, as_json: bool) -> None:
+    """Print a link that sets a new password, once."""
+    client = client_of(ctx)
+    path = f"/v1/users/{user_id(client, user)}/password-link"
+    made = client.api.send_json("POST", path, {})
+    if as_json:
+        emit_json(made)
+        return
+    click.echo(made["url"])
+    click.echo(
+        f"  Valid once, until {local_time(made['expires_at'])}; ends all sessions of {user}. "
+        "Who has the link has the account: pass it on in private.",
+        err=True,
+    )
+
+
 @click.command()
 @click.option(
     "--permission",

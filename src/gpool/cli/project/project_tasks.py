@@ -1,4 +1,4 @@
-"""`gpool run :NAME`: a task of the nearest `gpool.toml`, in this folder or one above."""
+"""`gpool run :NAME`: a task of the nearest `gpool.toml`, in this folder or one above; `:builtin/NAME`: a shipped one."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from gpool.client.artifacts import LocalFile
 
 FILE = "gpool.toml"
+BUILTIN = "builtin/"
+"""Prefix of the tasks that gpool ships; a name in a `gpool.toml` has no slash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,10 @@ def project_task(words: tuple[str, ...], start: Path | None = None) -> ProjectTa
 
 def project_template(word: str, start: Path | None = None) -> tuple[Path, TaskTemplate]:
     """Template of `:NAME` and the folder of its file; `NotFound` lists the known names."""
-    folder, templates = project_templates(start)
     name = word.removeprefix(":")
+    is_builtin = name.startswith(BUILTIN)
+    folder, templates = builtin_templates() if is_builtin else project_templates(start)
+    name = name.removeprefix(BUILTIN)
     template = templates.get(name)
     if template is None:
         raise NotFound(
@@ -76,15 +80,28 @@ def project_template(word: str, start: Path | None = None) -> tuple[Path, TaskTe
 def project_templates(start: Path | None = None) -> tuple[Path, dict[str, TaskTemplate]]:
     here = (start or Path()).absolute()
     for folder in (here, *here.parents):
-        file = folder / FILE
-        if file.is_file():
-            try:
-                return folder, templates_of(tomllib.loads(file.read_text("utf-8")))
-            except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
-                raise Invalid(f"{file} cannot be read: {exc}") from exc
-            except Invalid as error:
-                raise Invalid(f"{file}: {error.detail}") from error
+        if (folder / FILE).is_file():
+            return folder, _read(folder / FILE)
     raise NotFound(f"there is no {FILE} in {here} or a folder above it")
+
+
+def builtin_templates() -> tuple[Path, dict[str, TaskTemplate]]:
+    """Shipped tasks and their folder: that of the wheel, or `examples/catalogue` of a source checkout."""
+    here = Path(__file__).resolve()
+    folders = (here.parent / "examples", here.parents[4] / "examples" / "catalogue")
+    for folder in folders:
+        if (folder / FILE).is_file():
+            return folder, _read(folder / FILE)
+    raise NotFound(f"this installation has no shipped tasks in {folders[0]}; install gpool again")
+
+
+def _read(file: Path) -> dict[str, TaskTemplate]:
+    try:
+        return templates_of(tomllib.loads(file.read_text("utf-8")))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
+        raise Invalid(f"{file} cannot be read: {exc}") from exc
+    except Invalid as error:
+        raise Invalid(f"{file}: {error.detail}") from error
 
 
 def help_of(template: TaskTemplate) -> str:

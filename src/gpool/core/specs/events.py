@@ -19,6 +19,7 @@ class EventKind(StrEnum):
     BUDGET_WARNING = "budget.warning"
     BUDGET_REACHED = "budget.reached"
     BALANCE_LOW = "balance.low"
+    PAYOUT_READY = "payout.ready"
     NODE_LOST = "node.lost"
     NODE_BACK = "node.back"
     GPU_UNHEALTHY = "gpu.unhealthy"

@@ -41,6 +41,7 @@ OPTIONS = frozenset(
         "pip",
         "preemptible",
         "priority",
+        "project",
         "python",
         "retries",
         "team",

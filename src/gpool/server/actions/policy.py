@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from gpool.core.errors import Invalid, NotFound
 from gpool.core.gpu_verification import make_of
-from gpool.core.ids import NodeId, TaskId, UserId, encode
+from gpool.core.ids import NodeId, TaskId, UserId, decode, encode
 from gpool.core.model import Audience, Instant
 from gpool.core.permissions import TeamId
 from gpool.core.scheduler.order.limits import Holder
@@ -25,12 +25,13 @@ from gpool.server.actions.tasks.query import preempt_tasks
 from gpool.server.identity.sealer import KeyStatus
 from gpool.server.scheduling.delivery import lines_on
 from gpool.server.server import Once, Server
+from gpool.server.settings import span
 from gpool.server.store.identity_values import Caller
 from gpool.server.store.operations import nodes, recovery
 from gpool.server.store.operations import rules as operations
 from gpool.server.store.operations.identity import accounts, teams
 from gpool.server.store.protocol import Operation, operation
-from gpool.wire.admin import GpuModelDocument, GpuModelPage
+from gpool.wire.admin import GpuModelDocument, GpuModelPage, PolicyRequest
 
 MAX_RESERVATIONS = 1000
 MAX_UNKNOWN = 100
@@ -130,6 +131,28 @@ def weights_with(server: Server, given: Mapping[Holder, float | None]) -> dict[H
         else:
             found[holder] = max(1, round(1000 * weight))
     return found
+
+
+def changes_of(server: Server, wanted: PolicyRequest) -> dict[str, object]:
+    """Changes that a request names; None restores the configured value."""
+    named = wanted.model_fields_set
+    changes: dict[str, object] = {}
+    if "order" in named:
+        changes["order"] = wanted.order
+    for field, name in (("ageing_s", "ageing"), ("patience_s", "patience")):
+        if field in named:
+            value = getattr(wanted, field)
+            changes[name] = None if value is None else span(value)
+    if wanted.weights:
+        given = {_holder(text): value for text, value in wanted.weights.items()}
+        changes["weights"] = weights_with(server, given)
+    return changes
+
+
+def _holder(text: str) -> Holder:
+    if text.startswith("tm-"):
+        return "team", decode("team", text)
+    return "user", decode("user", text)
 
 
 def _merged(before: PolicyChange, changes: dict[str, object]) -> PolicyChange:

@@ -24,7 +24,7 @@ MAX_SHOWN = 80
 NEVER_SHOWN = frozenset(
     {"secrets", "env", "password", "old", "new", "refresh_token", "access_token", "signature"}
     | {"token", "invite", "proof", "state", "code"}  # links, wallets, OpenID Connect
-    | {"calls"}  # arguments of functions
+    | {"calls", "value"}  # arguments of functions, stored secrets
 )
 """Fields whose values are left out of error texts, which may end up in logs and screenshots."""
 

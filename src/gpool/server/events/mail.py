@@ -36,6 +36,17 @@ def code_mail(sender: str, to: str, name: str, code: str, origin: str) -> EmailM
     return mail
 
 
+def reset_mail(sender: str, to: str, name: str, link: str, minutes: int) -> EmailMessage:
+    """Mail with the link that sets a new password."""
+    mail = _mail(sender, to, "gpool: set a new password")
+    mail.set_content(
+        f"A new password was asked for the account {plain(name)}. Set it here:\n\n{link}\n\n"
+        f"The link works once, for {minutes} minutes, and ends all sessions of the account.\n"
+        "If you did not ask for it, ignore this mail: the password stays as it is.\n"
+    )
+    return mail
+
+
 def _mail(sender: str, to: str, subject: str) -> EmailMessage:
     mail = EmailMessage()
     mail["From"], mail["To"] = sender, to

@@ -12,10 +12,11 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from time import thread_time
+from typing import NamedTuple
 
 from gpool.core.errors import TooMany
 from gpool.core.ids import TaskId
-from gpool.core.model import Instant, Shape
+from gpool.core.model import SECOND, Instant, Shape, Span
 from gpool.core.scheduler.explain.mismatch import Explanation
 from gpool.core.scheduler.explain.waiting import in_steps, step
 from gpool.core.scheduler.explain.whatif import Asking, StartNow, Suggested
@@ -35,7 +36,18 @@ MAX_TASKS = 64
 BUDGET_S = 0.4
 """Processor time of one batch."""
 
+REUSE = Span(5 * SECOND)
+"""Age up to which suggestions on pages are reused."""
+
+MAX_REUSED = 1000
+"""Tasks whose suggestions are kept for pages."""
+
 UNTRIED = Suggested((), is_complete=False)
+
+
+class _Recent(NamedTuple):
+    at: Instant
+    found: asyncio.Task[Suggested]
 
 
 class _Batch:
@@ -51,6 +63,7 @@ class Explainer:
         self._next = _Batch()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gpool-explain")
         self.batches = 0  # tried out so far
+        self._recent: dict[TaskId, _Recent] = {}
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
@@ -88,6 +101,19 @@ class Explainer:
                     self._next = _Batch()
                 batch.found = await self._tried(inputs, batch.tasks, now)
         return batch.found.get(task, UNTRIED)
+
+    async def recent_suggestions(
+        self, inputs: PlannerInputs, task: TaskId, now: Instant, wait_s: float
+    ) -> Suggested | None:
+        """Suggestions at most `REUSE` old; None: not computed within `wait_s`, ask again later."""
+        known = self._recent.get(task)
+        if known is None or not 0 <= now - known.at <= REUSE:
+            fresh = {id_: one for id_, one in self._recent.items() if now - one.at <= REUSE}
+            self._recent = dict(list(fresh.items())[-MAX_REUSED + 1 :])
+            trying = asyncio.create_task(self.suggestions(inputs, task, now))
+            known = self._recent[task] = _Recent(now, trying)
+        await asyncio.wait({known.found}, timeout=wait_s)
+        return known.found.result() if known.found.done() else None
 
     async def start_of(self, inputs: PlannerInputs, shape: Shape, now: Instant) -> StartNow | None:
         """Where a new task of this shape would start now; None: it would wait."""

@@ -249,13 +249,14 @@ async def delete_me(request: Request) -> Response:
     rate=RouteClass.STREAM,
     load=LoadClass.LISTING,
     returns=SuccessReply(
-        description="One JSON object a line, with `kind`: account, key, session, node, artifact, task, log. "
+        description="One JSON object a line, with `kind`: account, key, session, node, webhook, notice, "
+        "ledger_entry, artifact, task, log. "
         "`Accept: text/plain` selects the second media type, with the same content",
         media_types=(NDJSON, "text/plain"),
     ),
 )
 async def export_me(request: Request) -> Response:
-    """Export the data of your account: tasks with arguments, results and logs, and the list of artifacts."""
+    """Export the data of your account: tasks with arguments, results and logs, settings, and the list of artifacts."""
     who = await user_of(request)
     is_text = "text/plain" in request.headers.get("accept", "")
     lines = await export.lines(server_of(request), who)

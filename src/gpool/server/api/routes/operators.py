@@ -13,7 +13,6 @@ from gpool.core.errors import Invalid
 from gpool.core.ids import NodeId, UserId, decode, encode
 from gpool.core.model import SECOND, Instant, Span
 from gpool.core.permissions import Action, TeamId
-from gpool.core.scheduler.order.limits import Holder
 from gpool.core.scheduler.place.portfolio import PLAIN, Learnt
 from gpool.core.scheduler.predict.simulation import DryRun
 from gpool.core.scheduler.state.operator_rules import Reservation
@@ -33,7 +32,6 @@ from gpool.server.identity.audit import AuditAnchor, AuditLink, ChainIntact
 from gpool.server.identity.sealer import KeyStatus
 from gpool.server.overload.admission import LoadClass
 from gpool.server.scheduling.learning import sentence
-from gpool.server.settings import span
 from gpool.wire.admin import (
     AuditCheck,
     AuditDocument,
@@ -77,18 +75,8 @@ async def change_policy(request: Request) -> Response:
     """Change the scheduling policy from the next pass on; with `dry_run`, only compare the waiting tasks' starts."""
     who = await user_of(request)
     wanted, once = await document_of(request, PolicyRequest)
-    named = wanted.model_fields_set
-    changes: dict[str, object] = {}
-    if "order" in named:
-        changes["order"] = wanted.order
-    for field, name in (("ageing_s", "ageing"), ("patience_s", "patience")):
-        if field in named:
-            value = getattr(wanted, field)
-            changes[name] = None if value is None else span(value)
     server = server_of(request)
-    if wanted.weights:
-        given = {_holder(text): value for text, value in wanted.weights.items()}
-        changes["weights"] = policy.weights_with(server, given)
+    changes = policy.changes_of(server, wanted)
     if wanted.dry_run:
         return answer(_policy(await policy.try_policy(server, changes)))
     return answer(_policy(await policy.change_policy(server, who, changes, once)))
@@ -353,12 +341,6 @@ def _learnt(found: Learnt) -> LearntDocument:
         idle_percent=found.of(found.pricing.weights) or 0.0,
         plain_idle_percent=found.of(PLAIN),
     )
-
-
-def _holder(text: str) -> Holder:
-    if text.startswith("tm-"):
-        return "team", decode("team", text)
-    return "user", decode("user", text)
 
 
 def _dry_run(found: DryRun) -> DryRunDocument:

@@ -1,4 +1,4 @@
-"""Routes of teams and their members, and of users for operators."""
+"""Routes of teams and their members, of stored secrets, and of users for operators."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpool.core.errors import Invalid
 from gpool.core.ids import UserId, decode, encode
 from gpool.core.permissions import Action, Role, TeamId
 from gpool.server.actions import users
-from gpool.server.actions.accounts import invitations, teams
+from gpool.server.actions.accounts import invitations, named_secrets, password_resets, teams
 from gpool.server.api.callers import caller, check, server_of, user_of
 from gpool.server.api.endpoints import NO_CONTENT, EndpointRouter, SuccessReply, created
 from gpool.server.api.messages import (
@@ -24,6 +24,7 @@ from gpool.server.api.messages import (
     document_of,
     no_content,
     once_of,
+    uncached,
 )
 from gpool.server.identity.throttle import RouteClass
 from gpool.server.store.identity_values import Caller
@@ -33,6 +34,10 @@ from gpool.wire.identity import (
     MemberPage,
     MemberPatch,
     MemberRequest,
+    NamedSecretDocument,
+    NamedSecretPage,
+    NamedSecretRequest,
+    PasswordLinkDocument,
     TeamDocument,
     TeamInviteRequest,
     TeamJoin,
@@ -224,6 +229,46 @@ async def remove_team_member(request: Request, id: TEAM, user: USER) -> Response
     return no_content()
 
 
+# ---- stored secrets
+
+SECRET_NAME = Annotated[str, Path(description="Name of the secret", max_length=128)]
+OF_TEAM = Annotated[str | None, Query(description="Team id: of this team instead")]
+
+
+@routes.get("/v1/secrets", Action.SECRETS_LIST, returns=NamedSecretPage, problems=(400, 404))
+async def list_secrets(request: Request, team: OF_TEAM = None) -> Response:
+    """List the names of stored secrets. No route shows a value."""
+    who = await user_of(request)
+    return answer(await named_secrets.list_secrets(server_of(request), who, _maybe_team(team)))
+
+
+@routes.put(
+    "/v1/secrets/{name}",
+    Action.SECRET_CHANGE,
+    body=NamedSecretRequest,
+    returns=NamedSecretDocument,
+    problems=(404, 409),
+)
+async def put_secret(request: Request, name: SECRET_NAME, team: OF_TEAM = None) -> Response:
+    """Store a secret of your account, or of a team that you own, or replace its value."""
+    who = await user_of(request)
+    wanted, once = await document_of(request, NamedSecretRequest)
+    server, value = server_of(request), wanted.value.get_secret_value()
+    return answer(await named_secrets.put(server, who, _maybe_team(team), name, value, once))
+
+
+@routes.delete("/v1/secrets/{name}", Action.SECRET_CHANGE, returns=NO_CONTENT, problems=(400, 404))
+async def delete_secret(request: Request, name: SECRET_NAME, team: OF_TEAM = None) -> Response:
+    """Delete a stored secret. Tasks that were submitted keep their copy."""
+    who, once = await user_of(request), once_of(request)
+    await named_secrets.delete(server_of(request), who, _maybe_team(team), name, once)
+    return no_content()
+
+
+def _maybe_team(text: str | None) -> TeamId | None:
+    return None if text is None else _team(text)
+
+
 def _team(text: str) -> TeamId:
     return TeamId(decode("team", text))
 
@@ -279,3 +324,16 @@ async def change_user(request: Request, id: USER) -> Response:
     wanted, once = await document_of(request, UserPatch)
     user = UserId(decode("user", id))
     return answer(await users.change(server_of(request), who, user, wanted, once))
+
+
+@user_routes.post(
+    "/v1/users/{id}/password-link",
+    Action.PASSWORD_LINK,
+    returns=created(PasswordLinkDocument),
+    problems=(409,),
+)
+async def create_password_link(request: Request, id: USER) -> Response:
+    """Create a link with which the user sets a new password, once, within 30 minutes. It ends all their sessions."""
+    who = await user_of(request)
+    user = UserId(decode("user", id))
+    return uncached(await password_resets.create(server_of(request), who, user), 201)
