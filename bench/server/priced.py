@@ -31,11 +31,19 @@ from tests.tools.processes import Pool
 QUICK = {"calls": 1000, "rounds": 1, "lives": 100}
 LEAST_RATIO = 0.85
 MONEY = 10**12
+RATE = 400_000  # micro-credits an hour
 NAMES = {False: "off", True: "on"}
 
 
 def ignore(_: object) -> None:
     """The call of W1: returns nothing."""
+
+
+def spin() -> None:
+    """Take 0.1 seconds."""
+    began = time.monotonic()
+    while time.monotonic() < began + 0.1:
+        pass
 
 
 def one_round(pool: Pool, client: Client, calls: int) -> dict[str, float]:
@@ -47,8 +55,8 @@ def one_round(pool: Pool, client: Client, calls: int) -> dict[str, float]:
     return {"tasks_per_s": calls / took, "server_cpu_us": used / calls * 1e6}
 
 
-def consumer(pool: Pool) -> tuple[Client, str]:
-    """Another user than the owner, with money; and the token of its session."""
+def consumer(pool: Pool) -> Client:
+    """Client of another user than the owner, with money."""
     account = {"name": "payer", "password": "a long and dull password"}
     with httpx2.Client(base_url=pool.address, trust_env=False, verify=False) as http:
         http.post("/v1/users", json=account).raise_for_status()
@@ -57,7 +65,7 @@ def consumer(pool: Pool) -> tuple[Client, str]:
         me = http.get("/v1/me", headers=token).raise_for_status().json()["id"]
         made = http.post("/v1/keys", json={"name": "bench"}, headers=token).raise_for_status()
     pool.ask("POST", "/v1/admin/ledger/grants", {"to": me, "amount_microcredits": MONEY})
-    return Client(pool.address, made.json()["key"]), me
+    return Client(pool.address, made.json()["key"])
 
 
 def measured(calls: int, rounds: int) -> dict[str, Any]:
@@ -69,8 +77,8 @@ def measured(calls: int, rounds: int) -> dict[str, Any]:
             pool = Pool(folder, {"GPOOL_SERVER_PRICES": str(is_on).lower()})
             stack.callback(pool.stop)
             pool.start_server()
-            pool.join("first", "--slots", "2", "--price", "0.40/h")
-            client, payer = consumer(pool)
+            pool.join("first", "--slots", "2", "--price", f"{RATE / 1e6}/h")
+            client = consumer(pool)
             stack.callback(client.close)
             one_round(pool, client, min(calls, 500))  # warm-up
             pools[is_on] = (pool, client)
@@ -78,8 +86,11 @@ def measured(calls: int, rounds: int) -> dict[str, Any]:
             order = (False, True) if number % 2 == 0 else (True, False)
             for is_on in order:
                 found[is_on].append(one_round(*pools[is_on], calls))
-        books = pools[True][0].ask("GET", f"/v1/ledger?user={payer}").json()
-        assert books["balance_microcredits"] < MONEY, "the calls were charged"
+        pool, client = pools[True]
+        run = client.task(spin).submit()  # a no-op costs less than a micro-credit
+        run.result()
+        cost = pool.ask("GET", f"/v1/tasks/{run.id}").json()["cost_microcredits"]
+        assert cost >= RATE // 2 // 36_000, cost  # one of two slots
     result: dict[str, Any] = {
         NAMES[is_on]: {name: median(one[name] for one in got) for name in got[0]}
         for is_on, got in found.items()

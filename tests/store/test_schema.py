@@ -25,7 +25,7 @@ from gpool.server.store import (
     open_store,
 )
 from gpool.server.store.drivers.opening import migrate_sqlite, sqlite_version
-from gpool.server.store.drivers.sqlite_connection import compiled
+from gpool.server.store.drivers.sqlite_connection import compiled, in_tables
 from gpool.server.store.migrations import newest_migration
 from gpool.server.store.migrations.upgrade import config, postgres_script
 from gpool.server.store.operations.identity import teams
@@ -160,6 +160,7 @@ def test_no_hot_statement_scans_the_tasks(tmp_path: Path, pool: Pool) -> None:
     held += (0, "[1000,1,[]]", None, None, "end", 0)
     metered = (*held[:-3], 9, "end", 1)
     meter = (1, 1, 0, 7, 0, 1, 2, 3, 1, 1, 0, "[]", 1, 0, 0, 0, 1, 0, 1, 1, None)
+    charging = (1, 1, 0, 7, 0, 1, 2, 3, 3600 * 10**6, 0, 0, "[]", 1, 0, 0, 0, 10**9, 0, 1, 1, None)
     hot = [
         *statements_of(submissions.submit([pool.submission()])),
         *statements_of(storage.usage_of([("user", pool.ann)])),
@@ -168,7 +169,12 @@ def test_no_hot_statement_scans_the_tasks(tmp_path: Path, pool: Pool) -> None:
         *statements_of(leases.record([(node, [returned(task.id)])], Instant(1)), [held], [(1, 1)]),
         *statements_of(leases.record([(node, [Started(task.id, 1)])], Instant(1))),
         *statements_of(
-            leases.record([(node, [returned(task.id)])], Instant(1)), [metered], [], [], [(1, 1)]
+            leases.record([(node, [returned(task.id)])], Instant(5000)),
+            [metered],
+            [charging],
+            [],  # spent
+            [],  # projects
+            [(1, 1)],
         ),
         *statements_of(meters.extend(Instant(1), 10), [meter]),
         *statements_of(limits.capped_leases()),
@@ -201,6 +207,7 @@ def test_no_hot_statement_scans_the_tasks(tmp_path: Path, pool: Pool) -> None:
     store = open_inline(tmp_path / "plans.db")
     store.close()
     with closing(sqlite3.connect(tmp_path / "plans.db")) as connection:
+        assert any("INSERT INTO charges" in statement.sql for statement in hot)
         for statement in hot:
             plan = plan_of(connection, statement)
             assert not [
@@ -240,13 +247,12 @@ def test_what_is_open_is_read_from_its_own_index(tmp_path: Path, pool: Pool) -> 
 def plan_of(connection: sqlite3.Connection, statement: Statement) -> list[str]:
     signature = tuple((name, relation.columns) for name, relation in statement.relations.items())
     parameters = dict(statement.parameters)
+    tables = in_tables(statement.relations, wide=True)
+    sql = compiled(statement.sql, signature, tables)
     for name, relation in statement.relations.items():
         parameters[f"relation_{name}"] = "[]"
-        if any(kind == "blob" for _, kind in relation.columns):
-            table = re.search(rf"temp\.(relation_{name}_\w+)", compiled(statement.sql, signature))[
-                1
-            ]
+        if name in tables:
+            table = re.search(rf"temp\.(relation_{name}_\w+)", sql)[1]
             columns = ", ".join(column for column, _ in relation.columns)
             connection.execute(f"CREATE TEMP TABLE IF NOT EXISTS {table} ({columns})")
-    sql = compiled(statement.sql, signature)
     return [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {sql}", parameters)]

@@ -41,6 +41,8 @@ class Statement:
     sql: str
     parameters: Parameters = field(default_factory=dict)
     relations: Relations = field(default_factory=dict)
+    plain_insert: str = ""
+    """SQL with a `?` for each column that does the same for one row of the only relation; SQLite runs it for each row."""
 
 
 Operation = Generator[Statement, object, T]

@@ -6,7 +6,7 @@ A row type is a NamedTuple: generated from the schema (`generated_rows`), or bes
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -102,6 +102,25 @@ def relation_columns(row: type[NamedTuple]) -> tuple[tuple[str, str], ...]:
     return tuple(
         (name, kinds.get(_type(row, name).removesuffix(" | None"), "int")) for name in row._fields
     )
+
+
+@lru_cache(maxsize=64)
+def _insert_texts(table: str, row: type[NamedTuple]) -> tuple[str, str]:
+    names = ", ".join(row._fields)
+    begins = f"INSERT INTO {table} ({names})"
+    picked = ", ".join(f"r.{name}" for name in row._fields)
+    places = ", ".join("?" * len(row._fields))
+    picks = f"{begins} SELECT {picked} FROM {{rows}} AS r WHERE TRUE"  # noqa: S608 - names of code
+    return picks, f"{begins} VALUES ({places})"
+
+
+def insert(
+    table: str, row: type[NamedTuple], rows: Sequence[tuple[Any, ...]], conflict: str = ""
+) -> Statement:
+    """Insert rows whose fields are the columns of the table. `conflict`: an ON CONFLICT clause."""
+    sql, plain = _insert_texts(table, row)
+    relations = {"rows": Relation(relation_columns(row), rows)}
+    return Statement(f"{sql} {conflict}", {}, relations, f"{plain} {conflict}")
 
 
 def _type(row: type[NamedTuple], name: str) -> str:

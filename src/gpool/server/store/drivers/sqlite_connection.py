@@ -13,7 +13,7 @@ import msgspec
 
 from gpool.core.errors import GpoolError, InternalFault, Unreachable
 from gpool.server.store.drivers.shared import RefusedLate, Waiting, writes
-from gpool.server.store.protocol import Operation, Relation, Row, Statement, again
+from gpool.server.store.protocol import Operation, Relation, Relations, Row, Statement, again
 from gpool.server.store.sealing import CIPHER, KeyHolder, NoKeys
 
 T = TypeVar("T")
@@ -27,8 +27,20 @@ WRITER_CACHE_KIB, READER_CACHE_KIB = 32 * 1024, 8 * 1024
 _encode = msgspec.json.Encoder().encode
 
 
-def _has_blob(columns: Columns) -> bool:
-    return any(kind == "blob" for _, kind in columns)
+TABLE_COLUMNS = 6
+"""A row in JSON costs its number of columns squared; with 11 columns a temporary table takes a third of the time."""
+
+
+def in_tables(relations: Relations, *, wide: bool) -> frozenset[str]:
+    """Names of the relations that become temporary tables: those with blobs, and those with many columns if `wide`."""
+    return frozenset(
+        [
+            name
+            for name, relation in relations.items()
+            if (wide and len(relation.columns) >= TABLE_COLUMNS)
+            or any(kind == "blob" for _, kind in relation.columns)
+        ]
+    )
 
 
 def _table(name: str, columns: Columns) -> str:
@@ -53,10 +65,10 @@ def _parameters(name: str, columns: Columns) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=512)
-def compiled(sql: str, relations: tuple[tuple[str, Columns], ...]) -> str:
-    """SQL with each relation as a subquery over one JSON parameter, or a temporary table if it has blobs."""
+def compiled(sql: str, relations: tuple[tuple[str, Columns], ...], tables: frozenset[str]) -> str:
+    """SQL with each relation as a subquery over one JSON parameter, or as a temporary table if named in `tables`."""
     for name, columns in relations:
-        if _has_blob(columns):
+        if name in tables:
             source = f"temp.{_table(name, columns)}"
         else:
             picked = ", ".join(
@@ -98,6 +110,7 @@ class Connection:
         self._busy_timeout_s = busy_timeout_s
         self._keys = keys or NoKeys()
         self._temporary: set[str] = set()
+        self._writes = writes
         self._begin = "BEGIN IMMEDIATE" if writes else "BEGIN"
 
     def begin(self) -> None:
@@ -136,22 +149,50 @@ class Connection:
                 return self._keys
             return self._raw.execute(statement.sql, statement.parameters).fetchall()
         relations = statement.relations
+        if statement.plain_insert:
+            [relation] = relations.values()
+            self._raw.executemany(statement.plain_insert, relation.rows)
+            return []
         signature = tuple([(name, relation.columns) for name, relation in relations.items()])
         parameters = dict(statement.parameters)
         if all(len(relation.rows) == 1 for relation in relations.values()):
             with suppress(OverflowError):  # an integer past 64 bits equals no column's, as JSON
                 return self._execute_for_one(statement, signature, parameters)
             parameters = dict(statement.parameters)
-        filled = []
-        for name, relation in statement.relations.items():
-            if _has_blob(relation.columns):
-                filled.append(self._fill(name, relation))
-            else:
-                parameters[f"relation_{name}"] = _encode(relation.rows).decode()
-        rows = self._raw.execute(compiled(statement.sql, signature), parameters).fetchall()
-        for table in filled:
-            self._raw.execute(f"DELETE FROM temp.{table}")  # noqa: S608 - the name is a constant
+        if self._writes and (tables := in_tables(relations, wide=True)):
+            with suppress(OverflowError):
+                return self._execute_for_many(statement, signature, parameters, tables)
+            parameters = dict(statement.parameters)
+        tables = in_tables(relations, wide=False)
+        return self._execute_for_many(statement, signature, parameters, tables)
+
+    def _execute_for_many(
+        self,
+        statement: Statement,
+        signature: tuple[tuple[str, Columns], ...],
+        parameters: dict[str, Any],
+        tables: frozenset[str],
+    ) -> list[Row]:
+        """Bind the relations named in `tables` as temporary tables, others as JSON."""
+        filled: dict[str, str] = {}
+        try:
+            for name, relation in statement.relations.items():
+                if name in tables:
+                    filled[name] = self._table_for(name, relation)
+                    self._fill(filled[name], relation)
+                else:
+                    parameters[f"relation_{name}"] = _encode(relation.rows).decode()
+        except OverflowError:  # the transaction goes on
+            self._empty(filled.values())
+            raise
+        sql = compiled(statement.sql, signature, tables)
+        rows = self._raw.execute(sql, parameters).fetchall()
+        self._empty(filled.values())
         return rows
+
+    def _empty(self, tables: Iterable[str]) -> None:
+        for table in tables:
+            self._raw.execute(f"DELETE FROM temp.{table}")  # noqa: S608 - the name is a constant
 
     def pages(self, sql: str, size: int) -> Iterator[list[Row]]:
         """Rows of a query in pages, within the present transaction."""
@@ -173,7 +214,7 @@ class Connection:
         sql = compiled_for_one(statement.sql, signature)
         return self._raw.execute(sql, parameters).fetchall()
 
-    def _fill(self, name: str, relation: Relation) -> str:
+    def _table_for(self, name: str, relation: Relation) -> str:
         table = _table(name, relation.columns)
         if table not in self._temporary:
             columns = ", ".join(
@@ -182,9 +223,11 @@ class Connection:
             )
             self._raw.execute(f"CREATE TEMP TABLE IF NOT EXISTS {table} ({columns})")
             self._temporary.add(table)
+        return table
+
+    def _fill(self, table: str, relation: Relation) -> None:
         places = ", ".join("?" * len(relation.columns))
         self._raw.executemany(f"INSERT INTO temp.{table} VALUES ({places})", relation.rows)  # noqa: S608 - the name is a constant
-        return table
 
     def drive(self, operation: Operation[T]) -> T:
         steps = again(operation)

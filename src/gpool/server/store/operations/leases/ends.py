@@ -208,6 +208,8 @@ class Ends:
     ended: list[EndedTask] = field(default_factory=list)
     requeued: list[Requeued] = field(default_factory=list)
     released: list[TaskId] = field(default_factory=list)
+    free: set[tuple[TaskId, int]] = field(default_factory=set)
+    """Task and epoch of the metered leases that are charged nothing, once written."""
     _ended_rows: list[tuple[HeldTask, EndRow]] = field(default_factory=list)
     _requeued_rows: list[tuple[HeldTask, RequeuedRow]] = field(default_factory=list)
     _archived: list[tuple[Account, Row]] = field(default_factory=list)
@@ -353,6 +355,7 @@ class Ends:
                 {"released": of_ids(self._released_rows)},
             )
         if metered is not None:
+            self.free = metered.free
             yield from write_ends(metered, self.at)
         yield from add_usage(self._used(), self.at)
 
@@ -403,6 +406,7 @@ class Ends:
             Span(over.duration),
             row.max_cost,
             row.settlement,
+            row.spec_id,
             self._starts(row.id) if row.allocation_number is None else (),
             row.started_at is not None,
         )

@@ -246,7 +246,12 @@ def record(
         if reports.rest:
             refused += yield from _refused(node, reports.rest)
     recording = _merged(recordings, refused)
-    signed = [(node, item) for node, item in items if _is_signed(item) and node not in overtaken]
+    free: Collection[tuple[int, int]] = batch.ends.free  # no receipt
+    signed = [
+        (node, item)
+        for node, item in items
+        if _is_signed(item) and (item.task, item.epoch) not in free and node not in overtaken
+    ]
     if signed:
         yield from put_signatures(signed, set(refused), at)
     if overtaken:

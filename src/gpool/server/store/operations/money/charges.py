@@ -1,7 +1,7 @@
 """Charges of ended leases: computed from their meters in the transaction of the end, posted later (`meters`).
 
-An end updates its meter and inserts one row of `charges`, a few statements for any number of ends. Rows are locked in
-one order everywhere: tasks, meters, pending transfers, accounts.
+An end updates its meter and inserts a row of `charges` if anything is charged, a few statements for any number of
+ends. Rows are locked in one order everywhere: tasks, meters, pending transfers, accounts.
 
 A task of the settlement `verdict` has its charges held until its result is accepted or rejected: the amount stays set
 aside, first within the meter's reservation, then as a pending transfer of its own.
@@ -11,11 +11,12 @@ One file because charging and holding are the two ways in which one row of `char
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from gpool.core.ids import NodeId, TaskId
+from gpool.core.ids import NodeId, SpecId, TaskId
 from gpool.core.model import EndReason, Instant, Phase, Span
 from gpool.core.money.charging import AllocationMeter, FrozenPrice, LeaseEnd, charge
 from gpool.core.money.metering import divided_ends, fee_between
@@ -23,7 +24,7 @@ from gpool.core.money.transfers import FEE, LedgerAccountId, Post, Posting, Tran
 from gpool.server.store.generated_rows import ChargesRecord, MetersRecord
 from gpool.server.store.operations.money.transfers import record_transfers
 from gpool.server.store.protocol import Operation, Relation, Statement
-from gpool.server.store.rows import columns, of_ids, relation_columns, select
+from gpool.server.store.rows import columns, insert, of_ids, relation_columns, select
 from gpool.server.store.values import PREEMPTING, RECLAIMING, UNFUNDED
 
 METER = columns(MetersRecord, MetersRecord, "m")
@@ -40,7 +41,7 @@ class ChargeState(StrEnum):
     METERED = "metered"  # to be posted with its meter's reservation
     HELD = "held"  # until the task's result is accepted or rejected
     POSTED = "posted"
-    VOID = "void"  # nothing is charged
+    VOID = "void"  # was held, and the result was rejected
     VESTED = "vested"
     FORFEITED = "forfeited"
 
@@ -50,7 +51,7 @@ class Settlement(StrEnum):
     VERDICT = "verdict"
 
 
-_METERED, _HELD, _VOID = ChargeState.METERED.value, ChargeState.HELD.value, ChargeState.VOID.value
+_METERED, _HELD = ChargeState.METERED.value, ChargeState.HELD.value
 _VERDICT = Settlement.VERDICT.value
 
 
@@ -77,6 +78,7 @@ class EndedLease(NamedTuple):
     duration: Span
     max_cost: int | None
     settlement: str
+    spec: SpecId
     members: tuple[MemberStart, ...] = ()
     has_reported_start: bool = True
 
@@ -91,23 +93,30 @@ class RunningMeter:
 
     row: MetersRecord
     meter: AllocationMeter
+    reserve: TransferId
     ended: int = 0
 
 
 class NewCharge(NamedTuple):
-    """Columns of a charge that its meter does not have. Node and number identify the meter, which is open."""
+    """Columns of an inserted charge."""
 
-    node: int
-    number: int
     task_id: int
     epoch: int
+    node_id: int
+    payer_id: int
+    owner_id: int
     started_at: int | None
     ended_at: int
     charged_us: int
     microcredits: int
     fee: int
+    rate: int
+    minimum: int
     reason: str
+    gpus: str
+    reserve_id: str
     state: str
+    project: str = ""
 
 
 _NOT_ASKED: frozenset[str] = frozenset()
@@ -115,9 +124,14 @@ _NOT_ASKED: frozenset[str] = frozenset()
 
 @dataclass(slots=True)
 class MeteredEnds:
-    """Rows to write. `stopped`: tasks that were stopped for lack of funds. `used_up`: nothing is left of their max_cost."""
+    """Rows to write. `stopped`: tasks that were stopped for lack of funds. `used_up`: nothing is left of their max_cost.
+
+    `free`: task and epoch of leases that are charged nothing. They have no row: charges are kept for ever, and a call of
+    microseconds often costs less than a micro-credit.
+    """
 
     rows: list[NewCharge] = field(default_factory=list)
+    free: set[tuple[TaskId, int]] = field(default_factory=set)
     meters: list[RunningMeter] = field(default_factory=list)
     stopped: set[TaskId] = field(default_factory=set)
     used_up: set[TaskId] = field(default_factory=set)
@@ -126,13 +140,6 @@ class MeteredEnds:
 def meter_of(row: MetersRecord) -> AllocationMeter:
     price = FrozenPrice(row.rate, row.minimum)
     return AllocationMeter(price, row.until, Span(row.charged_us), row.charged)
-
-
-RESERVE_ID = (
-    "'alloc:' || CAST(m.task_id AS TEXT) || ':' || CAST(m.epoch AS TEXT) || ':' || CAST(m.rank AS TEXT) "
-    "|| ':' || CAST(m.roll AS TEXT)"
-)
-"""`reserve_id` in SQL, of a meter m."""
 
 
 def reserve_id(row: MetersRecord) -> TransferId:
@@ -155,6 +162,11 @@ class _Saved(NamedTuple):
     saved_at: Instant
 
 
+class _Labelled(NamedTuple):
+    id: SpecId
+    project: str
+
+
 class _Spent(NamedTuple):
     task_id: TaskId
     microcredits: int
@@ -175,6 +187,7 @@ def meter_ends(ended: Sequence[EndedLease]) -> Operation[MeteredEnds]:
                 preempted.append(lease)
     saved = yield from _checkpoints(preempted)
     spent = yield from spent_by(lease.task for lease in ended if lease.max_cost is not None)
+    specs: list[SpecId] = []  # of each charge
     ends = _divided(ended, meters)
     for lease in ended:
         key = (lease.task, lease.epoch)
@@ -186,6 +199,7 @@ def meter_ends(ended: Sequence[EndedLease]) -> Operation[MeteredEnds]:
             found = places.get((lease.node, lease.number), ())
         else:
             found = gangs.get(key, ())
+        result.free.add(key)
         for running in found:
             row = running.row
             end_at = ends[key]
@@ -202,31 +216,42 @@ def meter_ends(ended: Sequence[EndedLease]) -> Operation[MeteredEnds]:
             phase = Phase.START if started_at is None else Phase.RUN
             end = LeaseEnd(started_at, end_at, reason, phase, saved.get(key), is_reclaim)
             done = charge(running.meter, end, left)
-            amount, state = done.microcredits, _VOID
+            amount = done.microcredits
             if amount:
+                result.free.discard(key)
                 if lease.max_cost is not None:
                     spent[lease.task] = spent.get(lease.task, 0) + amount
-                state = _HELD if lease.settlement == _VERDICT else _METERED
-            before, after = running.meter.charged_microcredits, done.meter.charged_microcredits
-            result.rows.append(
-                NewCharge(
-                    row.node_id,
-                    row.number,
-                    lease.task,
-                    lease.epoch,
-                    started_at,
-                    end_at,
-                    done.time,
-                    amount,
-                    fee_between(before, after, row.fee_ppm) if row.fee_ppm else 0,
-                    reason.value,
-                    state,
+                before, after = running.meter.charged_microcredits, done.meter.charged_microcredits
+                result.rows.append(
+                    NewCharge(
+                        lease.task,
+                        lease.epoch,
+                        row.node_id,
+                        row.payer_id,
+                        row.owner_id,
+                        started_at,
+                        end_at,
+                        done.time,
+                        amount,
+                        fee_between(before, after, row.fee_ppm) if row.fee_ppm else 0,
+                        row.rate,
+                        row.minimum,
+                        reason.value,
+                        row.gpus,
+                        running.reserve,
+                        _HELD if lease.settlement == _VERDICT else _METERED,
+                    )
                 )
-            )
+                specs.append(lease.spec)
             running.meter = done.meter
             running.ended += 1
         if lease.max_cost is not None and spent.get(lease.task, 0) >= lease.max_cost:
             result.used_up.add(lease.task)
+    if projects := (yield from _projects(set(specs))):
+        result.rows = [
+            row._replace(project=projects.get(spec, ""))
+            for row, spec in zip(result.rows, specs, strict=True)
+        ]
     result.meters = [each for found in gangs.values() for each in found if each.ended]
     return result
 
@@ -253,7 +278,7 @@ def _meters(ended: Sequence[EndedLease]) -> Operation[list[RunningMeter]]:
             {"gangs": Relation(LEASES, sorted(gangs))},
         )
     found.sort(key=lambda row: (row.task_id, row.epoch, row.rank))
-    return [RunningMeter(row, meter_of(row)) for row in found]
+    return [RunningMeter(row, meter_of(row), reserve_id(row)) for row in found]
 
 
 def _by_place(meters: Sequence[RunningMeter]) -> dict[tuple[int, int], list[RunningMeter]]:
@@ -284,6 +309,19 @@ def _divided(
         for lease, end in zip(leases, ends, strict=True):
             found[lease.task, lease.epoch] = Instant(min(lease.ended_at, end))
     return found
+
+
+def _projects(specs: AbstractSet[SpecId]) -> Operation[dict[SpecId, str]]:
+    """Project labels by spec: a batch of ends has few specs."""
+    if not specs:
+        return {}
+    rows = yield from select(
+        _Labelled,
+        "SELECT s.id, s.project FROM {specs} AS i JOIN specs s ON s.id = i.id WHERE s.project <> ''",
+        {},
+        {"specs": of_ids(specs)},
+    )
+    return {row.id: row.project for row in rows}
 
 
 def _notes(ended: Sequence[EndedLease]) -> Operation[dict[tuple[TaskId, int], frozenset[str]]]:
@@ -347,19 +385,10 @@ class _ChangedMeter(NamedTuple):
 
 def write_ends(done: MeteredEnds, at: Instant) -> Operation[None]:
     """Write what `meter_ends` computed; a meter without leases is closed."""
-    if not done.rows:
+    if not done.meters:
         return
-    yield Statement(
-        "INSERT INTO charges (task_id, epoch, node_id, payer_id, owner_id, started_at, ended_at, charged_us, "  # noqa: S608
-        "microcredits, fee, rate, minimum, reason, gpus, reserve_id, state, project) "
-        "SELECT r.task_id, r.epoch, m.node_id, m.payer_id, m.owner_id, r.started_at, r.ended_at, r.charged_us, "
-        f"r.microcredits, r.fee, m.rate, m.minimum, r.reason, m.gpus, {RESERVE_ID}, r.state, "
-        "COALESCE(s.project, '') FROM {rows} AS r "
-        "JOIN meters m ON m.node_id = r.node AND m.number = r.number AND m.closed_at IS NULL "
-        "LEFT JOIN tasks t ON t.id = r.task_id LEFT JOIN specs s ON s.id = t.spec_id",
-        {},
-        {"rows": Relation(relation_columns(NewCharge), done.rows)},
-    )
+    if done.rows:
+        yield insert("charges", NewCharge, done.rows)
     changed = [
         _ChangedMeter(
             each.row.task_id,
