@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpool.wallet import canonical_json
 from gpool.wallet.errors import BadDocument
+from gpool.wallet.receipt_keys import ReceiptGpu
+from tests.wallet.sample_receipts import work
 
 texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
 integers = st.integers(-canonical_json.LARGEST_INTEGER, canonical_json.LARGEST_INTEGER)
@@ -90,3 +93,29 @@ def test_what_implementations_read_differently_is_refused(data: bytes) -> None:
 def test_a_value_without_a_spelling_is_refused(value: object) -> None:
     with pytest.raises(BadDocument):
         canonical_json.encode(value)
+
+
+names = st.text("abc_z", min_size=1, max_size=5)
+
+
+@given(st.dictionaries(names, documents | st.dictionaries(names, texts | integers)))
+def test_fields_with_ascii_names_have_the_same_spelling_by_either_encoder(
+    fields: dict[str, Any],
+) -> None:
+    def is_plain(value: object) -> bool:
+        if isinstance(value, dict):
+            return all(key.isascii() and is_plain(each) for key, each in value.items())
+        return not isinstance(value, list) or all(map(is_plain, value))
+
+    if is_plain(fields):
+        assert canonical_json.encode_fields(fields) == canonical_json.encode(fields)
+
+
+@given(texts, integers)
+def test_a_work_is_signed_in_canonical_form(model: str, attempt: int) -> None:
+    done = work(gpus=(ReceiptGpu("gpu-1", model, "exclusive"),), attempt=attempt)
+    head, _, body = done.message().partition(b"\0")
+    assert (head, body) == (
+        b"gpool receipt work 1",
+        canonical_json.encode(msgspec.to_builtins(done)),
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -10,13 +12,20 @@ from hypothesis import strategies as st
 from gpool.wallet import canonical_json
 from gpool.wallet.crypto import MerkleTree, verify
 from gpool.wallet.errors import BadReceipt
-from gpool.wallet.receipt_keys import KeyHistory, SignedWork, is_signed, parse_history
+from gpool.wallet.receipt_keys import (
+    KeyHistory,
+    SignedWork,
+    is_signed,
+    parse_history,
+    sign_works,
+)
 from gpool.wallet.receipts import issue, parse, receipts_root, verified
 from tests.wallet.sample_receipts import (
     POOL,
     START_MS,
     SamplePool,
     charge,
+    node_key,
     receipt_key,
     signed_work,
     work,
@@ -189,3 +198,56 @@ def test_the_root_of_receipts_proves_each_receipt() -> None:
     assert root == receipts_root(reversed(receipts)) == tree.root
     assert all(verify(root, each, tree.proof(each)) for each in receipts)
     assert receipts_root([]) == bytes(32)
+
+
+# ---- works signed together
+
+
+def joint(count: int) -> list[SignedWork]:
+    key = node_key("node")
+    public = key.public_key().public_bytes_raw().hex()
+    works = [work(attempt=number) for number in range(count)]
+    proofs = sign_works([each.message() for each in works], key.sign)
+    return [
+        SignedWork(each, public, proof.signature.hex(), proof.path.hex())
+        for each, proof in zip(works, proofs, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 8, 9, 33, 500])
+def test_one_signature_proves_each_work_and_no_other(count: int) -> None:
+    signed = joint(count)
+    assert len({each.node_signature for each in signed}) == 1
+    assert all(each.is_genuine() for each in signed)
+    others = [msgspec.structs.replace(each, work=work(attempt=count)) for each in signed]
+    others += [
+        msgspec.structs.replace(each, node_path=beside.node_path)
+        for each, beside in pairwise(signed)
+    ]
+    others += [msgspec.structs.replace(each, node_path="") for each in signed if count > 1]
+    assert not any(each.is_genuine() for each in others)
+
+
+def test_an_inner_hash_is_no_work() -> None:
+    """A shorter path that begins at an inner hash proves nothing: leaves are hashed with another prefix."""
+    first = joint(4)[0]
+    upper = first.node_path[66:]
+    assert not msgspec.structs.replace(first, node_path=upper).is_genuine()
+
+
+def test_a_receipt_of_a_joint_signature_altered_in_any_byte_fails() -> None:
+    pool = SamplePool()
+    receipt = issue(joint(5)[2], charge(), pool.key)
+    data = receipt.to_bytes()
+    assert b'"node_path":"' in data
+    assert verified(data, pool.history) == receipt
+    accepted = []
+    for at in range(len(data)):
+        altered = [data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :] for bit in range(8)]
+        altered += [data[:at] + data[at + 1 :], data[:at] + data[at : at + 1] + data[at:]]
+        accepted += [at for other in altered if other != data and is_accepted(other, pool.history)]
+    assert accepted == []
+
+
+def test_a_receipt_without_a_path_is_written_as_before() -> None:
+    assert b"node_path" not in SamplePool().receipt().to_bytes()

@@ -23,6 +23,7 @@ from gpool.wallet.receipt_keys import (
     VERSION,
     KeyHistory,
     Milliseconds,
+    NodePathHex,
     OpaqueId,
     PublicKeyHex,
     ReceiptKey,
@@ -62,6 +63,9 @@ class ReceiptCharge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("charged_ms is longer than the attempt")
         if self.fee > self.amount:
             raise ValueError("the fee is larger than the amount")
+        largest = max(self.price_per_hour, self.amount, self.issued_ms)
+        if largest > canonical_json.LARGEST_INTEGER:
+            raise ValueError(f"{largest} is not an integer up to 2^53 - 1")
 
 
 class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,15 +76,23 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pool_key: OpaqueId
     pool_signature: SignatureHex
     version: Annotated[int, Meta(ge=VERSION, le=VERSION)] = VERSION
+    node_path: NodePathHex = ""
+    """Leads from the work to what the node signed, if it signed several works together; not written if empty."""
 
     def to_bytes(self) -> bytes:
-        return canonical_json.encode(msgspec.to_builtins(self))
+        return canonical_json.encode_fields(self._fields())
 
     def message(self) -> bytes:
         """Bytes that the receipt key signs: the document without that signature."""
-        fields = msgspec.to_builtins(self)
+        fields = self._fields()
         del fields["pool_signature"]
-        return b"gpool receipt 1\0" + canonical_json.encode(fields)
+        return b"gpool receipt 1\0" + canonical_json.encode_fields(fields)
+
+    def _fields(self) -> dict[str, object]:
+        fields: dict[str, object] = msgspec.to_builtins(self)
+        if not self.node_path:
+            del fields["node_path"]
+        return fields
 
 
 def issue(signed: SignedWork, charge: ReceiptCharge, key: ReceiptKey) -> Receipt:
@@ -88,7 +100,13 @@ def issue(signed: SignedWork, charge: ReceiptCharge, key: ReceiptKey) -> Receipt
     if not signed.is_genuine():
         raise BadReceipt(f"{signed.work.node} did not sign the work of {signed.work.task}")
     unsigned = Receipt(
-        signed.work, signed.node_key, signed.node_signature, charge, key.id, "0" * 128
+        signed.work,
+        signed.node_key,
+        signed.node_signature,
+        charge,
+        key.id,
+        "0" * 128,
+        node_path=signed.node_path,
     )
     return msgspec.structs.replace(unsigned, pool_signature=key.sign(unsigned.message()))
 
@@ -108,7 +126,7 @@ def verified(data: bytes, history: KeyHistory) -> Receipt:
     receipt = parse(data)
     if receipt.work.pool != history.pool:
         raise BadReceipt(f"the receipt is of {receipt.work.pool}, the keys are of {history.pool}")
-    signed = SignedWork(receipt.work, receipt.node_key, receipt.node_signature)
+    signed = SignedWork(receipt.work, receipt.node_key, receipt.node_signature, receipt.node_path)
     if not signed.is_genuine():
         raise BadReceipt("the node's signature does not fit: the receipt was altered")
     entry = history.entry(receipt.pool_key)

@@ -1,6 +1,6 @@
 """Receipts as EIP-712 typed data: the fields of the JSON document, for wallets that show and sign them. No I/O.
 
-The typed data leave out the two Ed25519 signatures, which a wallet cannot check; the domain has neither chain nor
+The typed data leave out the two Ed25519 signatures and the node's path, which a wallet cannot check; the domain has neither chain nor
 contract, since a receipt belongs to none. EIP-712 is encoded for the kinds of field that receipts have.
 """
 
@@ -75,7 +75,7 @@ def is_signed_by(receipt: Receipt, signature: Signature, signer: Address) -> boo
 
 def _message(receipt: Receipt) -> dict[str, Any]:
     fields = msgspec.to_builtins(receipt)
-    for name in ("node_signature", "pool_signature", "version"):
+    for name in ("node_path", "node_signature", "pool_signature", "version"):
         del fields[name]
     fields["node_key"] = "0x" + receipt.node_key
     fields["work"]["gpus"] = list(fields["work"]["gpus"])

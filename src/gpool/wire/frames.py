@@ -26,10 +26,15 @@ from gpool.core.model import (
     TaskSpec,
 )
 
-PROTOCOL = 1
+PROTOCOL = 2
 OLDEST_PROTOCOL = 1
 """Newest and oldest version of the channel that this release speaks. A new version is needed only when the meaning of
-a frame changes; fields, words and kinds of frames are added within one (`tolerance`)."""
+a frame changes; fields, words and kinds of frames are added within one (`tolerance`).
+
+2: `WorkSignature.path`, since a signature is of several works.
+"""
+JOINT_SIGNATURES = 2
+"""Version from which a server verifies signatures of several works."""
 MAX_FRAME_BYTES = 8 * 1024 * 1024
 MAX_SPEC_BYTES = 3 * 1024 * 1024
 """Largest spec: with a frame's share of payloads it must fit into a frame."""
@@ -69,10 +74,14 @@ class SignedGpu(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkSignature(msgspec.Struct, frozen=True, array_like=True):
-    """The node's signature of the work of a priced lease (`wallet.receipt_keys.ReceiptWork`)."""
+    """The node's signature of the work of a priced lease (`wallet.receipt_keys.ReceiptWork`).
+
+    `path`: from the work to the root that was signed, if several works were signed together.
+    """
 
     signature: bytes
     gpus: tuple[SignedGpu, ...] = ()
+    path: bytes = b""
 
 
 class Finished(_Frame, frozen=True):

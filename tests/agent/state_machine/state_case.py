@@ -128,10 +128,10 @@ class Case:
     def arrive(self, frame: ServerFrame, after: int = 1) -> list[Instruction]:
         return self.feed(FrameArrived(frame), after)
 
-    def welcome(self, drop: tuple[Hold, ...] = ()) -> list[Instruction]:
+    def welcome(self, drop: tuple[Hold, ...] = (), protocol: int = 1) -> list[Instruction]:
         hello = self.feed(Connected())[0]
         assert isinstance(hello, Send)
-        return self.arrive(Welcome(1, hello.frame.beat, TTL, MARGIN, BEAT, drop))  # type: ignore[union-attr]
+        return self.arrive(Welcome(1, hello.frame.beat, TTL, MARGIN, BEAT, drop, protocol))  # type: ignore[union-attr]
 
     def grant(
         self,

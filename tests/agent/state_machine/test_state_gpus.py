@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpool.agent.state_machine.gpu_readings import ReadingAverages, by_task, simulated_readings
 from gpool.agent.state_machine.instructions import (
     CommandStarted,
     EndCommand,
@@ -18,8 +19,6 @@ from gpool.agent.state_machine.instructions import (
     Ticked,
 )
 from gpool.agent.state_machine.lease_control import RECLAIM_GRACE_US
-from gpool.agent.state_machine.outbox import ReadingAverages, by_task
-from gpool.agent.state_machine.simulated_readings import simulated_readings
 from gpool.core.model import EndReason, Gpu, Slice, Span
 from gpool.wire.frames import (
     Beat,

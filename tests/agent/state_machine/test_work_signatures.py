@@ -9,6 +9,7 @@ import pytest
 
 from gpool.agent.state_machine.agent_state import AgentState
 from gpool.agent.state_machine.instructions import CommandEnded
+from gpool.agent.state_machine.outbox import LINGER_US
 from gpool.agent.state_machine.work_signatures import WorkSigner
 from gpool.core.ids import encode
 from gpool.core.model import EndReason, Gpu, OutputFile
@@ -101,3 +102,34 @@ def test_the_hash_of_a_result(
     value: bytes, named: str, files: list[tuple[str, str]], result: str
 ) -> None:
     assert result_hash(value, named, files) == result
+
+
+def several(protocol: int) -> list[Finished]:
+    """Three priced leases that end while a batch is in flight: their ends leave together."""
+    made = Case()
+    made.state = AgentState("boot", LENT, WorkSigner(NODE, KEY.sign_work))
+    made.welcome(protocol=protocol)
+    for task in (1, 2, 3, 4):
+        line = Line(allocation(task), 7, False, 1, (Lease(task, 3),), None, POOL)
+        made.arrive(Grants(0, ((1, command()),), (line,)))
+    made.recording = False
+    for task in (1, 2, 3, 4):
+        made.feed(CommandEnded(task, 3, EndReason.EXITED, 0, "", 50, ()))
+    made.pass_time(LINGER_US)
+    found = [each for each in made.take_reports() if isinstance(each, Finished)]
+    assert [each.task for each in found] == [1, 2, 3, 4]
+    return found[1:]
+
+
+@pytest.mark.parametrize(("protocol", "signatures"), [(1, 3), (2, 1)])
+def test_ends_that_leave_together_have_one_signature_if_the_server_knows_it(
+    protocol: int, signatures: int
+) -> None:
+    works = [(each.task, each.work) for each in several(protocol)]
+    assert len({work.signature for _, work in works if work}) == signatures
+    for task, work in works:
+        assert work is not None
+        done = ReceiptWork(POOL, encode("task", task), 3, NODE, (), NO_RESULT)
+        signed = SignedWork(done, KEY.public.hex(), work.signature.hex(), work.path.hex())
+        assert signed.is_genuine()
+        assert bool(work.path) == (protocol > 1)

@@ -26,6 +26,7 @@ from gpool.wallet.receipt_keys import (
     ReceiptWork,
     opaque_gpu_id,
     parse_history,
+    sign_works,
 )
 from gpool.wallet.receipts import receipts_root, verified
 from gpool.wire.frames import Finished, Grants, Lease, SignedGpu, WorkSignature
@@ -47,8 +48,7 @@ async def desk(data: Path) -> AsyncIterator[Desk]:
     await made.server.store.close()
 
 
-def signed(desk: Desk, agent: Agent, lease: Lease, key: NodeKey | None = None) -> Finished:
-    """The end of a lease, signed as an agent does."""
+def work_of(desk: Desk, agent: Agent, lease: Lease) -> ReceiptWork:
     [line] = [
         line for frame in agent.frames(Grants) for line in frame.lines if lease in line.leases
     ]
@@ -57,11 +57,15 @@ def signed(desk: Desk, agent: Agent, lease: Lease, key: NodeKey | None = None) -
         ReceiptGpu(opaque_gpu_id(gpu.uuid), gpu.model, "exclusive") for gpu in agent.offer.gpus[:1]
     )
     node = encode("node", agent.credentials.node)
-    work = ReceiptWork(
-        line.receipts, encode("task", lease.task), lease.epoch, node, gpus, NO_RESULT
-    )
+    task = encode("task", lease.task)
+    return ReceiptWork(line.receipts, task, lease.epoch, node, gpus, NO_RESULT)
+
+
+def signed(desk: Desk, agent: Agent, lease: Lease, key: NodeKey | None = None) -> Finished:
+    """The end of a lease, signed as an agent does."""
+    work = work_of(desk, agent, lease)
     own = key or NodeKey(hashlib.sha256(b"n1").digest())
-    named = tuple(SignedGpu(each.gpu, each.model, each.slice) for each in gpus)
+    named = tuple(SignedGpu(each.gpu, each.model, each.slice) for each in work.gpus)
     proof = WorkSignature(own.sign_work(work.message()), named)
     return msgspec.structs.replace(exited(lease), work=proof)
 
@@ -362,6 +366,9 @@ async def test_rewards_are_shared_by_contribution_once(desk: Desk) -> None:
     "work",
     [
         WorkSignature(b"\1" * 63),
+        WorkSignature(b"\1" * 64, (), b"\1" * 32),
+        WorkSignature(b"\1" * 64, (), b"\2" * 33),
+        WorkSignature(b"\1" * 64, (), b"\1" * 33 * 17),
         WorkSignature(b"\1" * 64, (SignedGpu("gpu-1", "H100", "exclusive"),) * 65),
         WorkSignature(b"\1" * 64, (SignedGpu("not opaque", "H100", "exclusive"),)),
         WorkSignature(b"\1" * 64, (SignedGpu("gpu-1", "H" * 101, "exclusive"),)),
@@ -379,3 +386,29 @@ async def test_a_malformed_signature_is_dropped_and_the_end_recorded(
     assert found["status"] == "succeeded"
     later = Instant(desk.server.now + 1)
     assert not await desk.server.store.read(receipts.has_signatures(later))
+
+
+async def test_receipts_are_issued_for_ends_that_were_signed_together(desk: Desk) -> None:
+    bob, agent = await opened(desk)
+    tasks, leases = [], []
+    for _ in range(2):
+        tasks.append(await desk.command(bob, gpu="1"))
+        leases.append(await started(desk, agent))
+    desk.clock.advance(10)
+    ends = [signed(desk, agent, lease) for lease in leases]
+    own = NodeKey(hashlib.sha256(b"n1").digest())
+    proofs = sign_works([work_of(desk, agent, lease).message() for lease in leases], own.sign_work)
+    joint = [
+        msgspec.structs.replace(end, work=WorkSignature(proof.signature, end.work.gpus, proof.path))
+        for end, proof in zip(ends, proofs, strict=True)
+        if end.work is not None
+    ]
+    await agent.report(*joint)
+    await charged(desk)
+    await looped(desk)
+    found = await receipts_of(desk, bob)
+    assert sorted(each["task"] for each in found) == sorted(tasks)
+    keys = await history(desk)
+    for each in found:
+        data = (await desk.get(f"/v1/receipts/{each['id']}", headers=bob)).content
+        assert verified(data, keys).node_path

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpool.agent.state_machine.dispatch import Dispatch
+from gpool.agent.state_machine.gpu_readings import ReadingAverages, by_task, simulated_readings
 from gpool.agent.state_machine.instructions import (
     NEVER,
     CallPrinted,
@@ -41,9 +42,8 @@ from gpool.agent.state_machine.instructions import (
 from gpool.agent.state_machine.lease_control import RECLAIM_GRACE_US, LeaseControl
 from gpool.agent.state_machine.lease_queues import LeaseQueue, Variables, invariant_violations
 from gpool.agent.state_machine.leases import Leases, LeaseTimer
-from gpool.agent.state_machine.outbox import Outbox, ReadingAverages, by_task
+from gpool.agent.state_machine.outbox import Outbox
 from gpool.agent.state_machine.sandbox_events import SandboxEvents
-from gpool.agent.state_machine.simulated_readings import simulated_readings
 from gpool.agent.state_machine.transitions import LeaseTransition
 from gpool.agent.state_machine.work_signatures import WorkSigner
 from gpool.core.model import Offer, Slice, TaskSpec
@@ -107,7 +107,7 @@ class AgentState:
         self._signer = signer
         if signer is not None:
             signer.learn(offer)
-        self._outbox = Outbox()
+        self._outbox = Outbox() if signer is None else Outbox(signer.signed)
         self._leases = Leases(self._outbox, signer)
         self._dispatch = Dispatch(self._leases)
         self._control = LeaseControl(self._outbox, self._leases, self._dispatch)
@@ -230,6 +230,8 @@ class AgentState:
         self._drop(now, frame.drop, out)
         if not self._connection.welcomed:
             self._connection.welcomed = True
+            if self._signer is not None:
+                self._signer.use_protocol(frame.protocol)
             timer.heartbeat_at = min(timer.heartbeat_at, now + timer.heartbeat_every)
             self._outbox.resend(now)
             self._send_offer(out)

@@ -190,22 +190,22 @@ class Leases:
             self.flush_log(now, lease, ends=True)
         lease.move(now, FINISHED, finished.reason)
         self._remove(lease)
+        work = None
         if lease.terms.receipts and self._signer is not None:
-            signed = self._signer.signature(lease, finished)
-            finished = msgspec.structs.replace(finished, work=signed)
+            work = self._signer.work(lease, finished)
         data = len(finished.value) + len(finished.error_text.encode("utf-8", "replace"))
         if finished.outputs:
             data += _names_bytes(finished.outputs)
-        self._outbox.add(now, finished, data)
+        self._outbox.add(now, finished, data, work)
 
     def release(self, now: int, lease: AgentLease) -> None:
         has_begun = lease.state is not LeaseState.QUEUED
         lease.move(now, LeaseMove.RELEASED)
         self._remove(lease)
-        signed = None
+        work = None
         if has_begun and lease.terms.receipts and self._signer is not None:
-            signed = self._signer.signature(lease, None)
-        self._outbox.add(now, Released(lease.task, lease.epoch, signed))
+            work = self._signer.work(lease, None)
+        self._outbox.add(now, Released(lease.task, lease.epoch), work=work)
 
     def return_unstarted(self, now: int, leases: Iterable[AgentLease], why: str = "") -> None:
         for lease in leases:

@@ -1,5 +1,4 @@
-"""Reports on their way to the server: output gathered into chunks, GPU readings aggregated between heartbeats, reports
-in numbered batches, kept until acknowledged.
+"""Reports on their way to the server: output gathered into chunks, reports in numbered batches, kept until acknowledged.
 
 With nothing in flight a report leaves at once; else reports gather until the batch is recorded, `LINGER_US` has passed
 or `FULL` items wait. At most `MAX_IN_FLIGHT` batches are unrecorded; a reconnect sends them again.
@@ -7,91 +6,23 @@ or `FULL` items wait. At most `MAX_IN_FLIGHT` batches are unrecorded; a reconnec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from gpool.agent.state_machine.instructions import NEVER
-from gpool.core.model import KIB, MIB, EndReason, Phase, Slice
+from gpool.core.model import KIB, MIB, EndReason, Phase
 from gpool.wire.frames import (
     Checkpointed,
     Finished,
-    GpuReading,
     LogChunk,
     Progressed,
     Reached,
+    Released,
     ReportItem,
     Reports,
+    SignedGpu,
     Started,
-    TaskReading,
 )
-
-
-class ReadingAverages:
-    def __init__(self) -> None:
-        self._readings: dict[int, list[GpuReading]] = {}
-
-    def add(self, readings: Iterable[GpuReading]) -> None:
-        for reading in readings:
-            self._readings.setdefault(reading.gpu, []).append(reading)
-
-    def take(self) -> tuple[GpuReading, ...]:
-        """Return per GPU: mean utilisation and power, highest memory and temperature."""
-        readings, self._readings = self._readings, {}
-        return tuple(
-            GpuReading(
-                gpu,
-                _mean([one.utilisation_percent for one in many]),
-                _most([one.memory_bytes for one in many]),
-                _mean([one.power_mw for one in many]),
-                _most([one.temperature_c for one in many]),
-            )
-            for gpu, many in sorted(readings.items())
-        )
-
-
-def by_task(
-    readings: Sequence[GpuReading], running: Mapping[tuple[int, int], tuple[Slice, ...]]
-) -> tuple[TaskReading, ...]:
-    """Reading for each running (task, epoch) on exclusive GPUs; shared ones have none."""
-    by_gpu = {reading.gpu: reading for reading in readings}
-    users: dict[int, int] = {}
-    for slices in running.values():
-        for part in slices:
-            users[part.gpu_index] = users.get(part.gpu_index, 0) + 1
-    found = []
-    for (task, epoch), slices in running.items():
-        mine = [by_gpu[part.gpu_index] for part in slices if part.gpu_index in by_gpu]
-        if len(mine) < len(slices) or any(users[part.gpu_index] > 1 for part in slices) or not mine:
-            continue
-        found.append(
-            TaskReading(
-                task,
-                epoch,
-                _mean([one.utilisation_percent for one in mine]),
-                _sum([one.memory_bytes for one in mine]),
-                _sum([one.power_mw for one in mine]),
-                _most([one.temperature_c for one in mine]),
-            )
-        )
-    return tuple(found)
-
-
-def _known(values: Sequence[int | None]) -> list[int]:
-    return [value for value in values if value is not None]
-
-
-def _mean(values: Sequence[int | None]) -> int | None:
-    known = _known(values)
-    return round(sum(known) / len(known)) if known else None
-
-
-def _sum(values: Sequence[int | None]) -> int | None:
-    known = _known(values)
-    return sum(known) if known else None
-
-
-def _most(values: Sequence[int | None]) -> int | None:
-    return max(_known(values), default=None)
-
 
 PROGRESS_EVERY_US = 1_000_000
 """Shortest time between two reports of a task's progress."""
@@ -132,6 +63,8 @@ MAX_ITEMS = 2_000
 MAX_BYTES = 4 * MIB  # half of a frame's limit: the sizes below are estimates
 MAX_IN_FLIGHT = 4
 ITEM_BYTES = 64  # of an item without its data
+SIGNATURE_BYTES = 512  # of a signature with its path and GPUs
+ENDS = frozenset({Finished, Released})  # reports that may be signed
 GOES_ON = frozenset({LogChunk, Checkpointed, Progressed})  # reports of an attempt that is not over
 REPLACING = frozenset({Checkpointed, Progressed})  # reports of which only the newest counts
 
@@ -247,19 +180,40 @@ def _failed_running(item: ReportItem) -> bool:
     return type(item) is Finished and item.reason is EndReason.SANDBOX_FAILED and item.fault is None
 
 
+class UnsignedWork(NamedTuple):
+    """Work of a priced lease, to be signed with the others of its batch."""
+
+    message: bytes
+    gpus: tuple[SignedGpu, ...]
+
+
+Works = dict[tuple[int, int], UnsignedWork]
+"""By task and epoch."""
+SignItems = Callable[[Sequence[ReportItem], Works], list[ReportItem]]
+
+
+def _unsigned(items: Sequence[ReportItem], _: Works) -> list[ReportItem]:
+    return list(items)
+
+
 class Outbox:
     __slots__ = (
         "_batches",
         "_items",
         "_reached",
         "_sequence",
+        "_sign",
         "_since",
         "_sizes",
         "_started",
+        "_works",
         "progress",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, sign: SignItems = _unsigned) -> None:
+        """`sign`: add signatures of works to the ends in a batch."""
+        self._sign = sign
+        self._works: Works = {}  # of ends that wait
         self.progress = ProgressReports()
         self._items: list[ReportItem] = []
         self._sizes: list[int] = []
@@ -272,9 +226,14 @@ class Outbox:
     def __bool__(self) -> bool:
         return bool(self._items or self._batches or self._started or self._reached)
 
-    def add(self, now: int, item: ReportItem, data_bytes: int = 0) -> None:
+    def add(
+        self, now: int, item: ReportItem, data_bytes: int = 0, work: UnsignedWork | None = None
+    ) -> None:
         if self._since == NEVER:
             self._since = now
+        if work is not None:
+            self._works[item.task, item.epoch] = work
+            data_bytes += SIGNATURE_BYTES
         if (self._started or self._reached) and type(item) not in GOES_ON:
             begun = self._started.pop(item.task, None)
             self._reached.pop(item.task, None)
@@ -332,6 +291,8 @@ class Outbox:
 
         self._items, self._sizes = _without(self._items, self._sizes, is_gone)
         self._batches = {n: _without(*batch, is_gone) for n, batch in self._batches.items()}
+        for lease in gone.intersection(self._works):
+            del self._works[lease]
         for task in [t for t, s in self._started.items() if (t, s.epoch) in gone]:
             del self._started[task]
         for task in [t for t, r in self._reached.items() if (t, r.epoch) in gone]:
@@ -378,9 +339,17 @@ class Outbox:
         self._sizes = self._sizes[count:]
         if not self._items:
             self._since = NEVER
+        if self._works:
+            items = self._signed(items)
         self._sequence += 1
         self._batches[self._sequence] = (items, sizes)
         return Reports(self._sequence, tuple(items))
+
+    def _signed(self, items: list[ReportItem]) -> list[ReportItem]:
+        """Sign the works of a batch once; a batch that is sent again keeps its signatures."""
+        leases = [(item.task, item.epoch) for item in items if type(item) in ENDS]
+        works = {lease: self._works.pop(lease) for lease in leases if lease in self._works}
+        return self._sign(items, works) if works else items
 
 
 def _without(

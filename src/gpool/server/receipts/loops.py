@@ -114,7 +114,11 @@ def is_signed(pool: str, row: IssuableCharge) -> bool:
     charged = [each["model"][:100] for each in msgspec.json.decode(row.charged_gpus)]
     if [gpu.model for gpu in work.gpus] != charged:
         return False
-    return SignedWork(work, public.hex(), row.signature.hex()).is_genuine()
+    return _signed(work, public, row).is_genuine()
+
+
+def _signed(work: ReceiptWork, public: bytes, row: IssuableCharge) -> SignedWork:
+    return SignedWork(work, public.hex(), row.signature.hex(), (row.path or b"").hex())
 
 
 def issued(key: CurrentReceiptKey, row: IssuableCharge, id_: int, now: Instant) -> ReceiptsRecord:
@@ -136,7 +140,7 @@ def issued(key: CurrentReceiptKey, row: IssuableCharge, id_: int, now: Instant) 
         fee=row.fee,
         issued_ms=issued_ms,
     )
-    signed = SignedWork(work, public.hex(), row.signature.hex())
+    signed = _signed(work, public, row)
     return ReceiptsRecord(
         id_,
         row.task_id,

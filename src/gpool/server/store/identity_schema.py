@@ -488,10 +488,11 @@ work_signatures = Table(
     text_column("result"),
     text_column("gpus"),
     int_column("at"),
+    bytes_column("path", nullable=True),
     Index("ix_work_signatures_at", "at"),
 )
 """Signatures of ended, priced leases, until their receipt is issued. `result`: its SHA-256. `gpus`: as the node
-signed them (JSON)."""
+signed them (JSON). `path`: as in `wallet.receipt_keys.WorkProof`; NULL: empty."""
 
 receipts = Table(
     "receipts",

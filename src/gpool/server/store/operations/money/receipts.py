@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
@@ -14,9 +15,17 @@ from gpool.core.model import Instant
 from gpool.server.store.generated_rows import ReceiptsRecord
 from gpool.server.store.operations.identity.receipt_keys import RECEIPT_KEYS_LOCK
 from gpool.server.store.protocol import Operation, Relation, Statement, operation
-from gpool.server.store.rows import columns, exists, of_ids, relation_columns, select, values
+from gpool.server.store.rows import (
+    columns,
+    exists,
+    insert,
+    of_ids,
+    relation_columns,
+    select,
+    values,
+)
 from gpool.wallet.receipt_keys import NO_RESULT, ReceiptGpu, result_hash
-from gpool.wire.frames import Finished, Hold, Released, ReportItem
+from gpool.wire.frames import Finished, Hold, Released, ReportItem, SignedGpu
 
 RECEIPT = columns(ReceiptsRecord, ReceiptsRecord, "r")
 LEASES = (("task", "int"), ("epoch", "int"), ("node", "int"))
@@ -26,9 +35,25 @@ class _NewSignature(NamedTuple):
     task_id: int
     epoch: int
     node_id: int
+    node_key: str
     signature: bytes
     result: str
     gpus: str
+    at: int
+    path: bytes | None
+
+
+class _NodeKey(NamedTuple):
+    id: NodeId
+    public_key: str
+
+
+@lru_cache(maxsize=4096)
+def _stored_gpus(gpus: tuple[SignedGpu, ...]) -> str:
+    """JSON of GPUs; a node reports the same ones with each of its leases."""
+    return msgspec.json.encode(
+        [ReceiptGpu(each.gpu, each.model, each.slice) for each in gpus]
+    ).decode()
 
 
 def put_signatures(
@@ -40,30 +65,37 @@ def put_signatures(
 
     They are verified when the receipt is issued: the path of reports does not wait for it.
     """
-    rows: dict[tuple[int, int, int], _NewSignature] = {}
-    for node, item in reported:
-        if not isinstance(item, Finished | Released) or item.work is None:
-            continue
-        if (node, Hold(item.task, item.epoch)) not in refused:
-            gpus = msgspec.json.encode(
-                [ReceiptGpu(each.gpu, each.model, each.slice) for each in item.work.gpus]
-            ).decode()
-            result = NO_RESULT
-            if isinstance(item, Finished):
-                files = [(file.path, file.sha256) for file in item.outputs]
-                result = result_hash(item.value, item.value_sha256, files)
-            key = (item.task, item.epoch, node)
-            rows[key] = _NewSignature(*key, item.work.signature, result, gpus)
-    if not rows:
+    ends: list[tuple[NodeId, Finished | Released]] = [
+        (node, item)
+        for node, item in reported
+        if (type(item) is Finished or type(item) is Released)
+        and item.work is not None
+        and (node, Hold(item.task, item.epoch)) not in refused
+    ]
+    if not ends:
         return
-    yield Statement(
-        "INSERT INTO work_signatures (task_id, epoch, node_id, node_key, signature, result, gpus, at) "
-        "SELECT r.task_id, r.epoch, r.node_id, n.public_key, r.signature, r.result, r.gpus, CAST(:at AS BIGINT) "
-        "FROM {rows} AS r JOIN nodes n ON n.id = r.node_id WHERE n.public_key IS NOT NULL "
-        "ON CONFLICT (task_id, epoch, node_id) DO NOTHING",
-        {"at": at},
-        {"rows": Relation(relation_columns(_NewSignature), list(rows.values()))},
+    found = yield from select(
+        _NodeKey,
+        "SELECT n.id, n.public_key FROM {nodes} AS i JOIN nodes n ON n.id = i.id WHERE n.public_key IS NOT NULL",
+        {},
+        {"nodes": of_ids(node for node, _ in ends)},
     )
+    keys = {row.id: row.public_key for row in found}
+    rows: dict[tuple[int, int, int], _NewSignature] = {}
+    for node, item in ends:
+        work = item.work
+        if work is None or node not in keys:
+            continue
+        result = NO_RESULT
+        if type(item) is Finished:
+            files = [(file.path, file.sha256) for file in item.outputs]
+            result = result_hash(item.value, item.value_sha256, files)
+        gpus, path = _stored_gpus(work.gpus), work.path or None
+        key = (item.task, item.epoch, node)
+        rows[key] = _NewSignature(*key, keys[node], work.signature, result, gpus, at, path)
+    if rows:
+        conflict = "ON CONFLICT (task_id, epoch, node_id) DO NOTHING"
+        yield insert("work_signatures", _NewSignature, list(rows.values()), conflict)
 
 
 # ---- issuing
@@ -90,6 +122,7 @@ class IssuableCharge(NamedTuple):
     result: str
     gpus: str
     charged_gpus: str
+    path: bytes | None
 
 
 @operation
@@ -114,12 +147,14 @@ def issuable(limit: int) -> Operation[tuple[IssuableCharge, ...]]:
         IssuableCharge,
         "SELECT c.task_id, c.epoch, c.node_id, c.payer_id, c.owner_id, c.started_at, c.ended_at, c.charged_us, "
         "c.microcredits, c.fee, c.rate, c.reason, c.transfer_id, s.node_key, s.signature, s.result, s.gpus, "
-        "c.gpus FROM charges c JOIN work_signatures s ON s.task_id = c.task_id AND s.epoch = c.epoch "
+        "c.gpus, s.path FROM charges c JOIN work_signatures s ON s.task_id = c.task_id AND s.epoch = c.epoch "
         "AND s.node_id = c.node_id WHERE c.state = 'posted' AND c.vests_at IS NULL "
         "ORDER BY c.ended_at, c.task_id LIMIT :limit",
         {"limit": limit},
     )
-    return tuple(row._replace(signature=bytes(row.signature)) for row in rows)
+    return tuple(
+        row._replace(signature=bytes(row.signature), path=bytes(row.path or b"")) for row in rows
+    )
 
 
 @dataclass(frozen=True, slots=True)
