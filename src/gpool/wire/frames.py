@@ -26,15 +26,10 @@ from gpool.core.model import (
     TaskSpec,
 )
 
-PROTOCOL = 2
+PROTOCOL = 1
 OLDEST_PROTOCOL = 1
 """Newest and oldest version of the channel that this release speaks. A new version is needed only when the meaning of
-a frame changes; fields, words and kinds of frames are added within one (`tolerance`).
-
-2: `WorkSignature.path`, since a signature is of several works.
-"""
-JOINT_SIGNATURES = 2
-"""Version from which a server verifies signatures of several works."""
+a frame changes; fields, words and kinds of frames are added within one (`tolerance`)."""
 MAX_FRAME_BYTES = 8 * 1024 * 1024
 MAX_SPEC_BYTES = 3 * 1024 * 1024
 """Largest spec: with a frame's share of payloads it must fit into a frame."""
@@ -264,6 +259,9 @@ class Welcome(_Frame, frozen=True):
     beat_every_us: int
     drop: tuple[Hold, ...]  # held leases that are no longer its own: stop, report nothing
     protocol: int = 1  # version of this connection, the newest that both speak
+    joint_signatures: bool = (
+        False  # the server verifies signatures of several works (`WorkSignature.path`)
+    )
 
 
 class BeatSeen(_Frame, frozen=True):

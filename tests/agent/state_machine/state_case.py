@@ -128,10 +128,11 @@ class Case:
     def arrive(self, frame: ServerFrame, after: int = 1) -> list[Instruction]:
         return self.feed(FrameArrived(frame), after)
 
-    def welcome(self, drop: tuple[Hold, ...] = (), protocol: int = 1) -> list[Instruction]:
+    def welcome(self, drop: tuple[Hold, ...] = (), *, joint: bool = False) -> list[Instruction]:
         hello = self.feed(Connected())[0]
         assert isinstance(hello, Send)
-        return self.arrive(Welcome(1, hello.frame.beat, TTL, MARGIN, BEAT, drop, protocol))  # type: ignore[union-attr]
+        beat = hello.frame.beat  # type: ignore[union-attr]
+        return self.arrive(Welcome(1, beat, TTL, MARGIN, BEAT, drop, 1, joint))
 
     def grant(
         self,

@@ -104,11 +104,11 @@ def test_the_hash_of_a_result(
     assert result_hash(value, named, files) == result
 
 
-def several(protocol: int) -> list[Finished]:
+def several(joint: bool) -> list[Finished]:
     """Three priced leases that end while a batch is in flight: their ends leave together."""
     made = Case()
     made.state = AgentState("boot", LENT, WorkSigner(NODE, KEY.sign_work))
-    made.welcome(protocol=protocol)
+    made.welcome(joint=joint)
     for task in (1, 2, 3, 4):
         line = Line(allocation(task), 7, False, 1, (Lease(task, 3),), None, POOL)
         made.arrive(Grants(0, ((1, command()),), (line,)))
@@ -121,15 +121,15 @@ def several(protocol: int) -> list[Finished]:
     return found[1:]
 
 
-@pytest.mark.parametrize(("protocol", "signatures"), [(1, 3), (2, 1)])
+@pytest.mark.parametrize(("joint", "signatures"), [(False, 3), (True, 1)])
 def test_ends_that_leave_together_have_one_signature_if_the_server_knows_it(
-    protocol: int, signatures: int
+    joint: bool, signatures: int
 ) -> None:
-    works = [(each.task, each.work) for each in several(protocol)]
+    works = [(each.task, each.work) for each in several(joint)]
     assert len({work.signature for _, work in works if work}) == signatures
     for task, work in works:
         assert work is not None
         done = ReceiptWork(POOL, encode("task", task), 3, NODE, (), NO_RESULT)
         signed = SignedWork(done, KEY.public.hex(), work.signature.hex(), work.path.hex())
         assert signed.is_genuine()
-        assert bool(work.path) == (protocol > 1)
+        assert bool(work.path) == joint

@@ -231,7 +231,7 @@ class AgentState:
         if not self._connection.welcomed:
             self._connection.welcomed = True
             if self._signer is not None:
-                self._signer.use_protocol(frame.protocol)
+                self._signer.sign_jointly(allowed=frame.joint_signatures)
             timer.heartbeat_at = min(timer.heartbeat_at, now + timer.heartbeat_every)
             self._outbox.resend(now)
             self._send_offer(out)

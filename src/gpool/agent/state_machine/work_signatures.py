@@ -21,14 +21,7 @@ from gpool.wallet.receipt_keys import (
     result_hash,
     sign_works,
 )
-from gpool.wire.frames import (
-    JOINT_SIGNATURES,
-    Finished,
-    Released,
-    ReportItem,
-    SignedGpu,
-    WorkSignature,
-)
+from gpool.wire.frames import Finished, Released, ReportItem, SignedGpu, WorkSignature
 
 WHOLE_MILLI = 1000
 
@@ -45,9 +38,9 @@ class WorkSigner:
         """Remember the GPUs of an offer: a lease may end after its GPU has left the offer."""
         self._gpus.update((gpu.index, gpu) for gpu in offer.gpus)
 
-    def use_protocol(self, version: int) -> None:
-        """Sign works together if the server at the other end can verify that."""
-        self._together = version >= JOINT_SIGNATURES
+    def sign_jointly(self, *, allowed: bool) -> None:
+        """Sign works that leave together once, if the server at the other end can verify that."""
+        self._together = allowed
 
     def work(self, lease: AgentLease, end: Finished | None) -> UnsignedWork:
         """Describe what a lease did. `end` None: it was stopped and left no result."""

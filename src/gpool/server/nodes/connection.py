@@ -179,6 +179,7 @@ class NodeChannel:
                 beat_every_us=settings.beat_every,
                 drop=tuple(hold for hold in hello.holds if hold not in open_leases),
                 protocol=common_protocol(hello.protocol, hello.oldest_protocol) or PROTOCOL,
+                joint_signatures=True,
             )
         )
         server.nodes.attach(self)
